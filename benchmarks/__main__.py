@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``python -m benchmarks [NAME ...] [--quick] [--out DIR]``: run them, compare with the budgets.
+"""``python -m benchmarks [NAME ...] [--quick] [--out DIR]``: run benchmarks, check budgets.
 
 Exit code: 0 if every benchmark ran (a missed budget is a finding, not a failure), 1 if one broke.
 """
@@ -26,10 +26,10 @@ HERE = Path(__file__).parent
 #: Longest time of a benchmark in seconds; a hang is a failure.
 TIMEOUT = 1800
 
-#: Seconds in which an interrupted benchmark must have ended what it started.
+#: An interrupted benchmark has so many seconds to end the processes that it started.
 ENDING = 60
 
-#: Runs in the child: prints nothing itself, and writes the dict to a file.
+#: The code of the child process: it writes the benchmark's dict to a file and prints nothing.
 CHILD = """
 import importlib, json, sys
 name, out, *argv = sys.argv[1:]
@@ -71,7 +71,8 @@ def run(name: str, quick: bool) -> dict[str, Any] | str:
             [sys.executable, "-c", CHILD, name, str(out), *argv],
             cwd=HERE.parent,
             env={**os.environ, "PYTHONPATH": str(HERE.parent)},
-            # Ctrl-C of a terminal would reach it beside the one of end(), and interrupt its end.
+            # Without its own session, the child would get a terminal's Ctrl-C and the SIGINT of
+            # end(). The second signal would interrupt the child's clean-up.
             start_new_session=True,
         )
         try:

@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Messages of a hostile user to the broker: one kind of attack for some seconds.
+"""Sends a hostile user's messages to the broker: one kind of attack for some seconds.
 
-``python benchmarks/attack.py SOCKET KIND SECONDS``; the standard library only, so that it runs as
-any user. The last line on stdout is JSON: counts of requests and answers. For the benchmark
-``neighbours`` and its tests; use it only against your own broker.
+``python benchmarks/attack.py SOCKET KIND SECONDS`` needs only the standard library, so any user can
+run it. The last line on stdout is JSON: bytes sent and received, connections closed and failed, and
+answers by code. The benchmark ``neighbours`` and its tests use this script. Use it only against
+your own broker.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections import Counter
 from typing import Any, Callable
 
-#: Connections of a flood.
+#: Number of connections of a flood.
 CONNECTIONS = 32
 
 
@@ -36,7 +37,7 @@ class Attack:
         self.received = 0
         self.closed = 0
         self.failed = 0
-        #: Answers by error code; "ok" for the others.
+        #: Number of answers by error code; "ok" counts the answers without an error.
         self.codes: Counter[str] = Counter()
 
     @property
@@ -44,12 +45,12 @@ class Attack:
         return time.monotonic() >= self.ends
 
     def rest(self) -> None:
-        """Wait for the end of the attack."""
+        """Wait until the attack's time is over."""
         while not self.over:
             time.sleep(0.05)
 
     def connect(self, *, wait: bool = True) -> socket.socket | None:
-        """Return a connection; with ``wait`` try for as long as the attack lasts."""
+        """Return a connection, or None; with ``wait``, try until the attack's time is over."""
         while not self.over:
             made = socket.socket(socket.AF_UNIX)
             made.settimeout(5)
@@ -78,7 +79,7 @@ class Attack:
         return answer
 
     def flood(self, payload: bytes, *, connections: int = CONNECTIONS) -> None:
-        """Write ``payload`` repeatedly, read all answers, reconnect after a close."""
+        """Write ``payload`` repeatedly, read all answers, and reconnect after a close."""
         selector = selectors.DefaultSelector()
 
         def add() -> None:
@@ -101,7 +102,8 @@ class Attack:
                         self.received += len(data)
                         state[1] = self._look_at(state[1] + data)
                     if events & selectors.EVENT_WRITE:
-                        # Continue a partly sent payload: half a line would be a different attack.
+                        # Send the rest of a partly sent payload first: half a line would be a
+                        # different attack.
                         rest = state[0] or payload
                         count = connection.send(rest)
                         self.sent += count
@@ -118,7 +120,7 @@ class Attack:
             key.fileobj.close()
 
     def _look_at(self, data: bytes) -> bytes:
-        """Count the whole lines of ``data`` by their code; return the rest."""
+        """Count the complete lines of ``data`` by their code; return the incomplete last line."""
         *lines, rest = data.split(b"\n")
         for text in lines:
             head = text[:200]
@@ -141,7 +143,7 @@ class Attack:
         self.flood(line("journal", id=1, limit=10000, session="nobody") * 64)
 
     def rubbish(self) -> None:
-        """Invalid requests: numbers that are too long, deep nesting, no JSON."""
+        """Send invalid requests: numbers that are too long, deep nesting, lines without JSON."""
         self.flood(
             b'{"v":1,"type":"keep","id":1,"session":"x","seconds":' + b"9" * 400 + b"}\n"
             b'{"v":1,"type":"keep","id":1,"session":"x","seconds":1e999}\n'
@@ -150,15 +152,15 @@ class Attack:
         )  # fmt: skip
 
     def refused(self) -> None:
-        """Requests that the pool refuses: each would be a row of the journal."""
+        """Send requests that the pool refuses: each refusal would be a row of the journal."""
         self.flood(line("open", id=1, kernel_id="k", request={"memory": 1 << 50}) * 20)
 
     def acts(self) -> None:
-        """Acts of sessions that do not exist."""
+        """Send ``yielded`` and ``drop``, messages of a session, from a process without one."""
         self.flood((line("yielded", id=1, epoch=1, yielded=True) + line("drop", hold="h")) * 100)
 
     def churn(self) -> None:
-        """Connect, ask and leave."""
+        """Connect, send a ping, and disconnect without reading the answer."""
         while not self.over:
             made = self.connect(wait=False)
             if made is not None:
@@ -168,7 +170,7 @@ class Attack:
                 self.closed += 1
 
     def slow(self) -> None:
-        """A thousand connections that send a byte now and then."""
+        """Open a thousand connections that each send one byte every 0.2 s."""
         made = [one for _ in range(1000) if (one := self.connect())]
         while not self.over:
             for one in made:
@@ -179,11 +181,11 @@ class Attack:
             one.close()
 
     def unfinished(self) -> None:
-        """Two hundred requests of 250 kB that never end."""
+        """Begin two hundred requests, send 250 kB of each, and end none of them."""
         made = [one for _ in range(200) if (one := self.connect())]
         for one in made:
             if self.over:
-                break  # the broker reads no more: each of them would wait
+                break  # a broker that reads no more delays each connection by 0.5 s
             one.settimeout(0.5)
             with contextlib.suppress(OSError):
                 one.sendall(b'{"v":1,"x":"' + b"x" * 250_000)
@@ -201,7 +203,7 @@ class Attack:
                     self.ask(connection, "close", session=answer["session"], reason="z" * 200)
 
     def opens(self) -> None:
-        """As many sessions as the broker allows."""
+        """Open as many sessions as the broker allows."""
         connection = self.connect()
         with contextlib.suppress(OSError):
             while not self.over and connection is not None:
@@ -209,12 +211,12 @@ class Attack:
                     time.sleep(0.05)
 
     def early(self) -> None:
-        """Long greetings of a process that the broker does not know yet."""
+        """Send long ``hello`` messages from a process that the broker does not know yet."""
         connection = self.connect()
         if connection is None:
             return
         opened: dict[str, Any] = {}
-        while "session" not in opened:  # another attack may have all sessions of the user
+        while "session" not in opened:  # another attack may use all the user's sessions
             if self.over:
                 return
             opened = self.ask(connection, "open", kernel_id="x")
@@ -224,7 +226,7 @@ class Attack:
         connection.close()
 
     def unread(self) -> None:
-        """Ask for the largest answers and read none."""
+        """Ask for the largest answers and read none of them."""
         made = [one for _ in range(300) if (one := self.connect())]
         asked = line("journal", id=1, limit=9000) + line("status", id=2) * 50
         for one in made:
@@ -244,7 +246,7 @@ KINDS: dict[str, Callable[[Attack], None]] = {
 
 
 def main_attack(path: str, kind: str, seconds: float) -> dict[str, Any]:
-    """Attack; return the counts."""
+    """Run one kind of attack; return the counts."""
     attack = Attack(path, seconds)
     KINDS[kind](attack)
     return {

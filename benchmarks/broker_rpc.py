@@ -1,16 +1,17 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Latency of the broker's answers, and its cost of a session, with 1 to 1,000 sessions.
+"""Latency of the broker's answers, and what a session costs the broker, with 1 to 1,000 sessions.
 
-A real broker process on an emulated machine of 16 devices, and one real process with its own
-connection per session. The baseline is a bare asyncio echo server on a unix socket, in its own
-process, called by the same client code in the same run.
+The broker is a real process on an emulated machine of 16 devices. Each session is a real process
+with its own connection. The baseline is a bare asyncio echo server on a unix socket, in its own
+process. The same client code calls it in the same run.
 
-``hold_drop``: the messages of a cell on an attached session, a hold and a drop without an answer,
-then a ping to time their end. ``grant``: a hold of a detached session until its answer, from free
-memory, with the journal. Its baseline is ``cold_ping``: one ping of each session's process in turn,
-which wakes as many processes and needs no decision. The cost of the broker at rest is measured with
-a thousand idle sessions on 8 devices, with its children.
+``hold_drop`` is the time of a cell's messages on an attached session: a hold and a drop, which have
+no answer, and a ping, whose answer shows that the broker has handled both. ``grant`` is the time
+from the hold of a detached session to its answer. The slice comes from free memory, and the time
+includes the journal. Its baseline is ``cold_ping``: each session's process sends one ping in turn.
+This wakes as many processes, and needs no decision. The cost at rest is the cost of the broker and
+its children with a thousand idle sessions on 8 devices.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ from jupyter_gpupool.client import Client
 MiB = 1 << 20
 DEVICES = 16
 
-#: Milliseconds (p99, end to end), and the number of sessions.
+#: The most milliseconds of a grant (p99, end to end), and the number of sessions in that case.
 GRANT_BUDGET_MS, GRANT_SESSIONS = 2.0, 300
 
-#: The broker and its children at rest: bytes (PSS), share of one core, and the load.
+#: Limits of the broker and its children at rest: bytes (PSS) and share of one core. They hold with
+#: so many idle sessions and devices.
 MEMORY_BUDGET = 500e6
 CPU_BUDGET = 0.01
 IDLE_SESSIONS, IDLE_DEVICES = 1000, 8
@@ -49,7 +51,7 @@ IDLE_SESSIONS, IDLE_DEVICES = 1000, 8
 #: Least number of timed grants.
 GRANTS = 600
 
-#: Size of a session here: all sessions fit on the machine at once.
+#: Size of each session's slice. It is small, so all sessions fit on the machine at once.
 SLICE = 96 * MiB
 
 
@@ -100,7 +102,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 @contextmanager
 def echo_server(folder: Path) -> Iterator[Path]:
-    """Echo lines from another process: the least cost of a round trip."""
+    """Yield the socket of an echo server in another process: the least cost of a round trip."""
     path = folder / "echo.sock"
     ready, child = os.pipe()
     pid = os.fork()
@@ -119,7 +121,7 @@ def echo_server(folder: Path) -> Iterator[Path]:
 
 
 class Echo(asyncio.Protocol):
-    """Sends back what it gets."""
+    """Sends back the data that it receives."""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -206,7 +208,7 @@ class Peer:
 
 
 def ping_times(path: Path, rounds: int) -> list[float]:
-    """Return milliseconds of round trips, one after the other."""
+    """Return the milliseconds of successive pings."""
     peer = Peer(path)
     return [timed(lambda: peer.call("ping")) for _ in range(rounds)]
 
@@ -312,7 +314,7 @@ def measure(folder: Path, pid: int, steps: Sequence[int], rounds: int) -> list[d
     empty = rss(pid)
     members: list[Member] = []
     found = []
-    # Fork before a thread of Client exists.
+    # A thread of Client exists at each fork, so the forked process uses only its own Peer.
     try:
         for count in steps:
             with Client(path) as server:
@@ -333,14 +335,14 @@ def measure(folder: Path, pid: int, steps: Sequence[int], rounds: int) -> list[d
 
 
 def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
-    """Return the cost of a broker and its children with so many idle sessions."""
+    """Return the cost of a broker and its children with ``count`` idle sessions."""
     members: list[Member] = []
     try:
         with Client(path) as server:
             while len(members) < count:
                 members.append(Member(path, server, len(members)))
         for member in members:
-            member.do("ping")  # it has greeted
+            member.do("ping")  # after its answer, the broker has handled the member's hello
         family = [pid, *children(pid)]
         begun, used = time.monotonic(), sum(map(cpu, family))
         time.sleep(10)
@@ -359,7 +361,7 @@ def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
 
 
 def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -> dict[str, Any]:
-    """Measure with these sessions; all are detached again afterwards."""
+    """Return the figures with these sessions; all sessions are detached at the end."""
     grants: list[float] = []
     spent = 0.0
     wanted = min(rounds, max(GRANTS, len(members)))
@@ -378,7 +380,7 @@ def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -
         "hold_drop": summary(hold_drop),
         "cold_ping": summary(cold),
         "grant": summary(grants),
-        #: The broker's own CPU time, with everything that it does meanwhile.
+        #: The broker's own CPU time per grant, including its other work in that time.
         "grant_cpu_us": spent / len(grants) * 1e6,
     }
     all_give_back(members)

@@ -5,13 +5,14 @@
 Five kernels run at the same time and take turns in random order, one ``pass`` cell each:
 
 - *plain* and *plain again*: ipykernel. Their difference is the noise of all differences.
-- *attached*: policy ``lazy``, the default, with a context and device memory, on its slice.
-- *without CUDA*: policy ``lazy``, a kernel that never touched CUDA. The broker counts its messages.
-- *per cell*: policy ``cell``, which takes a hold for each cell, on its slice.
+- *attached*: a kernel with policy ``lazy`` (the default), a slice, a context and device memory.
+- *without CUDA*: a kernel with policy ``lazy`` and no CUDA call. The broker counts its messages.
+- *per cell*: a kernel with policy ``cell``, which takes a hold for each cell, and a slice.
 
 A round trip ends when the client has the reply and the kernel is idle again. The difference at p50
-is the median of the differences within each round; at p99 it is that of the two p99. The agent's
-own work for a cell is measured inside the kernels, where no other process disturbs it.
+is the median of the differences within each round. The difference at p99 is one p99 minus the other
+p99. The agent's own work for a cell is measured inside the kernels, where no other process disturbs
+it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: Most milliseconds of a cell beyond plain ipykernel.
+#: The most milliseconds that a cell may take beyond a cell of plain ipykernel.
 ATTACHED_P50_MS, ATTACHED_P99_MS, CPU_P50_MS = 0.05, 0.5, 0.05
 
-#: A context and a little device memory, which stay.
+#: Makes a context and allocates a little device memory. The kernel keeps both.
 ATTACH = """
 from cuda.bindings import driver
 def call(answer):
@@ -43,7 +44,7 @@ call(driver.cuCtxSetCurrent(call(driver.cuDevicePrimaryCtxRetain(call(driver.cuD
 kept = call(driver.cuMemAlloc(1 << 20))
 """
 
-#: Runs in a kernel: microseconds of the agent's gate around one cell.
+#: Runs in a kernel: prints the microseconds that the agent's gate adds to one cell.
 INSIDE = """
 import time
 from jupyter_gpupool.kernel import _agents
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         kernels["attached"].run(ATTACH)
         for one in kernels.values():
             for _ in range(20):
-                one.run("pass")  # warms everything up
+                one.run("pass")  # not measured: the first cells are slower
         names = {name: kernels[name].session() for name in ("attached", "without CUDA")}
         before = sessions(client)
         took = round_trips(kernels, rounds)
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     plain = took["plain"]
     more = {
         name: {
-            # Within a round: other work of the machine has disturbed both.
+            # Compare within a round: other work of the machine has disturbed both cells of a round.
             "p50_ms": median(mine - base for mine, base in zip(values, plain, strict=True)),
             "p99_ms": percentile(values, 99) - percentile(plain, 99),
         }

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import requests
 import websocket
 
-#: As in the browser tests.
+#: The same options as in the browser tests.
 OPTIONS = (
     "--headless=new",
     "--disable-gpu",
@@ -36,8 +36,8 @@ OPTIONS = (
     "--window-size=1280,800",
 )
 
-#: Events of a trace in which a page's JavaScript runs, or work for it. Work that a script forces at
-#: once (style, layout) also counts.
+#: Trace events during which a page's JavaScript runs, or the browser works for it. Style and layout
+#: that a script forces at once happen within such an event, so they also count.
 SCRIPT = frozenset(
     {
         *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
@@ -46,14 +46,14 @@ SCRIPT = frozenset(
     }
 )
 
-#: Events in which the whole page's garbage is collected, if not within one of the above.
+#: Trace events of a garbage collection of the whole page. Those within an event above do not count.
 COLLECTION = frozenset(
     {"MajorGC", "MinorGC", "V8.GCScavenger", "V8.GCFinalizeMC", "V8.GCIncrementalMarking"}
 )
 
 
 class Span(NamedTuple):
-    """The time of a script or a collection, and its processor seconds."""
+    """Begin and end of a script or a collection, and its processor seconds."""
 
     begin: float
     end: float
@@ -66,7 +66,7 @@ class Page:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))
-        #: Called with the parameters of an event, by the event's name.
+        #: By an event's name: the function that is called with the event's parameters.
         self.on: dict[str, Callable[[dict[str, Any]], object]] = {}
         self._ids = itertools.count(1)
         self._process = subprocess.Popen(
@@ -87,7 +87,7 @@ class Page:
             raise
 
     def _address(self) -> str:
-        """Return the DevTools address of the first page, once there is one."""
+        """Wait for the first page; return its DevTools address."""
         told = self.folder / "DevToolsActivePort"
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -117,7 +117,7 @@ class Page:
     # ------------------------------------------------------------------ the protocol
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return the answer; events before it go to ``on``."""
+        """Return the answer to a command; the functions of ``on`` get the events before it."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         deadline = time.monotonic() + 60
@@ -131,7 +131,7 @@ class Page:
         raise TimeoutError(f"{method} was not answered")
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-        """Return the first true result of ``condition``, asked after each event and often."""
+        """Return the first true result of ``condition``, checked after each event, or 0.02 s."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             if time.monotonic() > deadline:
@@ -141,13 +141,13 @@ class Page:
         return found
 
     def listen(self, seconds: float) -> None:
-        """Dispatch events for a while."""
+        """Dispatch events for ``seconds``."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             self._receive(deadline)
 
     def _receive(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, None if there is none in time; events are dispatched."""
+        """Return the next message, or None at ``deadline``; dispatch an event to its function."""
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             message: dict[str, Any] = json.loads(self._socket.recv())
@@ -175,7 +175,7 @@ class Page:
     # ------------------------------------------------------------------ JupyterLab
 
     def open_lab(self, url: str) -> None:
-        """Show JupyterLab, ready."""
+        """Show JupyterLab and wait until it is ready."""
         self.call("Page.enable")
         self.call("Page.navigate", url=f"{url}/lab?reset")
         deadline = time.monotonic() + 90
@@ -186,7 +186,7 @@ class Page:
         self.run("await jupyterapp.restored")
 
     def open_notebook(self, folder: Path, source: str, name: str = "measured") -> str:
-        """Open a notebook with one cell on the Pooled GPU kernel; return the kernel's id, ready."""
+        """Open a notebook with one cell and a Pooled GPU kernel; return the ready kernel's id."""
         cell = {
             "cell_type": "code",
             "id": "one",
@@ -239,7 +239,7 @@ class Trace:
                 self._main.add(thread)
             elif event["name"] in SCRIPT | COLLECTION and event.get("dur"):
                 begin, wall = event["ts"] / 1e6, event["dur"] / 1e6
-                # Sometimes missing; then the duration is an upper bound.
+                # ``tdur`` is sometimes missing. Then the duration is an upper bound.
                 cpu = event.get("tdur", event["dur"]) / 1e6
                 span = Span(begin, begin + wall, cpu, event["name"] in COLLECTION)
                 self._spans.setdefault(thread, []).append(span)
@@ -250,7 +250,7 @@ class Trace:
         self._page.on["Tracing.tracingComplete"] = lambda _: ended.append(True)
         self._page.call("Tracing.end")
         self._page.wait(lambda: ended, "the trace")
-        # A browser keeps an idle spare renderer.
+        # The browser also keeps an idle spare renderer, so take the busiest one.
         busiest = max(self._main, key=lambda thread: len(self._spans.get(thread, ())))
         return merged(self._spans.get(busiest, []))
 
@@ -265,10 +265,11 @@ def merged(spans: list[Span]) -> list[Span]:
 
 
 def costs(spans: list[Span], times: list[float]) -> list[dict[str, float]]:
-    """Return milliseconds of the spans that began between two successive ``times``.
+    """Return the milliseconds of the spans that began between each two successive ``times``.
 
-    ``script``, its processor time (``cpu``), the ``longest`` one, and the time of collections.
-    ``spans`` as :func:`merged` returns them.
+    ``script`` is the time of all scripts, ``cpu`` their processor time, ``longest`` the time of the
+    longest one, ``collections`` the time of all collections, ``both`` the sum of scripts and
+    collections. ``spans`` is a result of :func:`merged`.
     """
     begins = [span.begin for span in spans]
     found = []

@@ -1,24 +1,27 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a ledger and its nodes cost for 10, 100 and 1,000 nodes: messages, processor time, losses.
+"""The cost of a ledger and its nodes for 10, 100 and 1,000 nodes, and of the loss of a ledger.
 
 ``python -m benchmarks.cluster_plan [--nodes 10,100,1000] [--shards 1,8] [--quick]`` prints JSON.
 
 The ledger and the nodes' budgets are the real ones, and every message is encoded and decoded. The
-network and the brokers are simulated: a message takes a millisecond (a call of a Ray actor on
-another node: p50 1.0 ms), and a broker grants what its budgets allow. Each node has 20 kernels;
-they think (mean 60 s) and compute (mean 20 s) with a slice of one unit. Each user has 4 kernels,
-three of them on one node, and a quota of 2 slices; 40 users are a group that may have 48 slices. So
-some cells must wait for a quota, and most that need a message do because a user works on two nodes.
+network and the brokers are simulated. A message takes one millisecond (a call of a Ray actor on
+another node took 1.0 ms, p50), and a broker grants what its budgets allow. Each node has 20
+kernels. They think (mean 60 s) and compute (mean 20 s) with a slice of one unit. Each user has 4
+kernels, three of them on one node, and a quota of 2 slices. A group has 40 users and may have 48
+slices. So some cells wait for a quota. Most cells that need a message need it because their user
+works on two nodes.
 
-After half of the time the ledger dies. Another one starts 3 s later, as long as Ray's tuned health
-check takes to notice it. ``serving_s``: seconds from its start until it lends again.
+After half of the time the ledger dies. A new one starts 3 s later, because Ray's tuned health check
+takes that long to notice the death. ``serving_s`` is the number of seconds from the start of the
+new ledger until it lends.
 
-``ledger_lines_per_report``: lines of Python that the ledger runs for a report, counted at every
-hundredth one. Unlike seconds they are the same on any machine and under any load.
+``ledger_lines_per_report`` is the number of lines of Python that the ledger runs for a report,
+counted at every hundredth report. Unlike seconds, it is the same on any machine and under any load.
 
-``shards``: so many ledgers, each for the groups and users of one part. The costs are those of the
-busiest one. Baseline in the same run: the time to encode and decode an empty report.
+``shards`` is the number of ledgers. Each ledger has one part of the groups and users. The costs are
+those of the busiest ledger. The baseline, in the same run, is the time to encode and decode an
+empty report.
 """
 
 from __future__ import annotations
@@ -54,11 +57,11 @@ KERNELS, PER_USER, PER_GROUP = 20, 4, 40
 THINK, COMPUTE = 60.0, 20.0
 USER_SLICES, GROUP_SLICES = 2, 48
 DELAY, NOTICE = 0.001, 3.0
-#: One report in so many is counted in lines, and not in seconds.
+#: For one report in so many, the simulation counts the lines and not the seconds.
 SAMPLE = 100
-#: Seconds between two reports of a node, and the least after one that something was due for.
+#: Seconds between two regular reports of a node, and the least seconds between any two reports.
 INTERVAL, LEAST = 2.0, 0.05
-#: The processor time that one ledger may take of one core, and its time to lend again.
+#: The part of one core that a ledger may use, and the most seconds until a new ledger lends.
 CPU_BUDGET, SERVING_BUDGET = 0.5, 5.0
 
 
@@ -69,8 +72,8 @@ class Node:
         self.name = name
         self.budgets = [Budgets(name, 1) for _ in range(shards)]
         self.used: Counter[Key] = Counter()
-        #: What the node's kernels would use if all of them computed. The node keeps it while no
-        #: other waits.
+        #: What the node's kernels would use if all of them computed. The node keeps this much
+        #: while no other node waits for it.
         self.kernels: Counter[Key] = Counter()
         self.waiting: list[tuple[float, str, tuple[Key, ...]]] = []
         self.last = [-1.0] * shards
@@ -78,7 +81,7 @@ class Node:
 
 
 class Simulation:
-    """A cluster at simulated times; only what the product would compute is timed."""
+    """A cluster on a simulated clock; it measures only the time of the product's own code."""
 
     def __init__(self, nodes: int, shards: int, seconds: float, seed: int) -> None:
         self.random = random.Random(seed)
@@ -141,7 +144,7 @@ class Simulation:
         self.serve(node)
 
     def serve(self, node: Node) -> None:
-        """Grant what the budgets allow, tell them what is in use, and report if that is due."""
+        """Grant what the budgets allow, tell the budgets what is in use, and send due reports."""
         for entry in [*node.waiting]:
             since, _, keys = entry
             if all(
@@ -227,7 +230,7 @@ class Simulation:
             self.at(DELAY, lambda n=name, a=answer: self.answered(self.nodes[n], shard, a))
 
     def count_lines(self, ledger: Ledger, event: ev.Event) -> list[ev.Action]:
-        """Let a ledger handle an event; note how many lines of it run."""
+        """Return a ledger's actions for an event; note how many lines of Python it ran."""
         found = 0
 
         def trace(_: FrameType, what: str, __: object) -> Any:
@@ -261,7 +264,7 @@ class Simulation:
 
 
 def measure(nodes: int, shards: int, seconds: float, seed: int = 0) -> dict[str, Any]:
-    """Return the costs of one size."""
+    """Return the costs for one number of nodes and shards."""
     found = Simulation(nodes, shards, seconds, seed)
     found.run()
     over = sum(

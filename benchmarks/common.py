@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Percentiles, facts about the machine, and the format of results.
 
-A benchmark's result is a dict of JSON values. Under ``budgets`` it may have a list of
-:func:`budget`; the runner's table shows these. ``emulated`` (a bool) or ``device_names`` (from the
-pool) name the hardware. No result names a host, a user or a path.
+A benchmark's result is a dict of JSON values. ``budgets`` may be a list of results of
+:func:`budget`, which the runner shows in a table. ``emulated`` (a bool) or ``device_names`` (from
+the pool) name the hardware. No result names a host, a user or a path.
 """
 
 from __future__ import annotations
@@ -143,9 +143,10 @@ def pss(pid: int) -> int:
 
 
 def machine_facts(devices: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the facts of the machine for readers, without its name, users and paths.
+    """Return facts about the machine that readers need, without its name, users and paths.
 
-    ``devices``: the pool's names of the used GPUs; those of emulated GPUs contain the word.
+    ``devices`` are the pool's names of the GPUs in use. The name of an emulated GPU contains the
+    word "emulated".
     """
     versions = {}
     for name in PACKAGES:
@@ -166,7 +167,7 @@ def machine_facts(devices: Sequence[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "devices": list(devices) or ["none used"],
-        #: Above the number of cores, other work disturbed the figures.
+        #: If the load is above the number of cores, other work disturbed the figures.
         "load_before": load,
     }
 

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """What a user reads in a crowded pool, against what then happens: three scenes, second by second.
 
-The pool itself runs on a simulated clock; the words are those of the cell and the chip. A row is
-wrong if what it says turns out not to be true: a range that does not contain the rest of the wait,
-or a countdown whose end is not the end of the slice. ``python -m benchmarks.contended`` prints all
-rows.
+The pool itself runs on a simulated clock. The texts are those of the cell and the chip. A row is
+wrong if its text turns out to be untrue: the range does not contain the rest of the wait, or the
+kernel does not lose its slice at the end of the countdown. ``python -m benchmarks.contended``
+prints all rows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jupyter_gpupool.units import format_wait, range_ends
 
 #: Seconds of a suspend and of a resume.
 MOVE = 0.5
-#: Time slices of 100 s: no cell here is preempted.
+#: This makes time slices of 100 s, so no cell here is preempted.
 OVERHEAD = 0.01
 #: Seconds between two looks.
 LOOK = 10.0
@@ -36,7 +36,7 @@ class Look:
     scene: str
     at: float
     reads: str
-    #: When it has its slice, or loses it, by what it reads: None where it names no time.
+    #: When the kernel gets or loses its slice, according to the text. None if it names no time.
     since: float | None = None
     until: float | None = None
     happened: str = ""
@@ -84,7 +84,7 @@ class Stage:
         self.send(ev.HoldDropped(now=self.now, session=name, hold="c", cuda=True))
 
     def wait(self, seconds: float) -> None:
-        """Let the clock run; the driver ends what is due."""
+        """Let the clock run for ``seconds``; the driver ends each move that is due."""
         end = self.now + seconds
         while True:
             wake = self.pool.next_wakeup()
@@ -145,7 +145,7 @@ class Stage:
         self.looks.append(look)
 
     def happens(self, what: str) -> None:
-        """Compare all looks that have no end yet with what happens now."""
+        """Compare each look that has no outcome yet with what happens now."""
         for look in self.looks:
             if not look.happened:
                 look.happened = f"{what} after {self.now - look.at:.1f} s"
@@ -154,7 +154,7 @@ class Stage:
 
 
 def crowd(earlier: int) -> list[Look]:
-    """Two kernels run 60 s with 6 GiB each; a third of the same user waits."""
+    """Two kernels run for 60 s with 6 GiB each; a third kernel of the same user waits."""
     stage = Stage(f"a third kernel waits, after {earlier} earlier waits")
     names = ["alpha", "beta", "gamma"]
     for name in names:
@@ -162,7 +162,7 @@ def crowd(earlier: int) -> list[Look]:
     stage.hold("alpha")
     stage.hold("beta")
     for number in range(earlier + 1):
-        # Both begin a new cell; the third asks.
+        # The two running kernels begin a new cell, and the third kernel asks for a slice.
         running, waits = names[:2], names[2]
         for name in running:
             if stage.view(name).record.state == "idle":
@@ -206,7 +206,7 @@ def countdown() -> list[Look]:
 
 
 def neighbours() -> list[Look]:
-    """Two neighbours busy, two wait for 6 GiB; mine is idle with 2 GiB that help none of them."""
+    """Two neighbours compute, two wait for 6 GiB each; my idle kernel's 2 GiB help none of them."""
     stage = Stage("idle with 2 GiB, two wait for 6 GiB each")
     for name, gib in (("cat", 5), ("mine", 2), ("bob", 6), ("dan", 6), ("eve", 6)):
         stage.open(name, gib)

@@ -20,7 +20,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Member:
-    """One forked process. Make all of them before any thread starts."""
+    """One forked process. Create all members before any thread starts."""
 
     def __init__(self) -> None:
         parent = os.getpid()
@@ -41,11 +41,11 @@ class Member:
                 os._exit(status)
         os.close(reading)
         self.session = ""
-        #: Whether it holds or waits for a slice.
+        #: Whether the process holds a slice or waits for one.
         self.wants = False
 
     def join(self, client: Client, socket: Path, label: str) -> None:
-        """Become a session."""
+        """Make the process a session of the broker."""
         opened = client.call("open", kernel_id=f"bench-{label}", label=f"{label}.ipynb", request={})
         self.session = opened["session"]
         client.call("launched", session=self.session, pid=self.pid)
@@ -88,7 +88,7 @@ def _serve(commands: int) -> None:
             if line == "take\n":
                 client.start("hold", hold="cell", kind="cell", wait=True)
             else:
-                client.start("cancel", hold="cell")  # after the grant this is a drop
+                client.start("cancel", hold="cell")  # after the grant, this drops the hold
                 client.start("release")
 
 

@@ -2,16 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """A day and a night of a small department, on two emulated devices of 4 GiB.
 
-Twelve notebooks (nine of the group ``research``, weight 3; three of ``students``) that think
-between their cells, two inference services with a guarantee of their own, and two trainings, one of
-each group, that compute without end. All are real kernels and real commands under ``jupyter gpupool
-run``; a schedule lets the class of the trainings run by night only. The notebooks ask for more than
-the machine has, and at night both trainings want the same device. One service holds its slice, the
-other gets it at its requests.
+There are twelve notebooks that think between their cells: nine of the group ``research`` (weight 3)
+and three of ``students``. There are two inference services with their own guarantee, and two
+trainings, one of each group, that compute without end. All are real kernels and real commands under
+``jupyter gpupool run``. A schedule lets the class of the trainings run by night only. The notebooks
+ask for more than the machine has, and at night both trainings want the same device. One service
+keeps its slice; the other gets a slice when it has a request.
 
-The day begins when all are ready and ends at a full minute, as schedules do; three quarters of
-``--minutes`` are night. Copies take as long as those of states 16 times as large (about a slice) at
-4 GB/s, the rate that others report of NVIDIA's driver.
+The day begins when all are ready. It ends at a full minute, because schedules change only then.
+Three quarters of ``--minutes`` are night. A copy takes as long as the copy of a state 16 times as
+large (about a whole slice) at 4 GB/s, the rate that others report for NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jupyter_gpupool.pool.running import STAY_LEAST
 
 MiB = 1 << 20
 
-#: Slices in MiB of the devices' 4096: no training fits beside the service that holds its slice.
+#: Slices in MiB. A device has 4096: no training fits beside the service that keeps its slice.
 SLICE, TRAINING = 820, 3260
 
 #: MiB of state, all of it written and checked.
@@ -53,24 +53,26 @@ WEIGHTS = {"research": 3, "students": 1}
 #: Seconds for the start of all kernels and programs, before the day.
 STARTING = 60.0
 
-#: Means of the thinking by day, of a cell's computing, and of the pauses between two requests.
+#: Mean seconds of thinking by day, of a cell's computing, and of the pause between two requests.
 THINK, CELL, PAUSE = 5.0, 0.4, 0.7
 
-#: Seconds that a request computes, and within which a service that has its slice answers: its
-#: computing, and the turns of others on its device.
+#: Seconds that a request computes, and the most seconds in which a service with a slice answers.
+#: The answer waits for its own computing and for the turns of others on the device.
 REQUEST, LATENCY = 0.02, 0.5
 
-#: Greatest difference of a group's part of the usage from the configured one, as a part of that.
+#: The greatest allowed difference between a group's part of the usage and its configured part, as a
+#: fraction of the configured part.
 SHARE = 0.05
 
-#: The least turn of the pool, and the part of it that moving may take. Over a short night, one turn
-#: more or less is a difference as well: with weights 3:1, turns are about 40 s and 13 s long.
+#: The pool's shortest turn in seconds, and the part of a turn that moving may take. In a short
+#: night, one turn more or less also makes a difference: with weights 3:1, turns are about 40 s and
+#: 13 s long.
 TURN, MOVING = 10.0, 0.1
 
 
 @dataclass
 class Record:
-    """What was seen."""
+    """The observations of one run."""
 
     begun: float
     night: float
@@ -156,7 +158,7 @@ def configuration(night_at: float, night: float) -> dict[str, Any]:
                 "name": "night",
                 "hours": "-".join(clock),
                 "time_zone": "UTC",
-                # A notebook that nobody uses makes room sooner.
+                # By night, a notebook that nobody uses gives its slice back sooner.
                 "set": {"classes_allowed": None, "idle_timeout": "1s"},
             }
         ],
@@ -164,7 +166,7 @@ def configuration(night_at: float, night: float) -> dict[str, Any]:
 
 
 def live(folder: Path, day: float, night: float) -> tuple[list[str], Record]:
-    """Let the day and the night pass."""
+    """Run the day and the night; return the names of the devices and the observations."""
     night_at = 60.0 * math.ceil((time.time() + STARTING + day) / 60)
     with ExitStack() as stack:
         names = stack.enter_context(private_pool(**configuration(night_at, night)))
@@ -222,7 +224,7 @@ def live(folder: Path, day: float, night: float) -> tuple[list[str], Record]:
 
 
 def budgets(seen: Record) -> list[dict[str, Any]]:
-    """Return what was asked for, and what was seen."""
+    """Return the budgets, each with the measured figure."""
     swap, length = swap_seconds(seen.rows), seen.ended - seen.night
     total = sum(seen.used[name] for name in WEIGHTS)
     wrong = sum(found["wrong"] for found in seen.trained.values()) + len(seen.problems)
@@ -248,17 +250,18 @@ def budgets(seen: Record) -> list[dict[str, Any]]:
             lines.append(
                 budget(f"p99 of the answers {name} {text})", percentile(took, 99), bound, "s")
             )
-            # A kernel that has just come back stays for as long as its move takes.
+            # A kernel that has just been resumed keeps its slice for as long as its move takes.
             stay = max(STAY_LEAST, swap)
             text = f"longest answer {name} {text}, and the least stay)"
             lines.append(budget(text, max(took), bound + stay, "s"))
-    # Until the notebooks have left that are there when the night begins; later a change of turns.
+    # At first, the trainings wait until the notebooks of the day have left. Later, they wait for
+    # each other.
     every = [at for steps in seen.steps.values() for at in steps]
     lines.append(
         budget("longest pause of all training by night", seen.pause(every), TURN + 2 * swap, "s")
     )
     for name, steps in seen.steps.items():
-        # All the others' turns, and one of each more.
+        # The turns of all others, and one more turn of each training.
         turn = max(TURN, swap / MOVING) + 2 * swap
         most = (sum(WEIGHTS.values()) / WEIGHTS[name] + 2) * turn
         lines.append(

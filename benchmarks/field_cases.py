@@ -4,15 +4,15 @@
 
 ``services``   four services of 20 % each on one card
 ``resident``   a resident service of 12 GiB and a second task on a card of 16 GiB
-``production`` a protected production job, and opportunistic ones that fill what it leaves
+``production`` a protected production job, and opportunistic jobs that use the time it leaves
 ``people``     two people whose cells alternate, each of whom needs the whole card
 ``flood``      one person with 50 notebooks against ten with one each
 
-``python -m benchmarks.field_cases --case flood`` runs one of them. Cards are emulated, of 16 GiB.
-Programs use a 128th of what they ask for, and copies are 128 times slower than 4 GB/s, the rate
-that others report of NVIDIA's driver: moves take as long as those of the whole slice. Computing is
-a kernel of so many seconds. Two that compute at the same time do not slow each other down on an
-emulated card, unless they take turns.
+``python -m benchmarks.field_cases --case flood`` runs one of them. The cards are emulated and have
+16 GiB. A program uses a 128th of the memory that it asks for, and copies are 128 times slower than
+4 GB/s, the rate that others report for NVIDIA's driver. So a move takes as long as a move of the
+whole slice. To compute, a program launches GPU kernels that take a given time. Two programs that
+compute at the same time do not slow each other down on an emulated card, unless they take turns.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ from jupyter_gpupool.pool.residence import slice_length
 
 GiB, MiB = 1 << 30, 1 << 20
 
-#: A state is this part of its slice.
+#: A slice is so many times as large as its state.
 SCALE = 128
 
 CARD = "1x16GiB,context=256MiB,bandwidth=31MB/s"
-#: In the short form moves take a quarter of that.
+#: The card of the short form (``--quick``): a move takes a quarter of the time.
 QUICK = "1x16GiB,context=256MiB,bandwidth=125MB/s"
 
-#: Seconds that a request computes; a turn of the pool; the least time slice of the pool.
+#: Seconds that a request computes, of a turn of the pool, and of the pool's shortest time slice.
 REQUEST, TURN, SLICE = 0.02, 0.1, 10.0
 
 Case = dict[str, Any]
 
 
 def state(memory: float) -> int:
-    """Return the bytes of state in a slice of so many GiB."""
+    """Return the bytes of state in a slice of ``memory`` GiB."""
     return int(memory * GiB) // SCALE
 
 
 @dataclass
 class Place:
-    """Where a case runs."""
+    """The folder and the broker of one case, and the programs that the case starts."""
 
     folder: Path
     client: Client
@@ -82,14 +82,14 @@ class Place:
         return long / 4 if self.quick else long
 
     def service(self, name: str, memory: float, *options: str) -> Service:
-        """Start a service with so many GiB."""
+        """Start a service with ``memory`` GiB."""
         words = ["--memory", f"{memory}GiB", "--limit", f"{memory}GiB", *options]
         found = Service(self.folder, name, words, state(memory))
         self.stack.enter_context(found)
         return found
 
     def program(self, name: str, memory: float, options: Sequence[str], *role: str) -> Program:
-        """Start another program with so many GiB."""
+        """Start another program with ``memory`` GiB."""
         words = ["--memory", f"{memory}GiB", "--limit", f"{memory}GiB", *options]
         return self.stack.enter_context(Program(self.folder, name, words, list(role)))
 
@@ -110,7 +110,7 @@ def place(quick: bool, **options: Any) -> Iterator[Place]:
             "emulate": QUICK if quick else CARD,
             "quiet_after": 0.3,
             "sample_interval": 0.25,
-            "host_memory": "64GiB",  # states are small, slices are not
+            "host_memory": "64GiB",  # room for whole slices, although the states are small
         }
         settings |= options
         stack.enter_context(private_pool(**settings))
@@ -119,7 +119,7 @@ def place(quick: bool, **options: Any) -> Iterator[Place]:
 
 
 def observe(players: Sequence[Player], seconds: float) -> list[list[float]]:
-    """Let players go on for so long; return the seconds of the turns of each."""
+    """Let the players continue for ``seconds``; return the seconds of each player's turns."""
     begun = time.time()
     time.sleep(seconds)
     return [one.taken(begun) for one in players]
@@ -135,7 +135,7 @@ def begin(logs: Sequence[Path]) -> None:
 
 
 def finish(players: Sequence[Player], what: str = "") -> dict[str, Any]:
-    """End the players; return the line that nothing was wrong."""
+    """End the players; return the budget line of wrong bytes and failures."""
     problems = end(list(players))
     for problem in problems:
         print(problem, file=sys.stderr)
@@ -220,7 +220,7 @@ def resident(quick: bool) -> Case:
         else:
             name = f"{what}answer p50, bound: a swap and 0.5 s"
             lines.append(budget(name, percentile(beside, 50), swap + 0.5, "s"))
-            # A training that has just come back stays for as long as its move takes.
+            # A training that has just been resumed keeps its slice for as long as its move takes.
             name = f"{what}longest answer, bound: that and the training's least stay"
             lines.append(budget(name, max(beside), 2 * swap + 0.5, "s"))
         least = 0.8 if fits else 0.4
@@ -234,7 +234,7 @@ def resident(quick: bool) -> Case:
 
 
 def production(quick: bool) -> Case:
-    """A production job that computes half of the time, and three that fill what it leaves."""
+    """A production job that computes half of the time, and three jobs that use the other half."""
     rounds, phase = (3, 2.0) if quick else (8, 4.0)
     size = str(state(6))
     job = ["--class", "interactive"], "job", size, str(rounds), str(phase)
@@ -315,23 +315,24 @@ def people(quick: bool) -> Case:
 def flood(quick: bool) -> Case:
     """One person whose many notebooks compute without a pause, and others who think.
 
-    Two lines bound the others' waits. A swap is the longest suspend and the longest resume of the
-    same run.
+    Two budgets limit the waits of the others. A swap is the longest suspend plus the longest resume
+    of the same run.
 
-    *p50: two swaps more than before, and the rest of a time slice.* Somebody whose slice was taken
-    while they thought needs one swap at least: a victim's state goes out, and their own comes in.
-    They need up to one more if a copy is under way, because a device copies one state at a time.
-    They also need a victim. The crowd computes without a pause, so each of its kernels has its
-    slice for one time slice: 10 s at least, however short its move is. The pool owes this rest to
-    the crowd, so it is no part of the two swaps. :func:`benchmarks.owed.waits` takes it from the
-    journal, wait by wait: the seconds until the first of these time slices ends, or until a victim
-    leaves before that. A kernel of the crowd that stays for longer, or goes first, is not excused.
+    *p50: two swaps more than before, and the rest of a time slice.* A person whose kernel was
+    suspended while they thought needs at least one swap: the pool moves a victim's state out, and
+    moves their own state in. They need up to one more swap if a copy is under way, because a device
+    copies one state at a time. They also need a victim. The crowd computes without a pause, so each
+    of its kernels keeps its slice for one time slice: at least 10 s, even if its move is short. The
+    pool owes the rest of this time slice to the crowd, so the rest is no part of the two swaps.
+    :func:`benchmarks.owed.waits` takes the rest from the journal, for each wait: the seconds until
+    the first of these time slices ends, or until a victim leaves earlier. A kernel of the crowd
+    that stays longer, or gets its slice first, counts against the budget.
 
-    *p99: two swaps and a whole time slice more than the longest before*, for the whole wait.
+    *p99: two swaps and a whole time slice more than the longest wait before*, for the whole wait.
     """
     many, others = (12, 4) if quick else (50, 10)
     me = [getpass.getuser()]
-    # Each person is a group here: there is one user.
+    # Each person has their own group here, because all kernels belong to one user.
     names = ["flooder", *(f"person{n}" for n in range(others))]
     groups = {name: {"users": me, "order": n} for n, name in enumerate(names)}
 
@@ -347,7 +348,8 @@ def flood(quick: bool) -> Case:
         start(calm)
         before = [t for times in observe(calm, here.seconds(60)) for t in times]
         crowd = [notebook("flooder", 0.0, 100 + n) for n in range(many)]
-        # Each has an eleventh of the card, so at any time most of them wait for a first turn.
+        # Each person gets an eleventh of the card, so at any time most notebooks of the crowd still
+        # wait for their first turn.
         start(crowd, ready=False)
         begun = time.time()
         during = [t for times in observe(calm, here.seconds(160)) for t in times]

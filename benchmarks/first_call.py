@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """From the first CUDA call to the grant, on an idle pool with nothing to copy.
 
-Timed inside the kernel, around one CUDA call that reaches the device (it makes a context): with the
-gate closed, and with an attached slice. The difference is the attach: the request to the broker,
-its decision, its journal, the page and the answer. Two cases:
+The kernel times one CUDA call that reaches the device (the call makes a context): once with the
+gate closed, and once with an attached slice. The difference is the cost of the attach: the request
+to the broker, its decision, its journal, the page and the answer. There are two cases:
 
-- *new kernel*: the first call of a new kernel. Each round starts a kernel; its second call, after
-  the context was destroyed, is the baseline. In both, the driver's start (``cuInit``) is not timed.
+- *new kernel*: the first call of a new kernel. Each round starts a kernel. Its second call, after
+  the context was destroyed, is the baseline. Neither time contains the driver's start (``cuInit``).
 - *again*: the first call after the kernel gave its slice back without device memory.
 
 The result also has the parts of the time: ``legs`` are the milliseconds from one row of the
@@ -28,7 +28,7 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: Milliseconds. Users do not notice less, and a grant happens once after each idle time.
+#: Milliseconds. Users do not notice a shorter time, and a grant happens once after each idle time.
 GRANT_P50_MS, GRANT_P99_MS = 10.0, 30.0
 
 SETUP = """

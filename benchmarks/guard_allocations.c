@@ -56,7 +56,7 @@ static void check(int error)
 
 static void *stream;
 
-/* More bytes than exist: nanoseconds of a refusal. */
+/* Returns the nanoseconds of a refused allocation: it asks for more bytes than exist. */
 static double refused(const struct calls *c)
 {
     address p;
@@ -106,7 +106,7 @@ int main(int argc, char **argv)
     for (size_t r = 0; r < sizeof rows / sizeof *rows; r++)
         for (int i = 0; i < rounds; i++) {
             double t[4];
-            /* Guard and driver take turns as the first: the second one has warm tables. */
+            /* Guard and driver take turns to go first, because the second one finds warm tables. */
             for (int half = 0; half < 2; half++)
                 if ((i + half) % 2)
                     round_of(&through, rows[r].bytes, rows[r].async, &t[0], &t[2]);

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """The time that the guard adds to an allocation and to a free.
 
-A C program of a session allocates and frees in turns through the guard and straight through the
-driver that the guard has opened: one process, one run, the same tables of the driver. Alone in its
-session, and beside seven other processes, whose accounts the guard then sums at each allocation.
-The emulated driver's own allocation takes some 100 ns; a real one takes longer.
+A C program in a session allocates and frees memory, in turns through the guard and directly through
+the driver that the guard has opened. Both happen in one process and one run, with the same tables
+of the driver. The program runs alone in its session, and beside seven other processes. The guard
+then sums the accounts of all these processes at each allocation. The emulated driver's own
+allocation takes some 100 ns; a real one takes longer.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ print(flush=True)
 sys.stdin.read()
 """
 
-#: Prints which device it is.
+#: Prints the UUID of the device.
 UUID = """
 import pynvml
 pynvml.nvmlInit()
@@ -55,7 +56,7 @@ print(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0)))
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return nanoseconds by call, through the guard and bare."""
+    """Run, and return nanoseconds by call, through the guard and without it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--rounds", type=int, default=0)
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         for row in results:
             name = f"guard, {what}, {row['call']}, {row['processes']} process(es)"
             budgets.append(budget(name, row[f"{key}_added_ns"], BUDGETS_NS[key], "ns"))
-    # Beside others it checks whether they live: this has no budget.
+    # Beside other processes, the guard also checks whether they live. That case has no budget.
     budgets.append(
         budget("guard, a refused allocation, 1 process", refusals[0]["guard_ns"], REFUSED_NS, "ns")
     )
@@ -108,7 +109,7 @@ def session(folder: Path) -> tuple[dict[str, str], str]:
     page.set_devices([done.stdout.strip()])
     page.set_grant([4 << 30], 4 << 30, 1)
     page.set_policy(managed=False, context_bytes=32 * MiB)
-    # The state after a refusal, which the broker withdraws at any change.
+    # This is the page after a refusal. A broker would clear this entry at any change.
     page.set_vain([(4 << 30) + 1], time.monotonic_ns() + 3600 * 10**9)
     page.set_gate(pages.OPEN)
     page.close()

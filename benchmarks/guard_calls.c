@@ -52,7 +52,7 @@ static double round_of(function call, void *a, long b)
 
 typedef int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void *, void *);
 
-/* Of no function: the driver refuses it at once, so little is measured beside the way to it. */
+/* Launches no function: the driver refuses at once, so the time is mostly that of the way to it. */
 static double launches_of(function call)
 {
     launch submit = (launch)call;

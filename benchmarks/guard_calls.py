@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """The time that the guard adds to each kind of call, and to the start of a program without CUDA.
 
-A C program of a session calls through the guard and straight to the driver that the guard has
-opened: one process, one run. ``ls`` is started in turns with the guard preloaded and without.
-HAMi-core works differently: it replaces ``dlsym``, and so serves every look-up of every library of
-the process, and each known call of the driver passes through a C function. It is not measured here.
+A C program in a session calls the driver through the guard, and directly the driver that the guard
+has opened, in one process and one run. The benchmark also starts ``ls`` in turns, with the guard
+preloaded and without it. HAMi-core works differently: it replaces ``dlsym``, so it handles every
+symbol look-up of every library of the process, and each known driver call passes through a C
+function. HAMi-core is not measured here.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 #: Most nanoseconds that the guard may add to an uncounted call, and to a counted one.
 BUDGETS_NS = {"free": 2.0, "gate": 2.0, "launch": 2.0, "peek": 2.0, "wait": 10.0, "wrap": 10.0}
-#: Most milliseconds that it may add to the start of a program without CUDA.
+#: Most milliseconds that the guard may add to the start of a program without CUDA.
 START_BUDGET_MS = 0.5
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return nanoseconds by call and milliseconds of starts, with the guard and bare."""
+    """Run, and return nanoseconds by call and milliseconds of starts, with and without guard."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--rounds", type=int, default=0)
@@ -95,7 +96,7 @@ def summarise(text: str) -> list[dict[str, Any]]:
 
 
 def start(env: Mapping[str, str], rounds: int) -> dict[str, Any]:
-    """Start ``ls`` in turns with and without the guard; milliseconds and page faults."""
+    """Start ``ls`` in turns with and without the guard; return milliseconds and page faults."""
     bare = {name: text for name, text in env.items() if name != "LD_PRELOAD"}
     seconds: dict[str, list[float]] = {"guard": [], "bare": []}
     faults: dict[str, list[int]] = {"guard": [], "bare": []}
@@ -107,7 +108,7 @@ def start(env: Mapping[str, str], rounds: int) -> dict[str, Any]:
                 (os.POSIX_SPAWN_OPEN, 2, "/dev/null", os.O_WRONLY, 0)
             ])  # fmt: skip
             _, _, usage = os.wait4(pid, 0)
-            if turn:  # the first is not counted
+            if turn:  # the first turn is not counted
                 seconds[name].append(1000 * (time.perf_counter() - begin))
                 faults[name].append(usage.ru_minflt)
     added = [g - b for g, b in zip(seconds["guard"], seconds["bare"], strict=True)]
@@ -115,7 +116,7 @@ def start(env: Mapping[str, str], rounds: int) -> dict[str, Any]:
         "guard_ms": summary(seconds["guard"]),
         "bare_ms": summary(seconds["bare"]),
         "added_ms": median(added),
-        #: Difference of the fastest starts, with the least disturbance.
+        #: Difference between the fastest starts, which other work disturbed least.
         "added_least_ms": min(seconds["guard"]) - min(seconds["bare"]),
         "ratio": median(seconds["guard"]) / median(seconds["bare"]),
         "page_faults": {name: median(values) for name, values in faults.items()},

@@ -2,15 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Two jobs under ``jupyter gpupool run`` that ask for 90 % of a GPU and use it half of the time.
 
-Each waits (as if for data) and computes in turns of the same length; while one waits, the other
-computes, and each change moves both states. *Serial* is one after the other, without the pool: a
-quarter of a job's rounds is run alone, and counts eight times. A move takes as long as one of the
-whole slice at 4 GB/s in both directions; others have measured that for suspends with NVIDIA's
-driver, and 7 GB/s for resumes. (A state is a 32nd of its slice, and the device's copies are 32
-times slower than that.) The options of the pool are its defaults, with ``--quick`` but for
-``quiet_after``.
+Each job waits (as if for data) and computes, in turns of the same length. While one job waits, the
+other computes, and each change moves both states. *Serial* is the time of both jobs one after the
+other, without the pool: a quarter of one job's rounds runs alone, and its time counts eight times.
+A move takes as long as a move of the whole slice at 4 GB/s in both directions. Others have measured
+this rate for suspends with NVIDIA's driver, and 7 GB/s for resumes. (A state is a 32nd of its
+slice, and the device's copies are 32 times slower than 4 GB/s.) The pool decides with its default
+options; ``--quick`` changes only ``quiet_after``.
 
-Any pool needs at least 0.5 + 1 / (4 x rounds) of serial, and swap / (2 x turn) more.
+Any pool needs at least 0.5 + 1 / (4 x rounds) + swap / (2 x turn) of the serial time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from jupyter_gpupool.client import Client
 
 GiB = 1 << 30
 
-#: Most time of both, against one after the other.
+#: The most time that both jobs may take together, as a part of the serial time.
 RATIO = 0.60
 
-#: A state is this part of its slice.
+#: A slice is so many times as large as its state.
 SCALE = 32
 
-#: Rounds of a job; the baseline runs this part of them.
+#: Rounds of a job, and their divisor: the baseline runs ``ROUNDS // PART`` rounds.
 ROUNDS, PART = 8, 4
 
 WORKLOAD = [sys.executable, "-m", "benchmarks.workload"]
@@ -59,8 +59,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "emulate": f"1x{int(card * 1024)}MiB,context=16MiB,bandwidth=125MB/s",
         "default_memory": size,
         "default_limit": size,
-        "host_memory": "64GiB",  # states are small, slices are not
-        "linger": 3600.0,  # through the job that runs without the pool
+        "host_memory": "64GiB",  # room for whole slices, although the states are small
+        "linger": 3600.0,  # the broker outlives the job that runs without the pool
     }
     settings |= {"quiet_after": 0.2} if options.quick else {}
     state = str(size // SCALE // 4096 * 4096)

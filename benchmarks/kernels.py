@@ -26,9 +26,9 @@ from jupyter_gpupool.starting import ensure_broker
 def private_pool(**options: Any) -> Iterator[list[str]]:
     """Run a broker for this benchmark alone; yield the names of its devices.
 
-    ``options`` are those of ``c.GPUPool``, and replace the defaults here.
+    ``options`` are options of ``c.GPUPool``. They replace the defaults of this function.
     """
-    # A broker that is ending may still write there.
+    # A broker that is ending may still write to the folder.
     with tempfile.TemporaryDirectory(prefix="gpb", ignore_cleanup_errors=True) as folder:
         socket = Path(folder) / "broker.sock"
         config: dict[str, Any] = {
@@ -62,7 +62,7 @@ def driver_environment() -> dict[str, str]:
     """Return the variables with which any process finds the driver of :func:`private_pool`."""
     names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE")
     with Client(os.environ["GPUPOOL_SOCKET"]) as client:
-        # Only a kernel's environment has them.
+        # The broker gives these variables only to a kernel, so open a session for a moment.
         opened = client.call("open", kernel_id="benchmark", label="benchmark", request={})
         client.call("close", session=opened["session"], reason="not needed")
     found = {name: opened["env"][name] for name in names if name in opened["env"]}
@@ -74,7 +74,7 @@ def driver_environment() -> dict[str, str]:
 class Kernel:
     """A kernel that is ready at the start of the ``with`` block, and ends with it.
 
-    ``env`` is added to our own environment.
+    ``env`` is added to the environment of this process.
     """
 
     def __init__(self, name: str, env: Mapping[str, str] | None = None, **provisioner: Any) -> None:
@@ -97,7 +97,7 @@ class Kernel:
         return int(self._manager.provisioner.pid)
 
     def session(self) -> str:
-        """Return its session in the pool; asks the kernel."""
+        """Return the id of the kernel's session in the pool, which the kernel itself prints."""
         return self.run("import os; print(os.environ['GPUPOOL_SESSION'])").strip()
 
     def run(self, code: str, timeout: float = 120) -> str:
@@ -106,9 +106,9 @@ class Kernel:
         Raises
         ------
         RuntimeError
-            If it fails, or the kernel ends.
+            If the cell fails, or the kernel ends.
         queue.Empty
-            If it does not end within ``timeout`` seconds.
+            If the cell does not end within ``timeout`` seconds.
         """
         return self.finish(self.begin(code), timeout)
 
@@ -117,9 +117,9 @@ class Kernel:
         return str(self._client.execute(code, allow_stdin=False))
 
     def finish(self, msg_id: str, timeout: float = 120) -> str:
-        """Wait for the end of a cell that was sent; as :meth:`run`."""
+        """Return the output of a cell that :meth:`begin` sent, at its end; raise as :meth:`run`."""
         text = ""
-        # Not for each message: a cell that waits for its slice sends many.
+        # The time-out is not for each message: a cell that waits for its slice sends many messages.
         deadline = time.monotonic() + timeout
         while True:
             message = self._next(self._client.get_iopub_msg, deadline)

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """The effect of one user's attack on the others: their p99 with and without it.
 
-A broker for the whole machine on emulated devices, and two users of it, so this needs root. One
+One broker with emulated devices serves two users of the machine, so this benchmark needs root. One
 user asks for ``status`` on a new connection every 20 ms, and has one session that gets a slice and
-gives it back. The other runs each kind of attack of ``attack.py`` for some seconds, with quiet
-seconds before each. Both parts of the ratio are from the same run.
+gives it back. The other user runs each kind of attack of ``attack.py`` for some seconds. There are
+quiet seconds before the first attack and after the last one. Both parts of the ratio are from the
+same run.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 #: User ids without an account: for the broker they are normal users.
 VICTIM, ATTACKER = 21001, 21002
 
-#: Multiples of the quiet p99, for one kind and for all; bytes.
+#: Limits under attack: the p99 as a multiple of the quiet p99, and the broker's memory in bytes.
 RATIO_BUDGET = 3.0
 MEMORY_BUDGET = 100e6
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                       one["attacker"], flush=True)  # fmt: skip
             calm = measure(path, seconds)
             rss_after = rss(pid)
-    # Quiet figures before and after all attacks, because the machine itself varies.
+    # The quiet figures are from before and after all attacks, because the machine itself varies.
     base = {what: [*quiet[what], *calm[what]] for what in quiet}
     result: dict[str, Any] = {
         "emulated": True,
@@ -153,7 +154,7 @@ def measure(path: Path, seconds: float) -> dict[str, list[float]]:
 
 
 def attacked(path: Path, pid: int, kind: str, seconds: float) -> dict[str, Any]:
-    """Measure under an attack, with the broker's highest memory."""
+    """Return the victim's milliseconds under an attack, and the broker's highest memory."""
     attack = start([str(ROOT / "benchmarks" / "attack.py"), str(path), kind, str(seconds + 2)],
                    ATTACKER)  # fmt: skip
     time.sleep(1.0)
@@ -174,7 +175,8 @@ def start(arguments: Sequence[str], user: int) -> subprocess.Popen[str]:
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise SystemExit("setpriv (util-linux) is needed to be two users.")
-    # Only root may be able to read the interpreter's folder; the broker still sees this user.
+    # The process keeps one capability, because only root may be able to read the interpreter's
+    # folder. The broker still sees ``user``.
     who = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     return subprocess.Popen(

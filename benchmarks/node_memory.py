@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Memory that a machine needs to be in a cluster, against that of its broker in the same run.
+"""Memory that a machine needs to be in a cluster, against the memory of its broker.
 
-Three machines are processes of this host: with Ray in the environment ``jupyter gpupool node`` on
-each, otherwise an agent on each and a ledger behind a unix socket. Processes of one machine share
-memory, which that machine holds once. Here, processes of all three share it, so the true figure of
-one machine is between two: ``pss_bytes`` divides each page among all processes of
-this host that have it, and ``rss_bytes`` counts each page in every process that has it.
+Both figures are from the same run. Three machines are simulated by processes of this host. With Ray
+in the environment, each machine runs ``jupyter gpupool node``. Otherwise each machine runs an
+agent, and one ledger listens on a unix socket. Processes of a real machine share memory, which the
+machine holds once. Here, the processes of all three machines share it, so the true figure of one
+machine is between two figures: ``pss_bytes`` divides each page among all processes of this host
+that have it, and ``rss_bytes`` counts each page in every process that has it.
 """
 
 from __future__ import annotations
@@ -23,24 +24,25 @@ from benchmarks.common import pss, rss
 from tests.broker.kit import remove, short_folder, wait_until
 from tests.cluster.kit import Cluster, family
 
-#: Words of a command line, and the part of a machine that it belongs to; the first that fits.
+#: Text in a command line, and the part of a machine that the process belongs to. The first match
+#: counts.
 PARTS = (
     ("cluster.ray_agent", "agent"),
     ("cluster.agent_service", "agent"),
     ("gcs_server", "Ray's head"),
     ("jupyter_gpupool.cli", "node"),
-    ("ray", "raylet and what it starts"),  # raylet, its agents, ray::IDLE
+    ("ray", "raylet and what it starts"),  # such as its agents and ray::IDLE
 )
 
 #: Kernels with a slice while the memory is read.
 KERNELS = 2
 
-#: Seconds between two looks, and the part of a machine's bytes by which they may differ.
+#: Seconds between two readings, and the greatest relative change of a machine that is at rest.
 BETWEEN, CHANGE = 5.0, 0.01
 
 
 def carrier_and_class() -> tuple[str, type[Cluster]]:
-    """Return what carries the reports, and the class of such a cluster."""
+    """Return the name of the transport of the reports, and the class of such a cluster."""
     if importlib.util.find_spec("ray") is not None:
         from tests.cluster.test_ray import RayCluster
 
@@ -49,7 +51,7 @@ def carrier_and_class() -> tuple[str, type[Cluster]]:
 
 
 def part_of(pid: int) -> str:
-    """Return which part of a machine a process is."""
+    """Return the part of a machine that a process belongs to."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     return next((part for word, part in PARTS if word in words), "other")
 
@@ -61,7 +63,7 @@ def parts_of(process: Any) -> dict[str, dict[str, int]]:
         try:
             part, taken = part_of(pid), {"pss_bytes": pss(pid), "rss_bytes": rss(pid)}
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
+            continue  # the process has ended meanwhile
         for field, value in taken.items():
             found[part][field] += value
     return {part: dict(values) for part, values in sorted(found.items())}
@@ -84,7 +86,7 @@ def machines(cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def settled(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """Return :func:`machines` once no machine's part grows: Ray starts its helpers late."""
+    """Return :func:`machines` once no machine's memory changes: Ray starts its helpers late."""
     looks: list[dict[str, dict[str, Any]]] = [dict(machines(cluster))]
 
     def rests() -> bool:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How much of each wait on one device a time slice explains, from the journal. No benchmark."""
+"""How much of each wait on one device a time slice explains, by the journal. Not a benchmark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait for a slice: whose, when it began, and how much of it a time slice explains."""
+    """A wait for a slice: its group, when it began, and how much a time slice explains."""
 
     group: str
     asked: float
@@ -20,17 +20,18 @@ class Wait:
 
 
 def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wait]:
-    """Return the waits of all groups but ``crowd``, whose time slices last for so many seconds.
+    """Return the waits of all groups except ``crowd``, whose time slices last ``seconds``.
 
-    A kernel of the crowd has its slice for that long before the pool may preempt it in favour of
+    A kernel of the crowd keeps its slice for that long before the pool may preempt it in favour of
     another group. :attr:`Wait.owed` is the time from the request to the end of the first of these
-    time slices, or to the start of the suspend that freed the place, whichever is shorter (an idle
-    victim goes earlier). The rest of the wait is moves, and requests that went first.
+    time slices, or to the start of the suspend that freed the place, whichever is shorter (the pool
+    suspends an idle victim earlier). The rest of the wait is for moves, and for requests that the
+    pool served first.
     """
     found: list[Wait] = []
     #: By session of the crowd: when it got the slice that it has.
     began: dict[str, float] = {}
-    #: By session: its group and when it asked; the rest of the first time slice then.
+    #: By session: its group, when it asked, and the seconds until the first time slice ended then.
     asked: dict[str, tuple[str, float, float]] = {}
     #: By session: when its suspend began.
     leaving: dict[str, float] = {}
@@ -53,13 +54,13 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
             asked[name] = group, at, max(0.0, rest)
         elif new == "attaching" and name in asked:
             group, since, rest = asked.pop(name)
-            # The kernel takes the place of a victim whose suspend has just ended, if it needed one.
+            # If the kernel needed a victim, it takes the place of the one whose suspend just ended.
             found.append(Wait(group, since, min(rest, max(0.0, freed - since))))
     return found
 
 
 def beyond(turns: Sequence[tuple[float, float]], waited: Sequence[Wait]) -> list[float]:
-    """Return the seconds of each turn of a player without what its waits owe to time slices.
+    """Return the seconds of each turn of a player, without the part that time slices explain.
 
     ``turns``: (when it began, seconds), as ``Player.times``; ``waited``: the waits of the player.
     """

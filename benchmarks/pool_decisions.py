@@ -4,17 +4,19 @@
 
 ``python -m benchmarks.pool_decisions [--seconds 2] [--sizes 10,100,300,1000]`` prints JSON.
 
-A decision is the handling of one event: its time contains all consequences (grants, suspends, queue
-news). The effects themselves take no time here, but complete as late as real ones. Samples of
-devices come in between and are reported apart: they are no decisions. The workload is a day in a
-busy lab, replayed as fast as the pool can: every session runs cells (log normal, median 20 s) with
-pauses in between (median 60 s), so that many sessions want far more slices than exist; five request
-sizes, three priority classes, 50 owners, one of them with a quota; suspends and resumes at 4 and 7
-GB/s; ticks when the pool asks for them; device samples every 5 s, and sometimes a kernel ends and
-another one starts. Two devices in five are of another model.
+A decision is the handling of one event. Its time contains all consequences (grants, suspends, queue
+news). The effects themselves take no processor time here, but they complete after the same
+simulated time as real ones. Samples of devices are no decisions, so they are reported separately.
+
+The workload is a day in a busy lab, replayed as fast as the pool can. Every session runs cells (log
+normal, median 20 s) with pauses in between (median 60 s), so many sessions want far more slices
+than exist. There are five request sizes, three priority classes and 50 owners, one of them with a
+quota. Suspends run at 4 GB/s and resumes at 7 GB/s. The pool gets ticks when it asks for them, and
+device samples every 5 s. Sometimes a kernel ends and another one starts. Two devices in five are of
+another model.
 
 ``--rules`` turns every rule on: the owners are in six groups of a tree with guarantees, weights,
-caps and a daily budget, and sessions in use are preempted by all four rules.
+caps and a daily budget, and all four rules preempt sessions in use.
 
 ``exponent`` is the slope of log(time per decision) over log(sessions), by least squares: 0 means
 that the cost does not depend on the number of sessions.
@@ -60,11 +62,11 @@ SAMPLE = 5.0
 #: By number of sessions: milliseconds of a decision, p50 and p99. One machine has at most 16
 #: devices and 1,000 sessions.
 BUDGETS_MS = {300: (0.3, 2.0), 1000: (3.0, 15.0)}
-#: The same with ``--rules``.
+#: The same budgets with ``--rules``.
 RULES_MS = {300: (0.6, 4.0)}
 
 
-#: ``--rules``.
+#: The settings of the pool with ``--rules``.
 RULES: dict[str, Any] = {
     "groups": {
         "bio": Group(guarantee=Portion(percent=40), weight=2.0),
@@ -96,7 +98,7 @@ class Lab:
         self.heap: list[tuple[float, int, Any]] = []
         self.count = 0
         self.spent: list[float] = []
-        #: The same for samples, which are no decisions.
+        #: Seconds of each sample; samples are no decisions.
         self.sampled: list[float] = []
         #: By device and session: bytes granted by the pool's actions.
         self.leases: dict[str, dict[str, int]] = {}
@@ -157,7 +159,7 @@ class Lab:
     def granted(self, name: str, hold: str) -> None:
         seconds = self.left.pop(name, None)
         if seconds is None and name in self.ends:
-            return  # granted again: it goes on
+            return  # granted again: the cell continues
         seconds = self.rng.lognormvariate(3.0, 1.0) if seconds is None else seconds
         self.count += 1
         self.ends[name] = self.count, self.now + seconds
@@ -240,7 +242,7 @@ class Lab:
             leases.pop(name, None)
 
     def sample(self, uuid: str) -> None:
-        # A broker samples every device; NVML tells it the sessions there.
+        # A broker samples every device. NVML shows it the sessions on the device.
         prints = {name: size * 8 // 10 for name, size in self.leases.get(uuid, {}).items()}
         self.send(ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=0, footprints=prints))
         self.at(self.now + SAMPLE, "sample", uuid)
@@ -248,7 +250,7 @@ class Lab:
 
 def measure(sessions: int, seconds: float, seed: int, *, rules: bool = False) -> dict[str, Any]:
     lab = Lab(sessions, seed, rules=rules)
-    # The machine fills up until every session has run its first cells.
+    # In this time the machine fills up, and every session runs its first cells.
     while lab.now < 300.0:
         lab.step()
     lab.spent.clear()
@@ -281,7 +283,7 @@ def measure(sessions: int, seconds: float, seed: int, *, rules: bool = False) ->
 
 
 def calibration() -> float:
-    """Return the ns of one dict look-up and addition in a loop: the present speed of this core."""
+    """Return the ns of one dict look-up and addition, as a measure of this core's present speed."""
     numbers = {i: i for i in range(1000)}
     best = math.inf
     for _ in range(20):

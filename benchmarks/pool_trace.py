@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The code of the pool that one event runs: Python calls, functions, files, changes of file.
+"""How much code of the pool one event runs: Python calls, functions, files, changes of file.
 
 ``python -m benchmarks.pool_trace`` prints a JSON object per event of a short story on two GPUs with
-two sessions. A reader who follows an event through the code opens these files, in as many changes.
+two sessions. A reader who follows an event through the code opens so many files, and changes from
+one file to another so often.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
 
 Every session has its own random numbers for its thinking time, its computing time and its memory.
 They do not depend on the pool's decisions, so two versions of the pool can be compared seed by
-seed. Run it in the tree of each: ``python -m benchmarks.pool_waits --seeds 5`` prints one JSON
-line per workload: the seconds of waiting per cell, the suspends, and the cells that were computed.
+seed. Run it in the source tree of each version: ``python -m benchmarks.pool_waits --seeds 5``
+prints one JSON line per workload: the seconds of waiting per cell, the suspends, and the number of
+cells.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Quota, Request, Slice
 
-#: (sessions, devices, simulated seconds): light, heavy, and far too much for the devices.
+#: (sessions, devices, simulated seconds), from a light load to far too much for the devices.
 WORKLOADS = ((60, 4, 1800), (100, 4, 1800), (300, 16, 900), (300, 4, 900))
-#: Waiting against the older rule of residence, by any workload.
+#: The most waiting of any workload, as a multiple of that under the older rule of residence.
 MOST_WAIT = 1.05
 SIZES, WEIGHTS = (2, 4, 8, 16, 40), (20, 45, 20, 10, 5)
 
@@ -82,7 +83,7 @@ class Workload:
                 self.at(self.now + seconds, "attached", a.session, a.epoch, seconds)
             elif isinstance(a, ev.Suspend):
                 self.suspends += 1
-                if a.session in self.running:  # in the middle of its cell
+                if a.session in self.running:  # preempted in the middle of its cell
                     began, _ = self.running.pop(a.session)
                     self.left[a.session] -= self.now - began
                     self.asked[a.session] = self.now
@@ -99,7 +100,7 @@ class Workload:
                 self.told(a)
 
     def told(self, action: ev.QueueMoved) -> None:
-        """Take the news of a wait; nothing here."""
+        """Do nothing with the news about a wait; a subclass may use it."""
 
     def run(self, until: float) -> None:
         while self.heap[0][0] < until:
@@ -118,7 +119,7 @@ class Workload:
 
     def drop(self, name: str, turn: int) -> None:
         if self.running.get(name, (0.0, -1))[1] != turn:
-            return  # it was preempted
+            return  # the cell was preempted before this end
         del self.running[name], self.left[name]
         self.cells += 1
         self.send(ev.HoldDropped(now=self.now, session=name, hold="c", cuda=True))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Programs under ``jupyter gpupool run``, and those who call them. Not a benchmark itself."""
+"""Programs under ``jupyter gpupool run``, their clients, and notebooks. Not a benchmark itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 #: Longest wait for a program, a cell or an answer, in seconds; a hang is a failure.
 PATIENCE = 600.0
 
-#: A kernel at a time: a TCP port is chosen before it is bound.
+#: Kernels start one at a time, because each chooses its TCP ports before it binds them.
 _starting = threading.Lock()
 
 
@@ -56,7 +56,7 @@ class Program:
                 self.process.wait(20)
 
     def result(self, *, stop: bool = False, seconds: float = PATIENCE) -> dict[str, Any]:
-        """Return the JSON object that it prints at its end; ``stop``: after SIGTERM."""
+        """Return the JSON object that the program prints at its end; ``stop`` sends SIGTERM."""
         if stop:
             self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(seconds)
@@ -77,7 +77,7 @@ class Service(Program):
         self._lines: Any = None
 
     def connect(self) -> None:
-        """Wait until it answers."""
+        """Wait until the service listens, and connect to it."""
         deadline = time.monotonic() + PATIENCE
         while not self.path.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -87,7 +87,7 @@ class Service(Program):
         peer.settimeout(PATIENCE)
         peer.connect(str(self.path))
         self._lines = peer.makefile("rw")
-        peer.close()  # the file keeps it
+        peer.close()  # the file object keeps the connection open
 
     def ask(self, **request: Any) -> float:
         """Send a request; return the seconds until its answer.
@@ -95,7 +95,7 @@ class Service(Program):
         Raises
         ------
         RuntimeError
-            If it has lost bytes, or is gone.
+            If the service has lost bytes, or has ended.
         """
         begun = time.monotonic()
         print(json.dumps(request), file=self._lines)
@@ -115,10 +115,11 @@ class Service(Program):
 
 
 class Player(threading.Thread):
-    """Does one thing after another until it is told to stop, with pauses in between.
+    """Takes one turn after another, with pauses in between, until :meth:`stop` is called.
 
-    ``pause`` is the mean of the pauses (0.5 to 1.5 times that, at random). :attr:`times` has (when
-    it began, seconds); :attr:`error` what went wrong, "" if nothing did.
+    ``pause`` is the mean of the pauses (each is 0.5 to 1.5 times the mean, at random).
+    :attr:`times` has a pair for each turn: when it began, and its seconds. :attr:`error` says what
+    went wrong; it is "" if nothing did.
     """
 
     def __init__(self, pause: float, seed: int) -> None:
@@ -126,7 +127,8 @@ class Player(threading.Thread):
         self.pause = pause
         self.times: list[tuple[float, float]] = []
         self.error = ""
-        #: The process runs, and has all that its turns need, such as a first slice.
+        #: ``open``: the process runs. ``ready``: it has all that its turns need, such as a first
+        #: slice.
         self.open, self.ready = threading.Event(), threading.Event()
         self._stopped = threading.Event()
         self._random = random.Random(seed)
@@ -135,7 +137,7 @@ class Player(threading.Thread):
         """Do what comes before the first turn."""
 
     def turn(self) -> float:
-        """Do it; return the seconds that count."""
+        """Take one turn; return the seconds that count."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -219,7 +221,7 @@ class Notebook(Player):
 
 
 def start(players: list[Any], *, ready: bool = True) -> None:
-    """Start them; return when all are ready, or, without ``ready``, when their processes run."""
+    """Start the players; return when all are ready or, without ``ready``, their processes run."""
     for one in players:
         one.start()
     signs = [one.ready if ready else one.open for one in players]
@@ -232,7 +234,7 @@ def start(players: list[Any], *, ready: bool = True) -> None:
 
 
 def end(players: list[Any]) -> list[str]:
-    """Stop them and wait for their last checks; return what went wrong."""
+    """Stop the players and wait for their last checks; return what went wrong."""
     for one in players:
         one.stop()
     for one in players:
@@ -241,7 +243,7 @@ def end(players: list[Any]) -> list[str]:
 
 
 def swap_seconds(rows: list[dict[str, Any]]) -> float:
-    """Return the seconds of the longest suspend and the longest resume in the journal, together."""
+    """Return the seconds of the longest suspend plus those of the longest resume in the journal."""
     out = [row["seconds"] for row in rows if row["kind"] == "suspend"]
     back = [row["detail"]["driver_seconds"] for row in rows if row["kind"] == "resume"]
     return max(out, default=0.0) + max(back, default=0.0)

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Start of a kernel on another machine, from the request to its first answer, against one here.
 
-Both kinds are pooled, belong to the same user and server, and take turns. The machines are brokers
-and agents on this host, with MUNGE daemons; with Ray in the environment it carries the orders,
-otherwise a ledger behind a unix socket does.
+Kernels of both kinds are pooled, belong to the same user and server, and start in turns. The
+machines are brokers and agents on this host, with MUNGE daemons. With Ray in the environment, Ray
+carries the orders. Otherwise a ledger that listens on a unix socket carries them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from tests.broker.kit import remove, short_folder
 from tests.cluster.kit import family
 from tests.cluster.remotes import HostingBroker, Server, identified
 
-#: Most milliseconds of a start beyond that of a pooled kernel on this machine.
+#: The most milliseconds that a start may take beyond a start of a pooled kernel on this machine.
 BUDGET_MS = 300.0
 
 
 def cluster_class() -> tuple[str, Any]:
-    """Return what carries the orders, and the class of such a cluster."""
+    """Return the name of the transport of the orders, and the class of such a cluster."""
     if importlib.util.find_spec("ray") is not None:
         from tests.cluster.test_ray_kernels import RayTriple
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     with identified(make) as cluster:
         kept = cluster.kernel("m0")
         kept.attach()
-        # All that m1 has free is more than m0 has left, so all of them start on m1.
+        # A remote kernel asks for all the free memory of m1. m0 has less, so it starts on m1.
         (device,) = cluster.brokers["m1"].status()["devices"]
         memory = device["memory_free"]
         processes = [*cluster.brokers.values(), *cluster.agents.values(), cluster.ledger]
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                     seconds, processor, node = server.do("timed", remote, memory, beside)
                     if remote and node != "m1":
                         raise RuntimeError(f"the kernel started on {node}")
-                    if number:  # the first of each warms the file cache
+                    if number:  # the first start of each kind warms the file cache
                         took[remote].append(seconds * 1000)
                         spent[remote].append(processor * 1000)
         finally:
@@ -86,7 +86,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "carried_by": carrier,
         "kernels": {"here": summary(took[False]), "another machine": summary(took[True])},
         "difference_p50_ms": more,
-        # On a busy machine only this is of use: of kernel, server, brokers, agents and ledger.
+        # Processor time of kernel, server, brokers, agents and ledger. On a busy machine, only this
+        # figure is useful.
         "processor_ms": {"here": summary(spent[False]), "another machine": summary(spent[True])},
         "processor_difference_p50_ms": percentile(spent[True], 50) - percentile(spent[False], 50),
         "budgets": [budget("kernel start on another machine, p50", more, BUDGET_MS, "ms")],

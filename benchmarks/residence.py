@@ -4,14 +4,15 @@
 
 ``python -m benchmarks residence [--quick]`` prints a table for each rule of minimum residence
 (``jupyter_gpupool/pool/residence.py``) and writes the figures; ``docs/make_residence.py`` makes the
-page of the documentation from them. No GPU and no kernel: the pool itself is driven by a simulated
-clock. ``python -m benchmarks.residence --kernels`` measures two real kernels instead, on an
+page of the documentation from them. It uses no GPU and no kernel: a simulated clock drives the pool
+itself. ``python -m benchmarks.residence --kernels`` measures two real kernels instead, on an
 emulated GPU, and also runs with an older version of the package.
 
-Each of two sessions needs the whole device. It runs a cell of half a second (times 0.5 to 1.5, at
-random), thinks for the time of the row (likewise), and wants the device again. A suspend takes 0.3
-s and 1 s for each 4 GB, a resume 0.3 s and 1 s for each 7 GB: figures of others for NVIDIA's driver
-on single GPUs, used until measured here.
+Each of two sessions needs the whole device. It runs a cell of half a second (times a random factor
+of 0.5 to 1.5), thinks for the time of the row (times another such factor), and wants the device
+again. A suspend takes 0.3 s and 1 s for each 4 GB. A resume takes 0.3 s and 1 s for each 7 GB.
+These are figures that others report for NVIDIA's driver on single GPUs. They are used until they
+are measured here.
 """
 
 from __future__ import annotations

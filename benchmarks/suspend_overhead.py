@@ -10,12 +10,13 @@ and takes it again, in turn, as in a notebook:
   checkpoint them, waits until NVML shows the memory free, and writes the journal.
 - *asked*: from the request to give the slice back to that decision. The request comes as soon as
   the cell has ended.
-- *resume*: the first CUDA call after that, timed in the kernel (it reads one byte of device
-  memory), minus the same call with an attached slice: the request, the plan, the driver's restore,
-  the journal, the page and the gate.
+- *resume*: the time of the first CUDA call after that, measured in the kernel (the call reads one
+  byte of device memory), minus the time of the same call with an attached slice. It contains the
+  request, the plan, the driver's restore, the journal, the page and the gate.
 
 The baseline of the same run is the time of the driver calls, which the device worker measures and
-the journal stores. It uses the emulated driver unless this machine has a real one.
+the journal stores. The benchmark uses a real driver if the machine has one, and otherwise the
+emulated driver.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from jupyter_gpupool.client import Client
 
 MiB = 1 << 20
 
-#: Most milliseconds of suspend or resume beyond the driver.
+#: The most milliseconds that a suspend or a resume may take beyond the driver.
 BUDGET_P50_MS, BUDGET_P99_MS = 20.0, 100.0
 
-#: Allocates and writes so many bytes.
+#: Allocates and writes ``size`` bytes.
 SETUP = """
 import time
 from cuda.bindings import driver
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     rounds = options.rounds or (5 if options.quick else 100)
     sizes = [64, 256] if options.quick else [64, 256, 1024]
     with ExitStack() as stack:
-        slice_ = (max(sizes) + 512) * MiB  # and a CUDA context
+        slice_ = (max(sizes) + 512) * MiB  # also has room for a CUDA context
         devices = stack.enter_context(private_pool(default_memory=slice_, default_limit=slice_))
         client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
         rows = [swap(client, size * MiB, rounds) for size in sizes]
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def swap(client: Client, size: int, rounds: int) -> dict[str, Any]:
-    """Suspend and resume a kernel of ``size`` bytes, after a first time that does not count."""
+    """Suspend and resume a kernel of ``size`` bytes repeatedly; the first round does not count."""
     whole: dict[str, list[float]] = {"suspend": [], "resume": []}
     driver: dict[str, list[float]] = {"suspend": [], "resume": []}
     waited: list[float] = []
@@ -133,7 +134,7 @@ def wait_detached(client: Client, session: str) -> None:
 
 
 def compare(whole: Sequence[float], driver: Sequence[float]) -> dict[str, Any]:
-    """Return both, their ratio, and the time of the whole beyond the driver."""
+    """Return both times, their ratio, and the part of the whole that is not the driver's."""
     return {
         "whole_ms": summary(whole),
         "driver_ms": summary(driver),

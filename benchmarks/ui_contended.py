@@ -1,11 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a user reads in a crowded pool, everywhere at once, against what then happens.
+"""What a user reads in all places of a crowded pool, against what then happens.
 
-Three scenes with real notebooks in a real JupyterLab, a real broker and real neighbours on its
-devices. At each look the figure is read from the chip, the cell, the panel and ``jupyter gpupool
-status`` (and from ``%gpu``, where the kernel is free to run it); all must be what the broker says
-at that moment. Then comes what happened. ``python -m benchmarks.ui_contended`` prints the table.
+There are three scenes with real notebooks in a real JupyterLab, a real broker and real neighbours
+on its devices. At each look the benchmark reads the figure from the chip, the cell, the panel and
+``jupyter gpupool status`` (and from ``%gpu``, if the kernel is free to run it). All of them must be
+equal to the broker's own figure at that moment. Each row ends with what then happened. ``python -m
+benchmarks.ui_contended`` prints the table.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from benchmarks.common import budget
 from benchmarks.ui_rest import ROOT, stage
 from jupyter_gpupool.units import format_clock, range_ends, wait_of
 
-#: The time of a wait, or of an idle slice, in any of the places.
+#: Finds the time of a wait, or of an idle slice, in the text of any of the places.
 FIGURE = re.compile(
     r"(?P<range>(?:up to |[\d.]+(?: \w+)? to )[\d.]+ \w+) left"
     r"|for (?P<waited>[\d.]+ (?:s|min|h)), no estimate yet"
@@ -36,10 +37,10 @@ FIGURE = re.compile(
 
 #: Seconds between two looks.
 LOOK = 4.0
-#: The broker learns a range from so many waits before the script reads one.
+#: The broker learns from so many waits before the benchmark reads a range.
 EARLIER = 10
 
-#: Uses the GPU until the file is there.
+#: Uses the GPU until the file ``flag`` exists.
 WORK = """
 import time
 from pathlib import Path
@@ -84,7 +85,8 @@ class Seen:
     at: float
     #: The broker's own figure, before and after the others were read.
     true: tuple[str, str]
-    #: All that it had from a second before until then: a page counts once a second.
+    #: All figures that the broker had from one second before until then, because a page updates
+    #: its clocks once a second.
     allowed: tuple[str, ...]
     figures: dict[str, str]
     since: float | None = None
@@ -153,7 +155,7 @@ class Replay:
         return "\n".join(line for line in done.stdout.splitlines() if short in line)
 
     def look(self, scene: str, name: str, *, magic: bool = False) -> None:
-        """Read the figure everywhere."""
+        """Read the figure in all places."""
         script = f"const path = {json.dumps(name)};"
         before, at = self.status(name), time.time()
         read = self.page.run(script + READ)
@@ -182,7 +184,7 @@ class Replay:
         return str(self.status(name)[0]["state"])
 
     def happens(self, what: str, *, right: bool = True) -> None:
-        """Compare the looks that have no end yet with what happens now."""
+        """Compare the looks that have no outcome yet with what happens now."""
         now = time.time()
         for seen in self.looks:
             if not seen.happened:
@@ -214,7 +216,7 @@ def crowd(replay: Replay, earlier: int) -> None:
     page.run("jupyterapp.commands.execute('notebook:run-cell').catch(() => undefined);")
     label = f"{name}.ipynb"
     replay.wait("it waits", lambda: replay.state(label) == "queued")
-    # The agent shows its line only for waits that last.
+    # The agent shows its line in the cell's output only for longer waits.
     script = f"const path = {json.dumps(label)};" + READ
     replay.wait("the cell's line", lambda: page.run(script)["cell"])
     begun = time.time()

@@ -3,14 +3,14 @@
 """From the broker's decision to the chip in the page: a real notebook among 50 sessions.
 
 A cell in a real JupyterLab in Chromium runs repeatedly, and the slice is given back each time. A
-decision is a row of the broker's journal, ``state`` with ``active`` or ``detached``; the chip's
-change is the first such text in the page's DOM (its paint comes with the next frame). Baseline: the
-same message at a Python client of the same websocket.
+decision is a row of the broker's journal: ``state`` with ``active`` or ``detached``. The chip's
+change is the first text with that state in the page's DOM (the browser paints it with the next
+frame). The baseline is the time until a Python client of the same websocket gets the message.
 
-``idle`` is the end of a cell, of which the journal has no row; its time is in the status.
+``idle`` is the end of a cell. The journal has no row for it, so its time comes from the status.
 
-Clocks: the broker's is monotonic with an offset, found by a request; the page and this process use
-one machine's clock, the page in whole milliseconds.
+The broker's clock is monotonic and has an offset, which a request finds. The page and this process
+use the machine's clock; the page's times are in whole milliseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .ui_rest import DEVICES, SESSIONS, stage
 
 GiB = 1 << 30
 
-#: This many other sessions have a slice, which leaves room for the notebook at once.
+#: So many other sessions have a slice. There is room left, so the notebook gets its slice at once.
 HOLDING = 20
 POOL = {
     "emulate": f"{DEVICES}x8GiB,context=64MiB",
@@ -43,7 +43,8 @@ POOL = {
     "attach": "cell",
 }
 
-#: Active long enough to be seen; ends at a random time between two polls of the server.
+#: The cell is active long enough for the page to show it, and ends at a random time between two
+#: polls of the server.
 CELL = "import random, time; time.sleep(random.uniform(0.2, 1.2))"
 
 #: The chip's text in a state; see ``labextension/src/words.ts``.
@@ -86,7 +87,7 @@ class Listener(threading.Thread):
         self._socket = websocket.create_connection(
             f"{url.replace('http', 'ws', 1)}/gpupool/api/events", timeout=60
         )
-        self._socket.recv()  # the present pool: each later change comes as a message
+        self._socket.recv()  # the whole pool; later messages are changes
         self.start()
 
     def run(self) -> None:
@@ -101,7 +102,7 @@ class Listener(threading.Thread):
                     self.heard.append((now, session["state"]))
 
     def close(self) -> None:
-        self._socket.abort()  # wakes its thread
+        self._socket.abort()  # wakes the thread
         self.join(20)
 
 
@@ -113,7 +114,7 @@ class Decisions:
         self._seq = client.call("journal", limit=1, session=session)["rows"][-1]["seq"]
 
     def offset(self) -> float:
-        """Return the offset of the broker's time, from the quickest of some answers."""
+        """Return the offset of the broker's time, from the quickest of five answers."""
         found: list[tuple[float, float]] = []
         for _ in range(5):
             begun = time.time()
@@ -138,13 +139,13 @@ class Decisions:
 
 
 def first(heard: list[tuple[float, str]], state: str, after: float) -> float | None:
-    """Return the time of the first message with a state after a time."""
-    # The page's clock has whole milliseconds.
+    """Return the time of the first message with ``state`` after the time ``after``, or None."""
+    # The page's times are in whole milliseconds, so they may be up to 1 ms too early.
     return next((at for at, what in heard if what == state and at > after - 0.001), None)
 
 
 def state_of(words: str) -> str:
-    """Return the state of the chip's text; empty if it is not measured."""
+    """Return the state that the chip's text shows; empty if this benchmark does not measure it."""
     return next((state for state, said in SAYS.items() if said.search(words)), "")
 
 
@@ -210,7 +211,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def measure(
     page: Page, url: str, kernel: str, decisions: Decisions, listener: Listener, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the milliseconds until the chip's and the Python client's change, by state."""
+    """Return the milliseconds from decision to change, by state: of the chip, of the client."""
     said: list[tuple[float, str]] = []
 
     def take(told: dict[str, Any]) -> None:
@@ -228,7 +229,7 @@ def measure(
         return float(page.wait(lambda: first(heard, state, after), f"{state} is heard"))
 
     def note(state: str, decided: float) -> None:
-        """Take the first message of each after the decision."""
+        """Note the first message after the decision, of the chip and of the Python client."""
         decided += decisions.offset()
         for heard, found in ((said, chip), (listener.heard, python)):
             found[state].append(1e3 * (wait(heard, state, decided) - decided))

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """The page's cost of a change of the pool: 50 sessions on 16 devices, the side panel shown.
 
-A real JupyterLab in Chromium with one real notebook, and 49 small processes that take slices,
-wait for them and give them back, all of the page's own user, whose sessions show the most fields.
-An event is one ``delta`` on the websocket; its cost is the time of all the page's scripts until the
-next event, from Chromium's trace. This includes the clock of the page, the request for the history
-every 5 s, and the trace itself. Collections of the page's garbage between scripts are counted
-apart. Baseline: the same with the panel closed, in turn with it.
+A real JupyterLab in Chromium has one real notebook. 49 small processes take slices, wait for them
+and give them back. All of them belong to the page's own user, because a user's own sessions show
+the most fields. An event is one ``delta`` on the websocket. Its cost is the time of all the page's
+scripts until the next event, from Chromium's trace. This includes the clock of the page, the
+request for the history every 5 s, and the trace itself. Garbage collections between scripts are
+counted separately. The baseline is the same with the panel closed; both take turns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GiB = 1 << 30
 #: Milliseconds of scripting for one event.
 BUDGET_MS = 16.0
 
-#: Two fit on a device; if so many want a slice, some wait.
+#: Two slices fit on a device. If ``WANTING`` sessions want a slice, some of them wait.
 POOL = {
     "emulate": f"{DEVICES}x8GiB,context=64MiB",
     "default_memory": 3 * GiB,
@@ -38,7 +38,7 @@ POOL = {
 }
 WANTING = 40
 
-#: Longest seconds until the delta of a change, and of the page's work on it.
+#: The most seconds to wait for the delta of a change, and then for the page's work on it.
 COMES, RESTS = 1.0, 0.1
 
 #: Chromium's counters of a page's seconds. ScriptDuration leaves out the callbacks of promises, in
@@ -69,13 +69,13 @@ class Deltas:
 
 
 class Crowd:
-    """The members, which change in an order by seed."""
+    """The processes that take and leave slices, in a random order with a fixed seed."""
 
     def __init__(self, members: list[Member], client: Client) -> None:
         self.members, self._client = members, client
 
     def begin(self) -> None:
-        """Bring all members to the start of a part: most want a slice, some of these wait."""
+        """Prepare all members for a part: most want a slice, and some of these wait."""
         for member in self.members:
             member.leave()
         self._settle({"detached"})
@@ -85,7 +85,7 @@ class Crowd:
         self._chance = random.Random(4)
 
     def change(self) -> None:
-        """Let one member give up its slice or wait, or another one ask."""
+        """Let one member give up its slice or its wait, or let one ask for a slice."""
         wanting = sum(member.wants for member in self.members)
         leaves = wanting >= WANTING
         one = self._chance.choice([m for m in self.members if m.wants is leaves])
@@ -113,7 +113,7 @@ def part(page: Page, deltas: Deltas, crowd: Crowd, count: int) -> dict[str, Any]
         while len(deltas.times) == had and time.monotonic() < deadline:
             page.listen(0.01)
         page.listen(RESTS)
-    times = [*deltas.times, time.monotonic()]  # the same clock
+    times = [*deltas.times, time.monotonic()]  # Chromium uses the same clock
     after = metrics(page)
     return {
         "costs": costs(trace.end(), times),
@@ -130,7 +130,7 @@ def metrics(page: Page) -> dict[str, float]:
 
 
 def put_together(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures of the parts that were measured in the same way."""
+    """Return the combined figures of parts that were measured in the same way."""
 
     def figures(key: str) -> dict[str, float]:
         values = [cost[key] for one in parts for cost in one["costs"]]
@@ -146,9 +146,10 @@ def put_together(parts: list[dict[str, Any]]) -> dict[str, Any]:
         "script_ms": figures("script"),
         # Without the time in which other processes used the core.
         "script_cpu_ms": figures("cpu"),
-        # The page answers nothing meanwhile.
+        # The page reacts to nothing while a script runs.
         "longest_script_ms": figures("longest"),
-        # All of JupyterLab's garbage, once in some hundred events, in pieces between scripts.
+        # The browser collects all of JupyterLab's garbage once in some hundred events, in pieces
+        # between scripts.
         "collections_ms": figures("collections"),
         "script_and_collections_ms": figures("both"),
         "events_over_budget": sum(ms > BUDGET_MS for ms in scripts),

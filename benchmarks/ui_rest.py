@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The user interface's request to a Jupyter server: ``GET pool``, 50 sessions, 16 devices.
 
-Baseline: ``GET api/status`` of the same server, in turn with it. The sessions are opened by this
-process and have no kernels. Always on emulated devices, because only the request is measured.
+The baseline is ``GET api/status`` of the same server; both requests take turns. This process opens
+the sessions, which have no kernels. The devices are always emulated, because only the request is
+measured.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SESSIONS, DEVICES = 50, 16
 
 def stage() -> Any:
     """Return the browser tests' broker and server, started by ``open``."""
-    # Not a package: it belongs to the browser tests.
+    # The file belongs to the browser tests, which are no package, so import it by its path.
     path = ROOT / "labextension" / "ui-tests" / "server.py"
     spec = importlib.util.spec_from_file_location("ui_stage", path)
     if spec is None or spec.loader is None:
@@ -35,7 +36,7 @@ def stage() -> Any:
 
 
 def milliseconds(ask: Callable[[], Any]) -> float:
-    """Return how long it takes."""
+    """Return the milliseconds that ``ask`` takes."""
     begun = time.perf_counter()
     ask()
     return (time.perf_counter() - begun) * 1e3

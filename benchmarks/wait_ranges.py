@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How often the range that the pool gives a waiting kernel contains the real wait: a day of random
-load.
+"""How often the pool's range for a wait contains the real wait, in a day of random load.
 
-The pool itself runs on a simulated clock, under the kernels of :mod:`.pool_waits`: cells of 20 s in
-the middle, some of many minutes, thinking of a minute in the middle, sizes from 2 to 40 GiB, some
-on two devices. Each range is compared with the end of the wait as the user reads it: rounded, and
-at two kinds of moments. *When it is told first*, and *at any look*: once in ``LOOK`` seconds of
-waiting, so a long wait counts more often. A look without an estimate is counted apart, and so are
-ranges of more than "up to 5 s": most waits are only for a suspend.
+The pool itself runs on a simulated clock, with the kernels of :mod:`.pool_waits`. The median cell
+takes 20 s, and some cells take many minutes. The median pause takes a minute. Sizes are from 2 to
+40 GiB, and some kernels need two devices. Each range is compared with the end of the wait as the
+user reads it: rounded, and at two kinds of moments. *First told* is the moment when the pool gives
+the first range. *At any look* is once in ``LOOK`` seconds of waiting, so a long wait counts more
+often. Looks without an estimate are counted separately. Ranges longer than "up to 5 s" also have
+their own count, because most waits are only for a suspend.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ LOOK = 10.0
 #: The end of the shortest range that the pool gives, in seconds.
 SHORT = 5.0
 
-#: The least part of told ranges that must hold the real wait.
+#: At least this part of the ranges must contain the real wait.
 LEAST = 0.8
 
 
 class Told(Workload):
-    """A workload that also remembers each range told, until the wait ends."""
+    """A workload that also remembers each range that the pool gives, until the wait ends."""
 
     def __init__(self, sessions: int, devices: int, seed: int, **rules: Any) -> None:
-        #: By session: when its range was told, and the range; the first, and at each look.
+        #: By session: when the pool gave a range, and the range. ``first`` has the first range,
+        #: ``seen`` the range at each look.
         self.first: dict[str, tuple[float, Expected]] = {}
         self.seen: dict[str, list[tuple[float, Expected | None]]] = {}
         self.right: dict[str, list[bool]] = {"first": [], "look": [], "long": []}
@@ -72,7 +73,7 @@ class Told(Workload):
             self.first[action.session] = self.now, Expected(self.now + least, self.now + most, 0, 0)
 
     def ended(self, name: str) -> None:
-        """Compare what was told of a wait with its end."""
+        """Compare the ranges of a wait with its real end."""
         seen, first = self.seen.pop(name, []), self.first.pop(name, None)
         self.waits += bool(seen or first)
         if first is not None:
@@ -85,7 +86,7 @@ class Told(Workload):
                 self.right["look"].append(self.holds(at, expected))
 
     def holds(self, at: float, expected: Expected) -> bool:
-        """Return whether the range that a user reads ``at`` holds the wait that ends now."""
+        """Return whether the range that a user read at time ``at`` contains the wait's end: now."""
         left = expected.left(at)
         assert left is not None
         low, high = range_ends(*left)
@@ -97,7 +98,7 @@ class Told(Workload):
 
 
 def measure(sessions: int, devices: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Return the shares of one load."""
+    """Return the shares of ranges that were right, for one load."""
     work = Told(sessions, devices, seed)
     work.run(seconds)
     share = {name: sum(found) / len(found) if found else None for name, found in work.right.items()}
@@ -118,7 +119,7 @@ def measure(sessions: int, devices: int, seconds: float, seed: int) -> dict[str,
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return which part of the told ranges held the real wait, by load."""
+    """Run, and return which part of the ranges contained the real wait, by load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two hours instead of a day")
     options = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An observer of a broker: what each group uses, and whether a device was granted twice."""
+"""Watches a broker: what each group uses, and whether grants exceed a device's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self._socket = socket
         self._stopped = threading.Event()
-        #: (time, GPU-seconds used so far by group).
+        #: Pairs of a time and the GPU-seconds that each group had used until then.
         self.samples: list[tuple[float, dict[str, float]]] = []
         self.problems: list[str] = []
 
@@ -36,7 +36,7 @@ class Watch(threading.Thread):
                         continue
                     name, today = session["group"], session["group_usage"]["today"]
                     more = today - last.get(name, today)
-                    # Less than before: a new day of the budgets has begun.
+                    # If the figure is less than before, a new day of the budgets has begun.
                     total[name] = total.get(name, 0.0) + (more if more >= 0 else today)
                     last[name] = today
                 self.samples.append((time.time(), dict(total)))

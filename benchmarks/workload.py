@@ -2,11 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """The GPU work of the scenarios, for cells and for programs under ``jupyter gpupool run``.
 
-``python -m benchmarks.workload serve SOCKET BYTES`` is an inference service: a line of JSON with
-the seconds that the device computes for it, a line back. ``train LOG BYTES`` computes in steps
-until SIGTERM and appends a line to LOG for each. ``job BYTES ROUNDS SECONDS`` waits and computes in
-turns. The last two print a JSON object with the number of wrong bytes. Computing is a kernel of so
-many seconds: it takes the emulated device that long, and no processor.
+``python -m benchmarks.workload serve SOCKET BYTES`` is an inference service. A request is a line of
+JSON with the seconds that the device computes for it; the answer is one line, too. ``train LOG
+BYTES`` computes in steps until SIGTERM and appends a line to LOG for each step. ``job BYTES ROUNDS
+SECONDS`` waits and computes in turns. ``train`` and ``job`` print a JSON object with the number of
+wrong bytes. To compute, a program launches GPU kernels that take the given seconds. They occupy the
+emulated device for that time, and use no processor.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Work(Raw):
         self.put("state", size, first)
 
     def compute(self, seconds: float) -> None:
-        """Occupy the device for so long, in short kernels that follow each other."""
+        """Occupy the device for ``seconds``, in short GPU kernels that follow each other."""
         left = seconds
         while left > 1e-6:
             self.spin(min(LAUNCH, left))
@@ -72,9 +73,7 @@ def serve(path: str, size: int) -> None:
 
 
 def answer(work: Work, request: dict[str, Any]) -> dict[str, Any]:
-    """Serve one request: compute, and check samples of the state, or with ``check`` the whole
-    state.
-    """
+    """Serve one request: compute, then check the whole state (``check``) or its sum (``sum``)."""
     work.compute(request.get("seconds", 0.0))
     if request.get("check"):
         return {"wrong": work.lost()}
@@ -98,7 +97,7 @@ def train(log: str, size: int) -> dict[str, Any]:
 
 
 def job(size: int, rounds: int, seconds: float) -> dict[str, Any]:
-    """Wait and compute in turns, each for so long; return begin, end and wrong bytes."""
+    """Wait and compute in turns, ``seconds`` each; return begin, end and wrong bytes."""
     begun = time.monotonic()
     work = Work(size)
     for _ in range(rounds):

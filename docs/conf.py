@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sphinx: ``make docs``."""
+"""The configuration of Sphinx, which ``make docs`` runs."""
 
 import sys
 from pathlib import Path

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Draw the groups of ``groups.md``: ``python docs/make_groups.py``.
 
-The example is a real pool: the bytes are those of its leases, and who gives bytes back is what it
-decides. With ``--check``, only tell whether the picture is up to date.
+The example is a real pool: the bytes are those of its leases, and the pool decides which group
+gives bytes back. With ``--check``, the program writes nothing and only checks whether the picture
+is up to date.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ GROUPS = {
     "deadline": Group("lab", Portion(devices=1)),
     "students": Group(guarantee=Portion(bytes=16 * GiB), cap=Portion(bytes=40 * GiB)),
 }
-#: User, group and GiB of each kernel, in the order in which they came.
+#: The user, the group and the GiB of each kernel, in the order of their requests.
 KERNELS = (("ann", "lab", 12), ("sam", "students", 14), ("sue", "students", 14),
            ("dora", "deadline", 8), ("sid", "students", 8))  # fmt: skip
-#: Who asks at last.
+#: The user, the group and the GiB of the kernel that asks last.
 LATE = "bea", "lab", 12
 
 
 def example() -> tuple[Pool, str, str]:
-    """Return a pool of four GPUs, and the user and group from whom it takes a slice for the last.
+    """Return a pool of four GPUs, and the user and the group that lose a slice to the last kernel.
 
-    The pool is as it was before.
+    In this pool the suspend has only begun, so all leases are as before the last request.
     """
     pool = Pool(PoolSettings(host_memory=64 * GiB, resume_headroom=0, groups=GROUPS))
     for n in range(4):
@@ -57,7 +58,7 @@ def example() -> tuple[Pool, str, str]:
 
 
 def held(pool: Pool) -> dict[str, int]:
-    """Return the bytes that the members of each group have."""
+    """Return the bytes that the members of each group have on the GPUs."""
     found = dict.fromkeys(GROUPS, 0)
     for name, (slices, _) in pool.leases().items():
         group = pool.record(name).owner.group
@@ -77,7 +78,7 @@ def gib(size: int) -> str:
 
 
 def picture(pool: Pool, victim: str, loser: str) -> str:
-    """Return the tree: what each group is guaranteed, has, has borrowed, and may have at most."""
+    """Return a picture of the tree: the guarantee, the use, the loan and the cap of each group."""
     title = "A tree of groups: what each is guaranteed, uses, and has borrowed"
     head = (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 340" width="640" height="340" '
@@ -139,7 +140,7 @@ def picture(pool: Pool, victim: str, loser: str) -> str:
 
 
 def main() -> int:
-    """Write it, or with ``--check`` compare it."""
+    """Write the picture, or with ``--check`` compare it with the file; return the exit status."""
     drawn = picture(*example())
     if "--check" not in sys.argv[1:]:
         PICTURE.write_text(drawn, encoding="utf-8")

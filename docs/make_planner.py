@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Write the worked example of ``how-it-works.md`` and its picture: ``python docs/make_planner.py``.
 
-The example is a real pool: what the table says is what ``Pool.explain`` says. With ``--check``,
-only tell whether page and picture are up to date.
+The example is a real pool, and the text of the table is the text of ``Pool.explain``. With
+``--check``, the program writes nothing and only checks whether the page and the picture are up to
+date.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 PAGE, PICTURE = HERE / "how-it-works.md", HERE / "images" / "planner.svg"
 BEGIN, END = "<!-- One pass: written by docs/make_planner.py. -->", "<!-- End of one pass. -->"
 
-#: Who asks, in this order, and for how many GiB.
+#: The users who ask for a slice, in this order, and the GiB that each asks for.
 ASKS = {"dora": 10, "eve": 14, "fay": 4, "gus": 7}
 RULES = {
     "planned": "step 3: an idle lease yields",
@@ -37,7 +38,7 @@ RULES = {
 
 
 def example() -> Pool:
-    """Return a pool of three GPUs in which four kernels have asked in the same moment."""
+    """Return a pool of three GPUs in which four kernels have asked for a slice at the same time."""
     rules = PoolSettings(host_memory=64 * GiB, resume_headroom=0, preempt=frozenset())
     pool = Pool(rules)
     for i in range(3):
@@ -61,7 +62,7 @@ def example() -> Pool:
 
 SHARES_BEGIN = "<!-- Shares: written by docs/make_planner.py. -->"
 SHARES_END = "<!-- End of shares. -->"
-#: Who asks later: the group, the class and GiB.
+#: The users who ask later: the group, the class and the GiB of each.
 LATER = {
     "ben": ("bio", "batch", 8),
     "bea": ("bio", "notebook", 8),
@@ -71,7 +72,10 @@ LATER = {
 
 
 def shares() -> Pool:
-    """Return a pool of two GPUs that one group has borrowed, after four others have asked."""
+    """Return a pool of two GPUs in which one group has borrowed memory.
+
+    Four more kernels have then asked for slices.
+    """
     groups = {
         "bio": Group(guarantee=Portion(percent=50)),
         "phy": Group(guarantee=Portion(bytes=8 * GiB), weight=3.0),
@@ -97,7 +101,7 @@ def shares() -> Pool:
 
 
 def shares_table(pool: Pool) -> str:
-    """Return what was decided for those that asked later, as a table."""
+    """Return a table of the decisions about the kernels that asked later."""
     lines = [
         "| kernel | group | class | asks for | place | decision |",
         "|---|---|---|---|---|---|",
@@ -124,7 +128,7 @@ def gib(size: int) -> str:
 
 
 def table(pool: Pool) -> str:
-    """Return what the pass decided, and why, as a table."""
+    """Return a table of the decisions of the planning pass, with the reasons."""
     lines = ["| kernel | asks for | decision | by which step |", "|---|---|---|---|"]
     for name, size in ASKS.items():
         told = pool.explain(name)
@@ -150,7 +154,7 @@ _BOX = {
 
 
 def picture(pool: Pool) -> str:
-    """Return the GPUs after the pass, and under each what is kept for whom."""
+    """Return a picture of the GPUs after the pass, and below each what is kept for which kernel."""
     title = "One pass: leases, a promise, the reservation of the head of the queue"
     head = (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 320" width="640" height="320" '
@@ -200,7 +204,7 @@ def picture(pool: Pool) -> str:
 
 
 def page(pool: Pool, before: str) -> str:
-    """Return the page with the example in its place."""
+    """Return the text of the page with the example in its place."""
     for begin, stop, text in (
         (BEGIN, END, table(pool)),
         (SHARES_BEGIN, SHARES_END, shares_table(shares())),
@@ -211,7 +215,7 @@ def page(pool: Pool, before: str) -> str:
 
 
 def main() -> int:
-    """Write both, or with ``--check`` compare them."""
+    """Write the page and the picture, or with ``--check`` compare them; return the exit status."""
     pool, before = example(), PAGE.read_text(encoding="utf-8")
     texts = {PAGE: page(pool, before), PICTURE: picture(pool)}
     if "--check" not in sys.argv[1:]:

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Write ``config.md``, ``cli.md``, ``protocol.md`` and ``errors.md`` from the code.
 
-``python docs/make_reference.py`` writes; ``tests/docs`` fails while they differ.
+``python docs/make_reference.py`` writes the pages. The tests in ``tests/docs`` fail while the pages
+and the code differ.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def config_page() -> str:
 
 
 def cli_page() -> str:
-    """From the parsers, not from their help: argparse words that differently in each Python."""
+    """Return the page. It uses no help text of argparse, which differs between Python versions."""
     parts = [_command(*item) for item in commands.subcommands().items() if item[0] != "broker"]
     return NOTE + CLI + "\n".join([*parts, BROKER])
 

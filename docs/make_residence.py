@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Write ``residence.md`` from the latest figures of ``benchmarks/residence.py``.
 
-``python docs/make_residence.py``; with ``--check``, only tell whether the page is up to date.
+Run ``python docs/make_residence.py``. With ``--check``, it writes nothing and only checks whether
+the page is up to date.
 """
 
 from __future__ import annotations
@@ -91,14 +92,14 @@ HEADER = (
 
 
 def latest(name: str = "residence") -> dict[str, Any]:
-    """Return the newest result of this name."""
+    """Return the newest benchmark result with this name."""
     files = sorted(RESULTS.glob(f"{name}-*.json"), key=lambda path: path.stem[-10:])
     found: dict[str, Any] = json.loads(files[-1].read_text())
     return found
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return the page."""
+    """Return the text of the page."""
     lines = [BEFORE, INTRODUCTION.format(cell=result["cell_s"], share=result["share"]).lstrip()]
     for gib in dict.fromkeys(row["gib"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["gib"] == gib]
@@ -130,7 +131,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    """Write the page, or with ``--check`` compare it."""
+    """Write the page, or with ``--check`` compare it with the file; return the exit status."""
     text = page(latest())
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(text, encoding="utf-8")

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Write ``states.md`` from the table of transitions: ``python docs/make_states.py``.
 
-With ``--check``, only tell whether the page is up to date.
+With ``--check``, the program writes nothing and only checks whether the page is up to date.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MEANING: dict[State, str] = {
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the text of the page."""
     lines = [
         "<!-- Written by docs/make_states.py from pool/transitions.py; do not edit. -->",
         "",
@@ -74,7 +74,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """Write the page, or (with ``--check``) compare it; return the exit status."""
+    """Write the page, or with ``--check`` compare it with the file; return the exit status."""
     if "--check" not in sys.argv[1:]:
         PAGE.write_text(page())
         return 0

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A Sphinx directive ``mermaid`` that draws the state diagram of ``states.md`` as a static SVG.
 
-It knows that one diagram only: the places of its states are chosen by hand so that the life of a
-session reads clockwise. No script is loaded from anywhere, and no tool is needed.
+It can draw only this diagram: its states have fixed places, chosen by hand so that the life of a
+session goes round clockwise. The page loads no script, and the build needs no other tool.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from docutils.parsers.rst import Directive
 
 WIDTH, HEIGHT, BOX = 800, 330, (104, 36)
 
-#: Centre of each state. ``ended`` is reached from everywhere and so gets no arrows.
+#: The centre of each state. Every state can lead to ``ended``, so ``ended`` gets no arrows.
 PLACES = {
     "detached": (90, 160),
     "queued": (270, 60),
@@ -26,7 +26,8 @@ PLACES = {
     "detaching": (480, 260),
     "ended": (90, 290),
 }
-#: What a state means for the slice, as a colour: none, on its way, in use, unused.
+#: The colours of each state. They show whether the session has no slice, gets or loses one, has
+#: one, or has ended.
 FILLS = {
     "detached": ("#f5f5f5", "#9aa0a6"),
     "queued": ("#fdf4dd", "#c48a00"),
@@ -46,7 +47,7 @@ def steps(text: str) -> list[tuple[str, str]]:
     Raises
     ------
     ValueError
-        If it names a state that has no place here.
+        If the diagram names a state that has no place in PLACES.
     """
     found = re.findall(r"^\s*(\w+)\s*-->\s*(\w+)", text, re.MULTILINE)
     unknown = sorted({name for step in found for name in step} - set(PLACES))
@@ -56,7 +57,7 @@ def steps(text: str) -> list[tuple[str, str]]:
 
 
 def svg(arrows: list[tuple[str, str]]) -> str:
-    """Return the picture."""
+    """Return the picture as SVG."""
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
@@ -92,11 +93,12 @@ def svg(arrows: list[tuple[str, str]]) -> str:
 
 
 def _between(old: str, new: str, both_ways: bool) -> tuple[Point, Point]:
-    """Return the ends of an arrow, on the edges of the two boxes."""
+    """Return the two ends of an arrow, on the edges of the two boxes."""
     (x1, y1), (x2, y2) = PLACES[old], PLACES[new]
     dx, dy = x2 - x1, y2 - y1
     length = (dx * dx + dy * dy) ** 0.5
-    # Two arrows between the same boxes lie side by side, each on its right-hand side.
+    # Two opposite arrows between the same boxes are drawn side by side, each on the right of the
+    # direct line.
     shift = 7 if both_ways else 0
     sx, sy = -dy / length * shift, dx / length * shift
     return _edge(x1 + sx, y1 + sy, dx, dy, (x1, y1)), _edge(x2 + sx, y2 + sy, -dx, -dy, (x2, y2))

@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""CUDA devices made of host memory: NVIDIA's driver, emulated, for machines without a GPU.
+"""CUDA devices made of host memory: an emulation of NVIDIA's driver for machines without a GPU.
 
-``src/`` is the driver in C, and ``build`` compiles it into ``lib/``. ``machine`` describes machines
-and says which environment selects the driver, ``faults`` makes it fail, and ``kernels`` is PTX that
-this driver and a real one both run. Standard library only.
+``src/`` is the driver in C, and ``build`` compiles it into ``lib/``. ``machine`` describes
+machines, and returns the environment that selects the driver. ``faults`` makes the driver fail.
+``kernels`` is PTX that both this driver and a real one run. The package uses only the standard
+library.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ the command prints variables for a shell: eval "$(python -m emucuda 2x16GiB)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Replace this process by the program; return the exit status if that is impossible."""
+    """Replace this process by the program. Return an exit status if that is impossible."""
     parser = argparse.ArgumentParser(
         prog="python -m emucuda",
         usage=_USAGE,

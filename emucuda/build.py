@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compile the driver: ``python -m emucuda.build``. Needs a C compiler and libc's headers."""
+"""Compile the driver: ``python -m emucuda.build``. This needs a C compiler and libc's headers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread"),
 )
-# -Bsymbolic: a library of the same SONAME may be preloaded before this one; its symbols must not
-# replace ours inside our own tables. nodelete: the driver's thread outlives a dlclose().
+# -Bsymbolic: a library of the same SONAME may be preloaded before this one. Its symbols must not
+# replace this library's symbols in the tables of this library. nodelete: the driver's thread
+# outlives a dlclose().
 _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete", "-ldl", "-lm")
 
 
@@ -38,7 +39,7 @@ def compiler() -> list[str]:
     Raises
     ------
     CompilerMissing
-        If it is not on PATH.
+        If the compiler is not on PATH.
     """
     command = shlex.split(os.environ.get("CC", "cc")) or ["cc"]
     if shutil.which(command[0]) is None:
@@ -48,8 +49,8 @@ def compiler() -> list[str]:
     return command
 
 
-#: The versions of CUDA whose runtime is made, and flags for each. Programs look its names up with
-#: the SONAME as their version.
+#: The versions of CUDA for which a runtime is compiled, and the flags for each. Programs look up
+#: the names of a runtime with its SONAME as their version.
 _RUNTIMES = {f"libcudart.so.{major}": [f"-DRUNTIME={major}"] for major in (12, 13)}
 _VERSIONED = "-Wl,--default-symver"
 
@@ -75,12 +76,12 @@ def compile(  # noqa: A001 - the name that package builds and tests call
     strict: bool = True,
     only: Collection[str] = (),
 ) -> None:
-    """Compile each library that is older in ``out_dir`` than its sources.
+    """Compile each library in ``out_dir`` that is missing or older than its sources.
 
     ``sanitize`` is ``"address"`` or ``"thread"``: the libraries are then instrumented, and a
     program that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors:
-    right for developers, wrong where a newer compiler has new warnings. ``only`` these libraries,
-    where a program loads no others; empty: all.
+    developers want this, but users may have a newer compiler with new warnings. ``only`` names the
+    libraries to compile, for a program that loads no others; empty: all.
 
     Raises
     ------
@@ -96,7 +97,7 @@ def compile(  # noqa: A001 - the name that package builds and tests call
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # concurrent test runs compile once
+        fcntl.flock(directory, fcntl.LOCK_EX)  # of concurrent test runs only one compiles
         for soname, sources in libraries().items():
             if only and soname not in only:
                 continue
@@ -111,7 +112,7 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
     newest = max(path.stat().st_mtime_ns for path in inputs)
     if target.exists() and target.stat().st_mtime_ns >= newest:
         return
-    # Compiled aside and renamed: a process may be running on the old file.
+    # Compile to a temporary name and then rename: a process may be using the old file.
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     link = [*_LINK, f"-Wl,-soname,{target.name}", "-o", str(aside)]
     try:
@@ -120,7 +121,9 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
     finally:
         aside.unlink(missing_ok=True)
     if target.name in _RUNTIMES:
-        return  # a program that is linked here takes NVIDIA's, for machines with a GPU
+        # Without an alias, a program that is linked here uses NVIDIA's runtime, which also works on
+        # machines with a GPU.
+        return
     alias = target.with_suffix("")
     if not alias.is_symlink():
         alias.unlink(missing_ok=True)
@@ -128,7 +131,7 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile on the command line; return the exit status."""
+    """Compile as the command line asks; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m emucuda.build")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory to compile into")
     parser.add_argument(

@@ -12,7 +12,7 @@ from typing import Mapping
 
 from .text import EmulatorError, did_you_mean, parse_size
 
-#: Every fault and quirk, with its parameters.
+#: Every fault and quirk, with the parameters that it may have.
 FAULTS: dict[str, tuple[str, ...]] = {
     "slow-copies": ("pid", "device", "count", "bandwidth"),
     "lock-timeout": ("pid", "count", "code"),
@@ -37,7 +37,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "context-more": ("pid", "device", "bytes"),
     "loaded-code": ("pid", "device", "bytes"),
 }
-#: The parameter that a fault must have.
+#: Faults that need a parameter: its name and an example.
 _NEEDED = {
     "slow-copies": ("bandwidth", "in bytes/s"),
     "residue": ("bytes", "such as 200MiB"),
@@ -65,8 +65,8 @@ class Faults:
     ``hang``                a checkpoint call never returns
     ======================  ====================================================================
 
-    Quirks are no failures. Each changes one behaviour that is not known of all real drivers. A
-    program is ready for real drivers if it works with either behaviour.
+    Quirks are not failures. Each quirk changes one behaviour that may differ between real drivers.
+    A program is ready for real drivers if it works with both behaviours.
 
     ========================  ==================================================================
     ``residue``               ``bytes`` of the device are in use and belong to no process
@@ -91,16 +91,16 @@ class Faults:
                               device, as lazily loaded modules do
     ========================  ==================================================================
 
-    ``pid`` (the target process), ``device`` (the machine's index) and ``count`` (how often) narrow
-    each of them. ``code`` is the CUresult to report instead of the usual one (for ``device-lost``
-    the Xid, 79 by default), ``op`` the call that hangs.
+    ``pid`` (the target process), ``device`` (the machine's index) and ``count`` (how often)
+    restrict a fault. ``code`` is the CUresult to report instead of the usual one (for
+    ``device-lost`` the Xid, 79 by default). ``op`` is the call that hangs.
     """
 
     def __init__(self, state_dir: str | os.PathLike[str]) -> None:
         self._folder = Path(state_dir)
 
     def set(self, name: str, **params: int | str) -> None:
-        """Inject fault ``name``; it replaces one with the same name, ``pid`` and ``device``.
+        """Inject fault ``name``. It replaces a fault with the same name, ``pid`` and ``device``.
 
         Raises
         ------
@@ -109,12 +109,12 @@ class Faults:
         """
         _check_fault(name, params)
         words = [name, *(f"{key}={value}" for key, value in params.items())]
-        # The identity keeps this fault's count when other lines change.
+        # The identity keeps the count of this fault when other lines of the file change.
         line = " ".join([*words, f"id={secrets.randbits(63)}"])
         self._write([*(old for old in self._read() if _scope(old) != _scope(line)), line])
 
     def clear(self, name: str | None = None) -> None:
-        """Remove fault ``name``, or all of them."""
+        """Remove the faults of this name, or all faults."""
         if name is None:
             self._write([])
             return
@@ -133,11 +133,11 @@ class Faults:
         temporary = self._folder / f"faults.{os.getpid()}.{secrets.token_hex(4)}"
         temporary.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
         temporary.replace(self._folder / "faults")
-        # Tells running processes: see `faults_touch` in machine.h.
+        # This informs running processes: see `faults_touch` in machine.h.
         try:
             fd = os.open(self._folder / "machine", os.O_WRONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return  # no process yet: the first one reads the file
+            return  # no process uses the machine yet: the first one reads the file
         try:
             os.pwrite(fd, time.time_ns().to_bytes(8, "little"), 16)
         finally:
@@ -156,7 +156,7 @@ def check_faults(text: str) -> str:
     Raises
     ------
     EmulatorError
-        If the name or a parameter of one is unknown.
+        If the name or a parameter of a fault is unknown.
     """
     for line in text.replace(";", "\n").splitlines():
         if words := line.split():

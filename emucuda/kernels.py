@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Small kernels for the emulated driver and a real one, as PTX text.
 
-A real driver compiles the text; the emulated driver knows the kernels by name (``src/kernels.c``)
-and computes the same on the host. Each works for any one-dimensional launch.
+A real driver compiles the text. The emulated driver knows the kernels by name (``src/kernels.c``)
+and computes the same results on the host. Each kernel works with any one-dimensional launch.
 
 ===========================================  ======================================================
 ``emucuda_spin_ns(u64 ns)``                  occupies its stream for that many nanoseconds
@@ -23,7 +23,7 @@ With cuda-core::
 
 from __future__ import annotations
 
-# %d3 is the index of the thread's first element, %d4 the step to its next element.
+# %d3 is the index of the thread's first element. %d4 is the step to its next element.
 _LOOP = """
   .reg .pred %q;
   .reg .b32 %r<8>;
@@ -60,7 +60,8 @@ def _loop(name: str, params: str, *, shift: int, setup: str, body: str, finish: 
     return _kernel(name, params, text)
 
 
-#: The module: pass it to ``ObjectCode.from_ptx`` or ``cuModuleLoadData`` (with a final NUL).
+#: The text of the module. Pass it to ``ObjectCode.from_ptx`` or ``cuModuleLoadData`` (with a NUL at
+#: the end).
 PTX = (
     ".version 7.0\n.target sm_70\n.address_size 64\n"
     + _kernel(

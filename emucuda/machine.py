@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Machines to emulate, and the environment that selects the emulated driver.
 
-Nothing here loads a driver: a process gets the emulated one if it starts with :func:`environment`.
+This module loads no driver. A process gets the emulated driver if it starts with the variables of
+:func:`environment`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from .text import EmulatorError, did_you_mean, format_size, parse_size
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-#: Bytes of device memory that a process's first context on a device costs by default.
+#: The default number of bytes of device memory that a process's first context on a device takes.
 DEFAULT_CONTEXT = 64 << 20
-#: The most devices of one machine.
+#: The largest number of devices of one machine.
 MAX_DEVICES = 64
-#: The most bytes of one device, and of a machine: twice the total must fit the address space of a
-#: process.
+#: The most bytes of one device, and of all devices of a machine. Twice the total must fit the
+#: address space of a process.
 MAX_MEMORY = 1 << 40
 MAX_TOTAL = 16 << 40
-#: The lowest accepted rate of copies, in bytes/s. It refuses ``bandwidth=8``, which means GB/s.
+#: The lowest accepted rate of copies, in bytes/s. It refuses ``bandwidth=8``, because the user
+#: means 8 GB/s.
 MIN_BANDWIDTH = 1_000_000
 #: Device memory comes in pages of this many bytes, as on current NVIDIA hardware.
 PAGE = 2 << 20
@@ -35,19 +37,20 @@ PAGE = 2 << 20
 
 @dataclass(frozen=True)
 class Profile:
-    """What work costs on a board, as its maker publishes it; 0: as fast as the host computes.
+    """The rates of a board, as its maker publishes them; 0: as fast as the host computes.
 
     The rates of copies and of suspends are in ``src/spec.c``.
     """
 
     #: Bytes/s of device memory.
     memory: float = 0
-    #: Operations/s with 32-bit numbers, and with 16-bit numbers on tensor cores.
+    #: Operations/s: ``flops`` with 32-bit numbers, ``half_flops`` with 16-bit numbers on tensor
+    #: cores.
     flops: float = 0
     half_flops: float = 0
 
 
-#: In the order of ``src/spec.c``.
+#: The profiles, in the order of ``src/spec.c``.
 PROFILES = {
     "cpu": Profile(),
     "h100": Profile(3.35e12, 67e12, 989e12),
@@ -67,18 +70,19 @@ class EmulatorNotBuilt(EmulatorError):
 class Machine:
     """An emulated machine: ``count`` equal devices."""
 
-    #: Devices.
+    #: The number of devices.
     count: int
     #: Bytes of memory per device, a multiple of 2 MiB.
     memory: int
-    #: Each process is charged so many bytes on each device on which it has a context.
+    #: Bytes that each process is charged on each device on which it has a context.
     context: int = DEFAULT_CONTEXT
-    #: Bytes/s of copies between host and device, checkpoint and restore included; 0: as fast as
-    #: the host's memory.
+    #: Bytes/s of copies between host and device, also in a checkpoint or restore; 0: as fast as the
+    #: host's memory.
     bandwidth: int = 0
     #: Bytes per device that the driver keeps for itself (NVML's ``reserved``).
     reserved: int = 0
-    #: Whose times to model: one of :data:`PROFILES`. A ``bandwidth`` goes before its copies.
+    #: The board whose times to model: one of :data:`PROFILES`. A ``bandwidth`` replaces its rate of
+    #: copies.
     profile: str = "cpu"
 
     def __str__(self) -> str:
@@ -129,10 +133,10 @@ def _option(text: str, found: dict[str, Any]) -> None:
 def parse_machine(text: str) -> Machine:
     """Return the machine that ``text`` describes, such as ``"2x16GiB,context=256MiB"``.
 
-    ``COUNTxSIZE``, then any of ``context=SIZE``, ``bandwidth=SIZE/s``, ``reserved=SIZE`` and
-    ``profile=NAME``, after commas. Sizes are decimal numbers with a unit: KiB MiB GiB TiB (or K M
-    G T) are powers of 1024, kB MB GB TB powers of 1000. A device's memory is rounded down to whole
-    2 MiB pages.
+    The text is ``COUNTxSIZE``, then any of ``context=SIZE``, ``bandwidth=SIZE/s``,
+    ``reserved=SIZE`` and ``profile=NAME``, after commas. Sizes are decimal numbers with a unit: KiB
+    MiB GiB TiB (or K M G T) are powers of 1024, kB MB GB TB powers of 1000. A device's memory is
+    rounded down to whole 2 MiB pages.
 
     Raises
     ------
@@ -183,7 +187,7 @@ def library_dir() -> Path:
     Raises
     ------
     EmulatorNotBuilt
-        If they have not been compiled.
+        If the libraries have not been compiled.
     """
     folder = Path(__file__).resolve().parent / "lib"
     if not all((folder / name).exists() for name in ("libcuda.so.1", "libnvidia-ml.so.1")):
@@ -204,14 +208,15 @@ def environment(
     Parameters
     ----------
     machine
-        The machine, or its text. All processes that share a ``state_dir`` must name the same.
+        The machine, or its text. All processes that share a ``state_dir`` must name the same
+        machine.
     state_dir
         Directory of the machine's shared state; another directory is another machine. The first
-        process that uses the driver creates it, if its parent exists. None: the one that
-        ``base`` names, or ``/dev/shm/emucuda-<uid>``.
+        process that uses the driver creates the directory, if its parent exists. None: the
+        directory that ``base`` names, or ``/dev/shm/emucuda-<uid>``.
     base
-        The environment that will get the variables, for its ``LD_LIBRARY_PATH``; ``os.environ``
-        if None.
+        The environment to which the caller will add the variables; its ``LD_LIBRARY_PATH`` is kept.
+        None: ``os.environ``.
     """
     if isinstance(machine, str):
         machine = parse_machine(machine)
@@ -226,7 +231,7 @@ def environment(
 
 
 def device_files(state_dir: str | os.PathLike[str]) -> str:
-    """Return the common start of the machine's device paths, like ``/dev/nvidia``."""
+    """Return the prefix of all device paths of the machine, like ``/dev/nvidia``."""
     return str(Path(state_dir).resolve() / "nvidia")
 
 

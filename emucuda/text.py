@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sizes and messages for all settings of this package."""
+"""Sizes and messages that all settings of this package use."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SIZE = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,9}))?([A-Za-z]*)", re.ASCII)
 
 
 class EmulatorError(ValueError):
-    """The emulated driver cannot do what was asked; the text names what it can do."""
+    """The emulated driver cannot do what the caller asked; the text names what it can do."""
 
 
 def parse_size(text: str, *, rate: bool = False) -> int | None:
-    """Return the bytes that ``text`` names, or None; ``src/spec.c`` reads the same sizes.
+    """Return the number of bytes that ``text`` names, or None. ``src/spec.c`` reads the same sizes.
 
-    A decimal number and a unit: KiB MiB GiB TiB (or K M G T) are powers of 1024, kB MB GB TB
-    powers of 1000. With ``rate``, ``/s`` may follow.
+    A size is a decimal number and a unit. KiB MiB GiB TiB (or K M G T) are powers of 1024, and kB
+    MB GB TB are powers of 1000. With ``rate``, ``/s`` may follow.
     """
     match = _SIZE.fullmatch(text.removesuffix("/s") if rate else text)
     if match is None or match[3] not in _UNITS:
@@ -39,7 +39,7 @@ def parse_size(text: str, *, rate: bool = False) -> int | None:
 
 
 def format_size(value: int) -> str:
-    """Return text that :func:`parse_size` reads as exactly ``value``: ``"64MiB"``."""
+    """Return the text that :func:`parse_size` reads as exactly ``value``, such as ``"64MiB"``."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if value and value % _UNITS[unit] == 0:
             return f"{value // _UNITS[unit]}{unit}"
@@ -47,5 +47,5 @@ def format_size(value: int) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return a question that names the known name most like ``wrong``."""
+    """Return a question with the known name that is most like ``wrong``."""
     return f"Did you mean {difflib.get_close_matches(wrong, list(known), 1, 0)[0]!r}?"

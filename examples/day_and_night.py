@@ -11,18 +11,18 @@ c = get_config()
 # ---- Who gets what
 
 c.GPUPool.groups = {
-    # 60 % are the researchers', at once if they need them; nobody else's kernel keeps them out.
+    # Researchers are guaranteed 60 %. If others use this memory, researchers get it back at once.
     "research": {"guarantee": "60%", "weight": 3, "unix_groups": ["research"]},
-    # Of these, two GPUs for the people with the deadline, who are members of research as well.
+    # Two of these GPUs are guaranteed to the people with a deadline, who belong to research, too.
     "deadline": {"parent": "research", "guarantee": "2 devices", "unix_groups": ["deadline"],
                  "order": 1},
-    # Everybody else gets what is left, half of the machine at most, and eight GPU-hours a day.
-    # Then their kernels still get what nobody else wants.
+    # All other users share the rest: at most half of the machine, and eight GPU-hours a day. After
+    # these hours, their kernels still get memory that no other kernel wants.
     "students": {"users": "*", "cap": "50%",
                  "gpu_seconds_per_day": {"seconds": "8h", "rule": "window", "then": "borrow"}},
 }  # fmt: skip
 
-# What somebody used yesterday at this time counts an eighth of what is used now.
+# Usage at this time yesterday counts one eighth of usage now.
 c.GPUPool.fair_share_half_life = "8h"
 
 # ---- By day
@@ -30,7 +30,7 @@ c.GPUPool.fair_share_half_life = "8h"
 c.GPUPool.idle_timeout = "10m"
 c.GPUPool.quotas = {"*": {"leases": 3}}
 c.GPUPool.priority_classes = {"interactive": 200, "notebook": 100, "batch": 0}
-c.GPUPool.classes_allowed = ["interactive", "notebook"]  # training waits for the night
+c.GPUPool.classes_allowed = ["interactive", "notebook"]  # class "batch" waits for the night
 
 # ---- By night and at the weekend
 
@@ -47,16 +47,16 @@ c.GPUPool.schedules = [
         "hours": "20:00-08:00",
         "time_zone": "Europe/Berlin",
         "set": {
-            "classes_allowed": None,  # all
+            "classes_allowed": None,  # all classes
             "quotas": {"*": {"leases": 16}},
             "groups": {"students": {"cap": "90%"}},
-            "idle_timeout": "2m",  # an open notebook that nobody uses makes room sooner
+            "idle_timeout": "2m",  # a notebook that is open but unused frees its slice sooner
         },
     },
     {
         "name": "weekend",
         "days": "fri",
-        # From Friday evening on; the rule below takes over at midnight.
+        # This rule begins on Friday evening. At midnight the rule below follows it.
         "hours": "20:00-24:00",
         "time_zone": "Europe/Berlin",
         "set": WEEKEND,

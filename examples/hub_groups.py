@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Groups of a pool whose members are those of groups in JupyterHub.
+"""Groups of a pool that get their members from groups in JupyterHub.
 
-Put it into a configuration file of the broker. The Hub's configuration names the broker a service
-that may read who is in which group and has which role: ``jupyterhub/jupyterhub_config.py``. Its
-token is in a file that only root and the Hub read.
+Put these lines into a configuration file of the broker. In the Hub's configuration, the broker is a
+service that may read the groups and the roles of users, see ``jupyterhub/jupyterhub_config.py``.
+The service's token is in a file that only root and the Hub can read.
 """
 
 import json
@@ -18,7 +18,7 @@ TOKEN = Path("/etc/gpupool/hub-token")
 
 
 def groups_in_the_hub(name):
-    """Return the groups of a user of the Hub, and the roles as "role:NAME".
+    """Return the groups of a user in the Hub, and the user's roles as "role:NAME".
 
     The user has the same name on this machine.
     """
@@ -28,7 +28,7 @@ def groups_in_the_hub(name):
         with urlopen(request, timeout=4) as answer:
             user = json.load(answer)
     except HTTPError as error:
-        if error.code == 404:  # an account of the machine that never was in the Hub
+        if error.code == 404:  # the machine has this account, but the Hub has no such user
             return []
         raise
     return [*user["groups"], *(f"role:{role}" for role in user.get("roles", ()))]

@@ -11,25 +11,28 @@ c = get_config()
 
 # ---- What a kernel gets
 
-# The size of a kernel that does not ask. A CUDA context is part of it: 0.3 to 0.6 GiB on real GPUs.
+# The slice of a kernel that asks for no size. It includes a CUDA context, which takes 0.3 to 0.6
+# GiB on a real GPU.
 c.GPUPool.default_memory = "4GiB"
 
-# The largest size for `%gpu 24GiB`. Without this line: the size of the GPU.
+# The most that a user can ask for with `%gpu 24GiB`. The default is the size of the GPU.
 c.GPUPool.max_memory_per_kernel = "24GiB"
 
-# "lazy", the default: the slice comes at the first CUDA call, so other cells take none.
-# "cell": a slice comes when a cell starts. "manual": only on `%gpu attach` or `%%gpu`.
+# "lazy", the default: a kernel gets its slice at its first CUDA call, so cells without CUDA take no
+# slice. "cell": it gets a slice when a cell starts. "manual": it gets one only on `%gpu attach` or
+# `%%gpu`.
 c.GPUPool.attach = "lazy"
 
 # ---- Who may have how much
 
-# Per user, over all of the user's kernels; "*" stands for all users without a line here.
+# The limits of one user, for all the user's kernels together. "*" means each user who has no line
+# here.
 c.GPUPool.quotas = {
     "*": {"memory": "24GiB", "leases": 2, "suspended": "48GiB"},
-    "ada": {"memory": "48GiB", "leases": 4},  # more, until a paper is done
+    "ada": {"memory": "48GiB", "leases": 4},  # this user gets more until a paper is finished
 }
 
-# A higher number goes first in the queue. Waiting raises a kernel by one point a minute.
+# A kernel with a higher number is earlier in the queue. Each minute of waiting adds one point.
 c.GPUPool.priority_classes = {"interactive": 200, "notebook": 100, "batch": 0}
 c.GPUPool.default_priority = "notebook"
 
@@ -46,11 +49,11 @@ c.GPUPool.max_wait = "1h"
 
 # ---- The machine
 
-# Of each GPU the pool never grants this much: room for a display or for monitoring tools.
+# The pool never grants this much memory of each GPU. It is room for a display or monitoring tools.
 c.GPUPool.reserve = "256MiB"
 
-# Suspended kernels keep their GPU memory here, in host memory. See "Sizing host memory" in the
-# documentation: half of the memory is a good start on a machine with as much RAM as GPU memory.
+# The most host memory that the state of suspended kernels may take. See "Sizing host memory" in the
+# documentation. Half is a good start on a machine with as much RAM as GPU memory.
 c.GPUPool.host_memory = "50%"
 
 # The pool subtracts the memory of programs outside it, and names them in the log.

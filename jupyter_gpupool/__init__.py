@@ -2,20 +2,21 @@
 # Distributed under the terms of the Modified BSD License.
 """GPU slices for Jupyter kernels: attached while needed, given back without loss.
 
-General layout (left may import right, never back; ``tests/test_architecture.py`` holds it):
+General layout (``tests/test_architecture.py`` has the table of which part may import which):
 
 - ``errors``, ``units``, ``endpoint``: standard library only.
-- ``protocol``, ``client``: the wire; the only way to the broker.
+- ``protocol``, ``client``: the wire protocol; the only way to talk to the broker.
 - ``pool/``: pure decisions, events in, actions out.
 - ``devices/``: NVML and the CUDA checkpoint calls, in child processes.
-- ``broker/``: effects: performs the pool's actions.
+- ``broker/``: performs the pool's actions (the side effects).
 - ``kernel/``: inside the kernel process: standard library and IPython only.
 - ``server/``: the Jupyter Server extension; ``labextension/`` beside this package is its interface.
-- ``programs/``: commands, services and scripts in the pool; :func:`slice` is its Python face.
+- ``programs/``: commands, services and scripts in the pool; :func:`slice` is its Python interface.
 - ``provisioner``, ``cli``, ``config``: the interfaces for Jupyter, people and admins.
-- ``emulation``: the one door to ``emucuda``, an emulated NVIDIA driver, beside this package.
+- ``emulation``: the only module that imports ``emucuda``, an emulated NVIDIA driver beside this
+  package.
 
-Importing this package imports nothing else: kernels without our dependencies also load it.
+Importing this package imports no other module, because kernels without our dependencies import it.
 """
 
 from __future__ import annotations
@@ -40,21 +41,24 @@ def slice(  # noqa: A001 (the word of the pool)
 ) -> HeldSlice:
     """Return a context in which this program holds a GPU slice, for ``with``.
 
-    Entering waits for the slice; after the block it stays as long as nobody else wants it. In a
-    program that ``jupyter gpupool run`` has started, in a Pooled GPU kernel and in their children
-    the block holds the slice of that session. Any other program gets a session of its own, if it
-    has not called CUDA before.
+    Entering the block waits for the slice. After the block the program keeps the slice until
+    another program or kernel wants it. In a program that ``jupyter gpupool run`` has started, in a
+    Pooled GPU kernel and in their children the block holds the slice of that session. Any other
+    program gets a session of its own, if it has not called CUDA before.
 
     Parameters
     ----------
     memory, limit:
-        Guaranteed device memory, and how far it may grow: bytes, or text like ``"8GiB"``.
+        Guaranteed device memory, and the limit to which it may grow: bytes, or text like
+        ``"8GiB"``.
     devices, compute, priority:
-        GPUs, per cent of their time, priority class. Empty or 0: as the session or the pool has it.
+        Number of GPUs, per cent of their time, priority class. Empty or 0: the value of the session
+        or the pool.
     group:
-        The group of yours whose share a session of its own uses; another session's cannot change.
+        Which of your groups provides the share, if the program gets a session of its own. The group
+        of an existing session cannot change.
     max_wait:
-        Seconds, or text like ``"10m"``, after which entering gives up; None: as the pool does.
+        Seconds, or text like ``"10m"``, after which entering gives up; None: the pool's limit.
     name:
         What people read in ``jupyter gpupool status``. Default: the name of the script.
 
@@ -80,5 +84,5 @@ def slice(  # noqa: A001 (the word of the pool)
 
 
 def _jupyter_labextension_paths() -> list[dict[str, str]]:
-    """Return the place of the built JupyterLab part; called by ``jupyter labextension develop``."""
+    """Return where the built JupyterLab part is, for ``jupyter labextension develop``."""
     return [{"src": "labextension", "dest": "@jupyter-gpupool/labextension"}]

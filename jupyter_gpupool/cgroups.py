@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Memory of the machine and its control groups: limits, available bytes, pressure.
 
-A suspended kernel's device memory lands in that kernel's own resident memory, so the limits are
-those of the machine *and* of every memory cgroup above that process, version 1 or 2. A limit of at
-least the machine's memory has no effect. A group that cannot be read (because it is outside this
-namespace, or threaded and without a memory controller) does not limit; the group above it does.
+A suspend moves a kernel's device memory to the host memory of the kernel's own process. So the
+limits of the machine *and* of every memory cgroup above that process apply, version 1 or 2. A limit
+of at least the machine's memory has no effect. A group that cannot be read (because it is outside
+this namespace, or threaded and without a memory controller) sets no limit; the group above it does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT, PROC = Path("/sys/fs/cgroup"), Path("/proc")
 
-#: The file with the limit that the kernel enforces, by the version of control groups.
+#: The file with the limit that Linux enforces, by the version of control groups.
 _HARD = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 
@@ -35,7 +35,7 @@ class Level:
 
     group: ControlGroup | None
     limit: int
-    #: Bytes that could be taken now without swapping or an OOM kill.
+    #: Bytes that a process could take now without swapping or an OOM kill.
     free: int
 
     @property
@@ -58,7 +58,10 @@ class Stress:
 
 
 class Host:
-    """Reads below ``root``, where control groups are mounted, and ``proc``; takes milliseconds."""
+    """Reads limits and use of memory from ``root``, where cgroups are mounted, and from ``proc``.
+
+    A read takes milliseconds.
+    """
 
     def __init__(self, root: Path = ROOT, proc: Path = PROC) -> None:
         self._root = root
@@ -70,7 +73,7 @@ class Host:
         Raises
         ------
         OSError
-            If ``/proc/meminfo`` does not have it.
+            If ``/proc/meminfo`` has no MemAvailable.
         """
         found = self._meminfo()
         if "MemAvailable" not in found:
@@ -79,7 +82,7 @@ class Host:
         return Level(None, found.get("MemTotal", free), free)
 
     def total(self) -> int:
-        """Return the most bytes that this process can use: the machine's, or its hard limit."""
+        """Return the most bytes that this process can use: the machine's, or a lower hard limit."""
         limits = (_number(group.folder / _HARD[group.version]) for group in self.groups(None))
         return min([self._meminfo()["MemTotal"], *(n for n in limits if n is not None)])
 
@@ -127,7 +130,7 @@ class Host:
         usage = _number(group.folder / usage_name)
         if usage is None:
             return None
-        # Cache that the kernel can drop does not count as used.
+        # Cache that Linux can drop does not count as used.
         return Level(group, limit, max(0, limit - usage + _reclaimable(group)))
 
     def levels(self, pid: int | None = None) -> list[Level]:
@@ -158,7 +161,7 @@ def available(pid: int | None = None, *, root: Path = ROOT, proc: Path = PROC) -
 
 
 def stalled(text: str) -> float:
-    """Return the per cent of ten seconds in which some task waited, from a PSI file's text."""
+    """Return in how many per cent of the last ten seconds a task waited, from a PSI file's text."""
     for line in text.splitlines():
         kind, *figures = line.split()
         if kind == "some":
@@ -173,7 +176,7 @@ def _stalled(path: Path) -> float:
     try:
         return stalled(path.read_text())
     except (OSError, ValueError):
-        return 0.0  # the kernel was built or started without it
+        return 0.0  # Linux was built or started without PSI
 
 
 def _number(path: Path) -> int | None:
@@ -181,7 +184,7 @@ def _number(path: Path) -> int | None:
         text = path.read_text().strip()
     except OSError:
         return None
-    return int(text) if text.isdigit() else None  # "max" is no limit
+    return int(text) if text.isdigit() else None  # "max" means no limit
 
 
 def _rows(path: Path) -> dict[str, int]:

@@ -25,15 +25,15 @@ from .protocol import MAX_LINE, Message, decode, encode, raise_for
 #: Seconds to wait for an answer that the broker gives at once.
 CALL_TIMEOUT = 10.0
 
-#: Least seconds before a request that was refused as ``busy`` is repeated.
+#: Least seconds before the client repeats a request that the broker refused as ``busy``.
 MIN_PAUSE = 0.05
 
 
 def first_answer(path: Path) -> float:
-    """Return the seconds in which a broker at ``path`` gives the first answer of a connection.
+    """Return the most seconds until a broker at ``path`` gives the first answer of a connection.
 
-    The queue of the machine's socket belongs to the service manager: it takes connections while no
-    broker runs, and the next one answers them when it has started.
+    The service manager owns the machine's socket. It queues connections while no broker runs, and
+    the next broker answers them when it has started.
     """
     return START_TIMEOUT if is_machine_path(path) else CALL_TIMEOUT
 
@@ -54,7 +54,7 @@ class Client:
     Raises
     ------
     BrokerUnavailable
-        If nothing (trustworthy) listens at ``path``.
+        If no broker listens at ``path``, or the socket cannot be trusted.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         check_socket(self.path)
-        #: The last error of the broker without a request: why it closes the connection.
+        #: The broker's last error that answers no request: why the broker closes the connection.
         self._said: GPUPoolError | None = None
         try:
             self._socket = dial(self.path, CALL_TIMEOUT)
@@ -117,10 +117,10 @@ class Client:
         Raises
         ------
         RefusedError
-            If the broker answers with an error. A request refused as ``busy``, because this user
-            asks too much, is repeated as long as ``timeout`` allows.
+            If the broker answers with an error. If the error is ``busy``, because this user sends
+            too many requests, the client repeats the request as long as ``timeout`` allows.
         BrokerUnavailable
-            If the connection ends or there is no answer in ``timeout`` seconds (None: wait).
+            If the connection ends or no answer comes in ``timeout`` seconds (None: no time-out).
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -179,7 +179,8 @@ class Client:
             with self._lock:
                 self._socket.sendall(line)
         except OSError as error:
-            # Nothing can follow an incomplete line; the reader may not have noticed it yet.
+            # The line may be incomplete, so no message can follow it. The reader thread may not
+            # have noticed the end of the connection yet.
             self._closed = True
             raise self._unavailable(f"went away ({error.strerror or error})") from None
 
@@ -248,15 +249,16 @@ class Client:
 class ClientAgain:
     """A connection that survives the broker: it reconnects and repeats the call under way.
 
-    A call may therefore reach two brokers. Then ``open`` leaves a session without a process, which
-    the broker ends; the other calls may be repeated.
+    A call may therefore reach two brokers. Then ``open`` leaves a session without a process, and
+    the broker ends that session. A second run of any other call does no harm.
 
     Parameters
     ----------
     find:
-        Returns the socket of a living broker; starts one that has died. Raises BrokerUnavailable.
+        Returns the socket of a living broker, and restarts a broker that has died. Raises
+        BrokerUnavailable.
     timeout:
-        Seconds for one call, the starts of brokers included.
+        Seconds for one call, including the starts of brokers.
     """
 
     def __init__(self, find: Callable[[], Path], *, timeout: float) -> None:
@@ -265,7 +267,7 @@ class ClientAgain:
         self._client: Client | None = None
 
     def call(self, kind: str, /, **fields: Any) -> Message:
-        """Send a request and return its answer; raises as :meth:`ask`."""
+        """Send a request and return its answer; raises the errors of :meth:`ask`."""
         return self.ask(kind, **fields)[0]
 
     def ask(self, kind: str, /, **fields: Any) -> tuple[Message, Path]:
@@ -286,13 +288,13 @@ class ClientAgain:
             try:
                 return client.call(kind, timeout=first_answer(client.path), **fields), client.path
             except BrokerUnavailable:
-                # A living but silent broker would also not answer a second time.
+                # A broker that lives but does not answer would not answer a second request either.
                 if not client.closed or time.monotonic() > give_up:
                     raise
                 self.close()
 
     def close(self) -> None:
-        """End the connection. The next call makes another."""
+        """End the connection. The next call opens a new one."""
         client, self._client = self._client, None
         if client is not None:
             client.close()

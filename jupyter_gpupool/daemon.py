@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Run a broker as a daemon: apart from its caller, with a log, until it tells that it serves.
+"""Start a broker as a daemon with a log, detached from its caller, and wait until it serves.
 
 Standard library only.
 """
@@ -24,15 +24,16 @@ from .errors import BrokerUnavailable, Code
 from .guard.install import without_guard
 from .startrecord import SESSION_VARIABLES, log_path
 
-#: A broker that failed to start must end within so many seconds.
+#: A broker that failed to start must end within this many seconds.
 _END = 10.0
 
 #: If the log has more bytes, the next start begins a new file.
 MAX_LOG = 4 << 20
 
-#: Runs between the caller and the broker. A broker must outlive the process that starts it and must
-#: not be its child: otherwise a notebook would end or suspend it together with itself. Nor must it
-#: inherit signals that the caller blocks, as `jupyter gpupool run` does.
+#: This program runs between the caller and the broker. A broker must outlive the process that
+#: starts it and must not be its child: otherwise the end or suspend of a notebook would also end or
+#: suspend the broker. The broker must also not inherit the signals that the caller blocks
+#: (`jupyter gpupool run` blocks some).
 _BETWEEN = """
 import os, signal, sys
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -51,7 +52,7 @@ os._exit(1)
 
 
 def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: float) -> None:
-    """Start a broker as a daemon, in its own session of processes, and wait until it listens.
+    """Start a broker as a daemon, in its own process session (setsid), and wait until it listens.
 
     Raises
     ------
@@ -110,7 +111,7 @@ def _spawn(
     Raises
     ------
     TimeoutError
-        If it does not run by ``give_up`` (monotonic time); it was killed.
+        If the program does not run by ``give_up`` (monotonic time). It has been killed.
     OSError
         If the program cannot be run.
     """
@@ -151,7 +152,7 @@ def _spawn(
 
 
 def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
-    """Read to the end of the file; return its words, and whether ``give_up`` came first."""
+    """Read to the end of the file; return its words, and whether ``give_up`` came before that."""
     data = b""
     while True:
         left = give_up - time.monotonic()
@@ -163,8 +164,8 @@ def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
         data += chunk
 
 
-#: Brokers that have become children of this process, which is the first of its container or a
-#: subreaper (PR_SET_CHILD_SUBREAPER).
+#: Brokers that have become children of this process. That happens if this process is the first one
+#: of its container, or a subreaper (PR_SET_CHILD_SUBREAPER).
 _OURS: list[int] = []
 
 
@@ -218,7 +219,7 @@ def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
 
 @contextmanager
 def open_log(path: Path) -> Iterator[int]:
-    """Open the log for appending; begin a new file if it has become long."""
+    """Open the log for appending; begin a new file if the log has become long."""
     try:
         if path.stat().st_size > MAX_LOG:
             path.replace(path.with_name(path.name + ".old"))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Wait in asyncio for what may hang: not longer than so many seconds, or in a thread of its own."""
+"""Wait in asyncio for work that may hang: with a time-out, or in a thread of its own."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _T = TypeVar("_T")
 async def within(work: Awaitable[_T], seconds: float) -> _T:
     """Return the result of ``work``; cancel it if that takes more than ``seconds``.
 
-    Like ``asyncio.wait_for`` of Python 3.12. That of 3.10 and 3.11 loses the cancellation of its
-    caller if ``work`` ends in the same turn of the event loop (python/cpython#86296). The caller
-    goes on, and a task that cancelled it and waits for its end may hang.
+    It behaves like ``asyncio.wait_for`` of Python 3.12. The ``wait_for`` of 3.10 and 3.11 loses the
+    cancellation of its caller if ``work`` ends in the same turn of the event loop
+    (python/cpython#86296). Then the caller continues, and a task that cancelled the caller and
+    waits for its end may hang.
 
     Raises
     ------
     asyncio.TimeoutError
-        If the time is over.
+        If ``work`` takes too long.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -31,7 +32,7 @@ async def within(work: Awaitable[_T], seconds: float) -> _T:
         task.cancel()
         await asyncio.wait({task})
         if not task.cancelled():
-            task.exception()  # nobody else asks for it
+            task.exception()  # otherwise asyncio logs that nobody retrieved the exception
         raise
     if not task.done():
         task.cancel()
@@ -42,9 +43,10 @@ async def within(work: Awaitable[_T], seconds: float) -> _T:
 
 
 async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
-    """Return what ``work``, which may hang, returns in a thread of this name.
+    """Run ``work``, which may hang, in a thread with this name; return its result.
 
-    No executor has the thread: this process would wait at its end for one that hangs.
+    The thread belongs to no executor. Python waits at its exit for the threads of executors, even
+    if one of them hangs.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[_T] = loop.create_future()
@@ -58,7 +60,7 @@ async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
         what: Any
         try:
             what = work()
-        except Exception as error:  # it is raised where the answer is awaited
+        except Exception as error:  # the coroutine that awaits the answer raises it
             give, what = answer.set_exception, error
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(settle, give, what)

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool demo``: three notebooks, too few GPUs, nothing lost.
 
-Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with its own broker, lets two neighbours
-take the GPU in between, and prints the events from the broker's journal. Notebook, neighbours and
-broker are real; only the driver is emulated, if there is no NVIDIA driver or emulation was
-requested.
+Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with its own broker. In the middle, two
+other notebooks (the neighbours) take the GPU. At the end it prints the events from the broker's
+journal. Notebook, neighbours and broker are real; only the driver is emulated, if there is no
+NVIDIA driver or emulation was requested.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LABEL = "EMULATED devices, real everything else"
 #: Each notebook asks for this part of a device, so that two never fit on one.
 SHARE_OF_DEVICE = 0.6
 
-#: Longest time of a cell in seconds: an emulated copy of 512 MiB takes much less than one.
+#: Time-out of a cell in seconds. An emulated copy of 512 MiB takes much less than one second.
 CELL_TIMEOUT = 300
 
 NEIGHBOUR = """
@@ -71,7 +71,7 @@ _ATTACH = {
 }
 
 
-#: What JupyterLab opens where PyTorch is installed, below the folder of the examples.
+#: The notebook that JupyterLab opens if PyTorch is installed, relative to the examples folder.
 TRAINING = "pytorch/training.ipynb"
 
 
@@ -90,7 +90,7 @@ def find_notebook() -> Path:
 
 @contextmanager
 def private_broker(emulate: str) -> Iterator[Path]:
-    """Run a broker for this demo alone, and end it; yield its socket."""
+    """Run a broker only for this demo and yield its socket; end the broker afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="gpupool-demo-"))
     socket = folder / "broker.sock"
     config = {
@@ -99,11 +99,13 @@ def private_broker(emulate: str) -> Iterator[Path]:
             "emulate": emulate,
             "idle_timeout": 3600.0,
             "sample_interval": 0.5,
-            # A slice of the demo must fit in host memory, and its state is small.
+            # The pool grants a slice only if host memory can hold all of it. The whole host memory
+            # may count here, because the demo's state is small.
             "host_memory": "100%",
         }
     }
-    # Also as a file: with the same configuration the notebooks get no notice of a difference.
+    # The notebooks read this file. If their configuration is the broker's, they show no notice of a
+    # difference.
     (folder / "jupyter_server_config.json").write_text(json.dumps(config))
     paths = [str(folder), *filter(None, [os.environ.get(_CONFIG_PATH)])]
     ours = {SOCKET_VARIABLE: str(socket), _CONFIG_PATH: os.pathsep.join(paths)}
@@ -113,7 +115,7 @@ def private_broker(emulate: str) -> Iterator[Path]:
         yield ensure_broker(config, str(socket))
         with Client(socket) as client:
             os.kill(client.call("status")["pid"], signal.SIGTERM)
-        # Kept after a failure, because the folder has the broker's log.
+        # After a failure the folder stays, because it has the broker's log.
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         for name, value in saved.items():
@@ -124,7 +126,7 @@ def private_broker(emulate: str) -> Iterator[Path]:
 
 
 def say(text: str) -> None:
-    """Print progress at once, also into a pipe."""
+    """Print progress without delay, also into a pipe."""
     print(text, flush=True)
 
 
@@ -133,8 +135,8 @@ async def _start_kernel(memory: int, label: str, folder: Path) -> Any:
     from jupyter_client.manager import AsyncKernelManager
     from traitlets.config import Config
 
-    # A KernelManager hands its own config to the provisioner, as a server's does. Sockets in our
-    # own folder instead of TCP: no other user can read the kernels' messages.
+    # A KernelManager passes its own config to the provisioner, as in a server. The sockets are in
+    # our own folder, and not TCP, so that no other user can read the kernels' messages.
     manager = AsyncKernelManager(
         kernel_name=KERNEL_NAME,
         transport="ipc",
@@ -152,7 +154,7 @@ async def _neighbour(manager: Any, label: str, busy: bool, flag: Path) -> Any:
     await client.wait_for_ready(timeout=CELL_TIMEOUT)
     code = NEIGHBOUR.format(busy=busy, flag=str(flag))
     if busy:
-        # Runs until the flag appears; the journal shows when it had its device.
+        # The cell runs until the flag appears. The journal shows when the neighbour had its device.
         client.execute(code)
     else:
         reply = await client.execute_interactive(code, timeout=CELL_TIMEOUT)
@@ -162,7 +164,7 @@ async def _neighbour(manager: Any, label: str, busy: bool, flag: Path) -> Any:
 
 
 async def _wait_attached(broker: Client, label: str) -> None:
-    """Wait until the session with this label holds a device, CELL_TIMEOUT at most."""
+    """Wait until the session with this label holds a device, for at most CELL_TIMEOUT."""
     deadline = asyncio.get_running_loop().time() + CELL_TIMEOUT
     while asyncio.get_running_loop().time() < deadline:
         for session in broker.call("status")["sessions"]:
@@ -193,7 +195,8 @@ async def _run_notebook(broker: Client, folder: Path) -> None:
                     for label, flag in flags.items():
                         say(f"  {label} starts and asks for {format_bytes(memory)}")
                         managers.append(await _start_kernel(memory, label, folder))
-                        # A single device must be free when the notebook returns.
+                        # If there is only one device, the neighbour must not keep it busy: the
+                        # notebook needs it again.
                         busy = len(devices) > 1
                         clients.append(await _neighbour(managers[-1], label, busy, flag))
                         if busy:
@@ -239,7 +242,7 @@ def _check_packages() -> None:
     Raises
     ------
     GPUPoolError
-        With the command that installs it.
+        With the command that installs the missing packages.
     """
     missing = []
     for name in ("cuda-core", "cuda-bindings", "numpy"):
@@ -262,7 +265,7 @@ def run_demo(*, emulate: str = "", svg: str = "") -> int:
     Parameters
     ----------
     emulate:
-        A machine to emulate, such as ``"2x16GiB"``; empty: the real one if there is an NVIDIA
+        A machine to emulate, such as ``"2x16GiB"``; empty: the real machine if it has an NVIDIA
         driver, else :data:`EMULATED_MACHINE`.
     svg:
         Also write the timeline as an SVG picture to this file.

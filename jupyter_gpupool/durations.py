@@ -33,7 +33,7 @@ class Durations:
     def observe(
         self, kind: str, device: str, seconds: float | None, detail: Mapping[str, Any]
     ) -> None:
-        """Add a row of the broker's journal; rows of other kinds change nothing."""
+        """Add a journal row of kind attach, suspend or resume; ignore rows of any other kind."""
         if seconds is None:
             return
         if kind in ("attach", "resume"):

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The door to the emulated NVIDIA driver: the only module of the product that imports ``emucuda``.
+"""Access to the emulated NVIDIA driver: only this module of the product imports ``emucuda``.
 
 ``emucuda``, beside this package, does not know the pool. Everything above the driver is the same as
-with a real one: a process uses the emulated driver if its environment has the variables that
+with a real driver. A process uses the emulated driver if its environment has the variables that
 :func:`environment` returns.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def check(machine: str) -> None:
-    """Raise :class:`EmulatorError` if ``machine``, as ``2x16GiB``, cannot be emulated here."""
+    """Raise :class:`EmulatorError` if ``machine`` (such as ``2x16GiB``) cannot be emulated here."""
     parse_machine(machine)
     library_dir()
 
@@ -43,15 +43,15 @@ def real_driver_present() -> bool:
     """Whether this machine has an NVIDIA kernel driver (or WSL's GPU device).
 
     A device file alone proves nothing: NVIDIA's library creates ``/dev/nvidiactl`` when root calls
-    cuInit, even on a kernel without the driver (observed with 535, 550 and 555). Opening it fails
-    there.
+    cuInit, even on a Linux kernel without the driver (observed with 535, 550 and 555). Without the
+    driver, opening that file fails.
     """
     if any(os.path.exists(path) for path in ("/proc/driver/nvidia/version", "/dev/dxg")):
         return True
     try:
         os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except PermissionError:
-        return True  # the driver is there, but not for this user: another message says so
+        return True  # the driver exists, but this user may not use it; another message says so
     except OSError:
         return False
     return True

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The place of the broker's socket, and whether it may be trusted. Standard library only."""
+"""Where the broker's socket is, and whether it can be trusted. Standard library only."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from pathlib import Path
 from . import local_machine
 from .errors import BrokerUnavailable, Code
 
-#: Names the socket for a process and its children; the provisioner sets it for kernels.
+#: The variable with the socket for a process and its children; the provisioner sets it for kernels.
 SOCKET_VARIABLE = "GPUPOOL_SOCKET"
 
-#: In the environment of a kernel without a session: the reason, in a sentence.
+#: The variable that a kernel without a session gets: the reason, in a sentence.
 NO_SESSION_VARIABLE = "GPUPOOL_NO_SESSION"
 
 #: The socket of the broker that an admin has set up for the whole machine.
 MACHINE_SOCKET = Path("/run/gpupool/broker.sock")
 
-#: Longest start of a broker in seconds: it loads the driver and tests every device.
+#: Most seconds for the start of a broker: it loads the driver and tests every device.
 START_TIMEOUT = 90.0
 
 #: Size of ``sun_path`` in ``struct sockaddr_un`` on Linux without the final zero (unix(7)).
@@ -36,10 +36,11 @@ MAX_SOCKET_PATH = 107
 
 
 def user_runtime_dir() -> Path:
-    """Return (not make) this user's folder for sockets: short, local, the same in all logins.
+    """Return this user's folder for sockets: short, local, the same in all logins.
 
-    It is not ``/run/user/UID``, which is deleted at the last logout while kernels and their broker
-    live on, and which cron and tmux may not know. XDG_RUNTIME_DIR may name any folder.
+    The folder may not exist yet. It is never ``/run/user/UID``: that folder is deleted at the last
+    logout, while kernels and their broker continue to run, and cron and tmux may not know it.
+    XDG_RUNTIME_DIR may name any other folder.
     """
     chosen = _chosen_runtime_dir()
     return chosen / "gpupool" if chosen else local_machine.local_folder()
@@ -54,11 +55,11 @@ def _chosen_runtime_dir() -> Path | None:
 
 
 def find_socket(configured: str = "") -> Path:
-    """Return the path at which the broker is, or will be started.
+    """Return the path at which the broker listens, or will listen after its start.
 
-    In this order: ``configured`` (``c.GPUPool.socket``), ``$GPUPOOL_SOCKET``, the machine-wide
-    socket if it exists, this user's own. If none of them exists but this user's broker lives, the
-    socket named in the lock of its journal.
+    It is the first of these: ``configured`` (``c.GPUPool.socket``), ``$GPUPOOL_SOCKET``, the
+    machine-wide socket if it exists, this user's own socket. If the user's own socket does not
+    exist but the user's broker lives, it is the socket that the lock of the broker's journal names.
     """
     chosen = configured or os.environ.get(SOCKET_VARIABLE, "")
     if chosen:
@@ -110,7 +111,7 @@ def listening_at(lock: Path) -> Path | None:
 
 
 def machine_service() -> bool:
-    """Return whether the machine has a broker that serves all users, or its socket."""
+    """Return whether the machine has the socket of a broker that serves all users."""
     with suppress(OSError):
         found = os.lstat(MACHINE_SOCKET)
         return stat.S_ISSOCK(found.st_mode) and found.st_uid == 0
@@ -152,8 +153,8 @@ def check_socket(path: Path) -> None:
     Raises
     ------
     BrokerUnavailable
-        Code ``no-broker`` if the path does not exist; ``bad-socket`` if it is a symbolic link, not
-        a socket, or owned by another user than this one and root.
+        Code ``no-broker`` if the path does not exist; ``bad-socket`` if it is a symbolic link, is
+        not a socket, or belongs neither to this user nor to root.
     """
     check_path(path)
     try:
@@ -180,15 +181,15 @@ def check_socket(path: Path) -> None:
     )
 
 
-#: In a user namespace: the owner of every file of a user whom it does not know.
+#: The user id that a user namespace shows as the owner of the files of all users it does not know.
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
 
 
 def mounted_by_root(path: Path, owner: int) -> bool:
-    """Return whether ``path`` comes from outside this user namespace, by a mount.
+    """Return whether ``path`` was mounted from outside this user namespace.
 
-    There the machine's root has no number, and its files seem to be nobody's. Only root of this
-    namespace can mount, and nobody else can write into the mounted folder.
+    In a user namespace the machine's root has no user id, and its files seem to belong to "nobody".
+    Only root of this namespace can mount, and no other user can write into the mounted folder.
     """
     try:
         if owner != int(_NOBODY.read_text()) or whole_user_namespace():
@@ -205,7 +206,7 @@ def mounted_by_root(path: Path, owner: int) -> bool:
 
 
 def whole_user_namespace(table: Path = Path("/proc/self/uid_map")) -> bool:
-    """Return whether user ids here are those of the machine."""
+    """Return whether user ids here are the same as on the machine itself."""
     rows = [line.split() for line in table.read_text().splitlines()]
     return rows == [["0", "0", "4294967295"]]
 
@@ -213,9 +214,10 @@ def whole_user_namespace(table: Path = Path("/proc/self/uid_map")) -> bool:
 def dial(path: Path, seconds: float) -> socket.socket:
     """Return a socket that is connected to ``path``, in blocking mode.
 
-    A broker that many processes call at once has a full queue of connections for a moment. The
-    operating system then lets a blocking ``connect`` wait, and any other fail with EAGAIN, even on
-    Python's sockets with a time-out. So this sets the system's time-out.
+    If many processes connect to a broker at the same time, its queue of connections is full for a
+    moment. Then a blocking ``connect`` waits, but a ``connect`` in any other mode fails with
+    EAGAIN. That includes Python's sockets with a time-out. So this function uses a blocking socket
+    with the operating system's own time-out.
 
     Raises
     ------
@@ -229,8 +231,8 @@ def dial(path: Path, seconds: float) -> socket.socket:
             left = max(0.001, deadline - time.monotonic())
             _set_send_timeout(connection, left)
             connection.connect(str(path))
-            # Python assumes that a connect interrupted by a signal continues, as in TCP; on a unix
-            # socket it has failed.
+            # If a signal interrupts a connect, Python assumes that the connect continues, as in
+            # TCP. On a unix socket it has failed.
             connection.getpeername()
             _set_send_timeout(connection, 0.0)
             return connection

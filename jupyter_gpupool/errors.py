@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Every public exception: a stable ``code``, a sentence, the next step, the numbers.
+"""All public exceptions. Each has a stable ``code``, a sentence, the next step and the numbers.
 
 Standard library only; imports nothing of this package.
 """
@@ -32,10 +32,10 @@ class Code(str, Enum):
 
     @classmethod
     def of(cls, word: object, otherwise: Code) -> Code:
-        """Return the code of the name ``word``; ``otherwise`` if this version lacks it."""
+        """Return the code named ``word``; ``otherwise`` if this version does not know that name."""
         return next((code for code in cls if code.value == word), otherwise)
 
-    # A request that no state of the pool could grant.
+    # A request that the pool can never grant, in any state.
     BAD_REQUEST = "bad-request", 400, "A value of the request makes no sense."
     PROTOCOL = "protocol", 400, "A message does not follow the protocol."
     TOO_LONG = "too-long", 400, "A message is longer than the protocol allows."
@@ -91,7 +91,7 @@ class Code(str, Enum):
     NO_GUARD = "no-guard", 409, "The guard is not compiled, or is not used by this broker."
     NOT_POOLED = "not-pooled", 409, "The kernel runs without a session of the pool."
 
-    # The broker and the way to it.
+    # The broker and the connection to it.
     BROKER_UNAVAILABLE = "broker-unavailable", 503, "No broker listens, or it went away."
     BROKER_SILENT = "broker-silent", 503, "The broker listens and does not answer."
     NO_BROKER = "no-broker", 503, "There is no broker at the socket."

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """``python -m jupyter_gpupool.ipykernel_launcher -f FILE``: an ipykernel in a session of the pool.
 
-The ``argv`` of the Pooled GPU kernelspec, for clients that have no provisioners.
+The ``argv`` of the Pooled GPU kernelspec names this module, for clients that have no provisioners.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .launcher import IPYKERNEL_LAUNCHER, become
 
 
 def main() -> None:
-    """Become ipykernel, with the options of this Python process."""
+    """Replace this process by ipykernel, with the same options for Python."""
     words = list(sys.orig_argv)
     options = words[1 : words.index(IPYKERNEL_LAUNCHER) - 1] if IPYKERNEL_LAUNCHER in words else []
     become([sys.executable, *options, "-m", "ipykernel_launcher", *sys.argv[1:]])

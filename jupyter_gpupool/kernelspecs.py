@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pooled twins of installed kernelspecs: made, listed, removed.
+"""Make, list and remove pooled twins of installed kernelspecs.
 
 A twin is a copy that starts the same kernel through our provisioner, or through our launcher in
-clients that have no provisioners. Everything else of the original
-stays: files, logos, environment, interrupt mode, metadata. The original is not touched.
+clients that have no provisioners. It keeps everything else of the original: files, logos,
+environment, interrupt mode, metadata. The original does not change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KernelSpecError(GPUPoolError):
 
 @dataclass(frozen=True)
 class PooledKernel:
-    """A kernelspec that uses the pool; ``wraps`` names the original of a twin."""
+    """A kernelspec that uses the pool. If it is a twin, ``wraps`` names its original."""
 
     name: str
     display_name: str
@@ -51,7 +51,7 @@ class PooledKernel:
 
 
 def list_pooled() -> list[PooledKernel]:
-    """Return the installed kernelspecs that start through a provisioner of ours, by name."""
+    """Return the installed kernelspecs that use one of our provisioners, sorted by name."""
     found = []
     for name, folder in sorted(KernelSpecManager().find_kernel_specs().items()):
         try:
@@ -82,20 +82,22 @@ def wrap(
     name:
         As ``jupyter kernelspec list`` shows it.
     user, prefix:
-        The place, as for ``jupyter kernelspec install``; neither: system-wide.
+        Where to install it, as for ``jupyter kernelspec install``; system-wide if neither is given.
     remote:
-        Its kernels start on the machine that the cluster chooses. That machine looks for the
-        kernelspec under the same name.
-    new_name, display_name:
-        Default: ``gpupool-<name>``, with ``remote`` ``gpupool-remote-<name>``; and the original's
-        with " (Pooled GPU)" or " (Pooled GPU of the cluster)" added.
+        Whether its kernels start on the machine that the cluster chooses. That machine looks for
+        the kernelspec under the same name.
+    new_name:
+        Default: ``gpupool-<name>``, or ``gpupool-remote-<name>`` with ``remote``.
+    display_name:
+        Default: the display name of the original, with " (Pooled GPU)" or " (Pooled GPU of the
+        cluster)" added.
 
     Raises
     ------
     KernelSpecError
-        If the kernelspec does not exist, is already pooled or uses another provisioner, if a
-        kernelspec that is no twin has the new name, if its kernels must encrypt and cannot, or if
-        the folder cannot be written.
+        If the kernelspec does not exist, is already pooled or uses another provisioner. Also if a
+        kernelspec that is not a twin has the new name, if the twin's kernels must encrypt messages
+        but cannot, or if the folder cannot be written.
     """
     manager = KernelSpecManager()
     folder = _find(manager, name)
@@ -127,8 +129,8 @@ def wrap(
         "config": {},
     }
     metadata["gpupool"] = {"wraps": name}
-    # For clients without provisioners; the provisioner removes the launcher. It runs in this
-    # environment, even if the kernel belongs to another one.
+    # Clients without provisioners run this launcher; the provisioner removes it from the command.
+    # The launcher runs in this environment, even if the kernel belongs to another one.
     spec["argv"] = [sys.executable, "-m", LAUNCHER, "--kernel", target, "--", *spec["argv"]]
     spec["metadata"] = metadata
     suffix = REMOTE_SUFFIX if remote else SUFFIX
@@ -187,10 +189,11 @@ def _find(manager: Any, name: str) -> Path:
 
 
 def _native_or_read(folder: Path) -> dict[str, Any]:
-    """Return the kernelspec with the command that starts it.
+    """Return the kernelspec in ``folder``, with the command that starts its kernel.
 
-    The native kernel's file lacks it: its ``argv`` must name the interpreter of this environment,
-    so that a twin installed elsewhere finds it.
+    The folder of the native kernel (ipykernel) does not contain that command. Its ``argv`` must
+    name the interpreter of this environment, so that a twin that is installed elsewhere finds the
+    interpreter.
     """
     spec = _read(folder)
     try:

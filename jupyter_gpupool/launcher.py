@@ -3,10 +3,11 @@
 """``python -m jupyter_gpupool.launcher --kernel NAME -- COMMAND...``: a kernel in a session.
 
 Clients without kernel provisioners, such as VS Code, start the ``argv`` of a kernelspec themselves.
-In a pooled kernelspec it names this program, which opens a session in the pool and then becomes the
-kernel by exec: the client's signals, and its wait for the process, reach the kernel. If the
-provisioner has opened the session, the program only becomes the kernel. After a failure the kernel
-runs without a GPU, and one line gives the reason. No kernel gets a GPU without a session.
+In a pooled kernelspec the ``argv`` names this program. The program opens a session in the pool and
+then becomes the kernel by exec, so the client's signals reach the kernel and the client can wait
+for the kernel's process. If the provisioner has already opened the session, the program only
+becomes the kernel. After a failure the kernel runs without a GPU, and one line gives the reason. No
+kernel gets a GPU without a session.
 """
 
 from __future__ import annotations
@@ -38,31 +39,34 @@ AGENT = "jupyter_gpupool.kernel"
 NOTICE_VARIABLE = "GPUPOOL_NOTICE"
 AGENT_FLAG = f"--IPKernelApp.extra_extensions={AGENT}"
 
-#: Programs that the ``argv`` of a pooled kernelspec starts: any kernel after ``--``, or ipykernel.
-#: Clients such as VS Code recognise an ipykernel by the name of the second one.
+#: Programs that the ``argv`` of a pooled kernelspec starts. The first one runs any kernel, whose
+#: command follows ``--``. The second one runs ipykernel; clients such as VS Code recognise an
+#: ipykernel by this second name.
 LAUNCHER = "jupyter_gpupool.launcher"
 IPYKERNEL_LAUNCHER = "jupyter_gpupool.ipykernel_launcher"
 
-#: The provisioner sets this for a launcher that it could not remove from the command: the session
-#: is already open. The launcher removes it, so that it does not reach child processes.
+#: The provisioner sets this variable if it could not remove the launcher from the command. The
+#: variable tells the launcher that the session is already open. The launcher deletes the variable,
+#: so that it does not reach child processes.
 OPENED_VARIABLE = "GPUPOOL_OPENED"
 
 #: Options of a kernelspec's ``config``.
 OPTIONS = ("memory", "limit", "devices", "compute", "priority", "group", "attach", "broker_socket")
 
-#: Starts a kernel on the machine that a cluster chooses. Its options for that choice.
+#: The provisioner that starts a kernel on a machine that the cluster chooses, and its options for
+#: that choice.
 REMOTE_PROVISIONER = "gpupool-remote-provisioner"
 PLACEMENT_OPTIONS = ("model", "data")
 
-#: The options that do not belong to a request.
+#: The options that are not part of the request for a slice.
 _BESIDE = ("group", "attach", "broker_socket", *PLACEMENT_OPTIONS)
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
-#: Variables whose value from the session comes before the kernel's own.
+#: In these variables the session's value goes in front of the kernel's own value.
 PATH_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
 
-#: Variables that only replace a library's default: the user's value stays.
+#: Variables that only replace a library's default: a value that the user has set stays.
 USERS_CHOICE = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "TF_FORCE_GPU_ALLOW_GROWTH",
@@ -82,7 +86,8 @@ def runs_ipykernel(command: list[str]) -> bool:
 def kernel_command(command: Sequence[str]) -> list[str]:
     """Return the kernel's own command, without our launcher.
 
-    Only if a Python runs the launcher, because a wrapper (``conda run``) may be needed.
+    The launcher stays if the command does not begin with a Python, because the kernel may need the
+    wrapper that comes first (such as ``conda run``).
     """
     if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):
         return [*command]
@@ -94,14 +99,14 @@ def kernel_command(command: Sequence[str]) -> list[str]:
             return [*command[:index], "-m", "ipykernel_launcher", *rest]
         if module == LAUNCHER and "--" in rest[:-1]:
             inner = rest[rest.index("--") + 1 :]
-            # As in jupyter_client for the first word of an argv.
+            # Like jupyter_client, replace a bare ``python`` as the first word of an argv.
             return [command[0] if _PYTHON.fullmatch(inner[0]) else inner[0], *inner[1:]]
         break
     return [*command]
 
 
 def has_launcher(command: Sequence[str]) -> bool:
-    """Return whether a launcher of ours is somewhere in ``command``."""
+    """Return whether ``command`` contains one of our launchers."""
     return any(part in (LAUNCHER, IPYKERNEL_LAUNCHER) for part in command)
 
 
@@ -117,7 +122,7 @@ def enter_session(
     answer: Mapping[str, Any],
     socket: Path | None = None,
 ) -> tuple[list[str], str]:
-    """Prepare ``environ``, in place, for a kernel in the session that ``answer`` opened.
+    """Prepare ``environ``, in place, for a kernel in the session that ``answer`` describes.
 
     ``socket`` is the socket of that session's broker; None if there is no session. Return the
     command to start, and why the kernel gets no GPU ("" if it may get one).
@@ -133,7 +138,7 @@ def enter_session(
     attach = str(answer.get("attach", ""))
     if "GPUPOOL_PAGE" in answer["env"] and attach == "lazy":
         return command, ""
-    # Neither agent nor guard would request its slice, so it must not find a device.
+    # Neither agent nor guard would request a slice for this kernel, so it must not find a device.
     hide_devices(environ)
     why = (
         "and it has attach policy 'manual'"
@@ -197,7 +202,7 @@ def agent_folder() -> Path:
     package = Path(__file__).resolve().parent
     base = user_runtime_dir()
     folder = base / f"agent-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
-    for path in (base, folder):  # one by one: ``parents=True`` ignores the mode
+    for path in (base, folder):  # one by one: ``parents=True`` ignores the mode for parents
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (base, folder):
         found = path.lstat()
@@ -224,10 +229,10 @@ def agent_folder() -> Path:
 
 # ---------------------------------------------------------------------- the program
 
-#: The kernelspec in the wheel.
+#: The kernelspec that the wheel installs.
 SHIPPED = "gpupool-python3"
 
-#: Seconds for a broker to start. Clients give a kernel a minute (VS Code does).
+#: Seconds that a broker may take to start. Clients such as VS Code wait a minute for a kernel.
 START_TIMEOUT = 45.0
 
 #: Variables of another session, inherited if the client itself runs in a pooled kernel.
@@ -285,7 +290,7 @@ def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple
         answer: dict[str, Any] = {"env": {}, "attach": "lazy"}
         return enter_session(command, env, answer)[0], why
     except GPUPoolError:
-        return command, why  # without the agent, which would only repeat the line on stderr
+        return command, why  # without the agent: it would only repeat the line on stderr
 
 
 def open_session(
@@ -300,9 +305,10 @@ def open_session(
 ) -> tuple[list[str], str]:
     """Open a session for this process, with the request in the kernelspec ``spec``.
 
-    Return the kernel's command, and why it gets no GPU ("" if it may get one). Unless its client
-    runs elsewhere, a configuration here that differs from the broker's is noted in ``env``.
-    ``model`` and ``data`` are the GPU and the folders by which a cluster has chosen this machine.
+    Return the kernel's command, and why it gets no GPU ("" if it may get one). If the kernel's
+    client runs here and the configuration here differs from the broker's, ``env`` gets a notice of
+    the difference. ``model`` and ``data`` are the GPU and the folders for which a cluster has
+    chosen this machine.
     """
     metadata = spec.get("metadata") or {}
     provisioner = metadata.get("kernel_provisioner") or {}
@@ -326,7 +332,7 @@ def open_session(
         )
         final, why_not = enter_session(command, env, answer, socket)
         if client_here:
-            # Slow to import.
+            # This import is slow.
             from .config.differences import notice
 
             text = notice(None, answer, who="This kernel's client")
@@ -381,21 +387,21 @@ def _kernel_id(command: Sequence[str]) -> str:
 def _label(env: Mapping[str, str], shown: str) -> str:
     """Return the label by which people recognise this kernel.
 
-    That is its notebook, if the client names it (``JPY_SESSION_NAME``). Otherwise its working
-    directory, usually the notebook's folder, and the name of its kernelspec.
+    It is the notebook's name if the client sets it (``JPY_SESSION_NAME``). Otherwise it is the
+    working directory (usually the notebook's folder) with the name of the kernelspec.
     """
     notebook = Path(env.get("JPY_SESSION_NAME", "")).name
     if notebook:
         return notebook
     try:
         folder = Path.cwd()
-    except OSError:  # it was deleted
+    except OSError:  # the directory was deleted
         return shown
     return f"{'~' if folder == Path.home() else folder.name or '/'}: {shown}"
 
 
 def living_broker(named: str) -> Path:
-    """Return the socket of a living broker; start this user's own if there is none."""
+    """Return the socket of a living broker; start this user's own broker if none lives."""
     from .starting import answers, ensure_broker, revive
 
     if named:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Which machine this is, and which of its folders outlive a logout. Standard library only.
 
-Machines share homes, and ``/run/user/UID`` and ``/dev/shm`` lose a user's files at the last logout.
-Files that a broker and its kernels must find again need another folder.
+Several machines can share a home folder, and ``/run/user/UID`` and ``/dev/shm`` lose a user's files
+at the last logout. Files that a broker and its kernels must find again need another folder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ NETWORK = {
     0xBACBACBC: "VMware shared folder",
 }
 
-#: Parents of a user's folder: local, writable by everybody, and not emptied at a logout.
+#: Possible parents of a user's folder, the best first: local and writable by everybody. A logout
+#: does not empty the first two.
 LOCAL_BASES = (Path("/var/tmp"), Path("/tmp"), Path("/dev/shm"))
 
 #: Here logind makes a folder for each user at the first login, and removes it at the last logout.
@@ -66,7 +67,7 @@ class FolderError(GPUPoolError):
 
 
 def boot_id() -> str:
-    """Return an id of this boot, from which the start times of processes count."""
+    """Return an id of this boot. The start times of processes count from the boot."""
     return _BOOT_ID.read_text().strip()
 
 
@@ -80,10 +81,10 @@ def pid_namespace() -> str:
 
 @lru_cache(maxsize=1)
 def machine_id() -> str:
-    """Return 12 hexadecimal digits that identify this machine, also after it starts again.
+    """Return 12 hexadecimal digits that identify this machine; a reboot does not change them.
 
-    A hash, because machine-id(5) asks not to show the number itself. All containers of an image
-    have the same machine-id, so a container's host name also counts.
+    They are a hash, because machine-id(5) asks programs not to show the id itself. All containers
+    of an image have the same machine-id, so in a container the host name is part of the hash.
     """
     name = _number()
     if pid_namespace() not in ("", FIRST_NAMESPACE):
@@ -99,7 +100,8 @@ def _number() -> str:
             continue
         if len(text) == 32 and text.strip("0123456789abcdef") == "":
             return text
-    # Both stay the same after a restart. getnode() invents a number without a network card.
+    # Host name and network address stay the same after a reboot. Without a network card, getnode()
+    # invents a number, which is left out here.
     node = uuid.getnode()
     return f"{socket.gethostname()} {node if not node >> 40 & 1 else ''}"
 
@@ -129,11 +131,11 @@ def state_dir() -> Path:
 
 
 def local_folder() -> Path:
-    """Return (not make) this user's folder on this machine: local, and kept at a logout."""
+    """Return this user's folder on this machine: local, and kept at a logout. It may not exist."""
     name = f"gpupool-{os.geteuid()}"
     bases = [base for base in LOCAL_BASES if base.is_dir() and not network_file_system(base)]
     for base in bases:
-        # Another user may take the name first; only then another folder is used.
+        # Another user may have taken this name. Only then try the next base.
         if _taken_by(base / name) in (None, os.geteuid()):
             return base / name
     return (bases or [LOCAL_BASES[0]])[0] / name
@@ -147,7 +149,7 @@ def _taken_by(path: Path) -> int | None:
 
 
 def make_private(folder: Path) -> Path:
-    """Make ``folder`` if need be, so that nobody else can enter it; return it.
+    """Create ``folder`` if it is missing, make it private to this user, and return it.
 
     Raises
     ------

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Processes, as Linux shows them in ``/proc``: identity, state, descent, open files, their end.
 
-The only reader of ``/proc/<pid>``; standard library only, because kernels also use it. Reading
-``environ`` or ``maps`` of a process that is being suspended can block, because the suspend holds
-the lock of its address space: do not read these on the broker's event loop.
+Only this module reads ``/proc/<pid>``. It needs the standard library only, because kernels also use
+it. Reading ``environ`` or ``maps`` of a process that is being suspended can block, because the
+suspend holds the lock of its address space: do not read these files on the broker's event loop.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Presence = Literal["alive", "stopped", "gone"]
 
 PROC = Path("/proc")
 
-#: Errors that tell nothing about the process: this process lacks descriptors or memory.
+#: Errors that say nothing about the other process: this process lacks descriptors or memory.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 #: A longer chain of parents does not belong to a notebook.
 MAX_DEPTH = 64
 
-#: Nanoseconds of certain run time for each clock tick, if the kernel has no finer count (gVisor, or
-#: built without it): of two counted ticks one was complete.
+#: Nanoseconds that each clock tick certainly stands for, if Linux has no finer count of run time
+#: (gVisor, or built without it). It is half a tick: of two counted ticks, only one was complete.
 _TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
 
 #: In ``flags``: the first thread is exiting.
@@ -42,7 +42,7 @@ _PF_EXITING = 0x4
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, safe against reuse of its number."""
+    """The identity of a process, which stays unique if Linux reuses the pid."""
 
     pid: int
     #: Field 22 of ``/proc/<pid>/stat``: clock ticks between boot and the start of the process.
@@ -64,20 +64,20 @@ class Stat:
 
     @property
     def identity(self) -> ProcessId:
-        """The process, safe against reuse of its number."""
+        """The identity of the process, which stays unique if Linux reuses the pid."""
         return ProcessId(self.pid, self.start_time)
 
     @property
     def presence(self) -> Presence:
-        """Whether it can answer: every checkpoint call on a stopped process hangs."""
-        # A zombie with threads is only a first thread that ended: the process lives on.
+        """Whether the process can answer: every checkpoint call on a stopped process hangs."""
+        # If a zombie has more threads, only its first thread has ended, and the process still runs.
         if self.state == "X" or (self.state == "Z" and self.threads <= 1):
             return "gone"
         return "stopped" if self.state in "Tt" else "alive"
 
 
 def parse_stat(text: str) -> Stat:
-    """Parse one ``stat`` line. The name, second field, may hold blanks and brackets."""
+    """Parse one ``stat`` line. The second field, the name, may contain blanks and brackets."""
     pid = int(text[: text.index(" ")])
     fields = text[text.rindex(")") + 2 :].split()
     return Stat(
@@ -91,7 +91,7 @@ def parse_stat(text: str) -> Stat:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """Return the stat of process ``pid``, None if there is none."""
+    """Return the stat of process ``pid``; None if there is no such process."""
     try:
         return parse_stat(_read(pid, "stat").decode(errors="replace"))
     except (OSError, ValueError, IndexError):
@@ -99,16 +99,16 @@ def read_stat(pid: int) -> Stat | None:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Return the identity of the live process ``pid``, None if there is none."""
+    """Return the identity of the live process ``pid``; None if there is no such process."""
     stat = read_stat(pid)
     return None if stat is None or stat.presence == "gone" else stat.identity
 
 
 def presence(process: ProcessId) -> Presence:
-    """Tell whether ``process`` (and no later one of the same number) is there and can answer.
+    """Return whether ``process`` (not a later process with its pid) exists and can answer.
 
-    If no descriptor is left to read that, an existing process counts as alive: our own lack of a
-    resource must not end a session.
+    If this process has no descriptor left to read that, an existing process counts as alive: our
+    own lack of a resource must not end a session.
     """
     try:
         stat = parse_stat(_read(process.pid, "stat").decode(errors="replace"))
@@ -126,14 +126,14 @@ def _exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # another user's
+        pass  # the process belongs to another user
     return True
 
 
 def resident(process: ProcessId) -> tuple[int, int]:
     """Return the host memory of a process in bytes, and the shared part.
 
-    The kernel reads this without the lock that a suspend can hold for a long time.
+    Linux reads this without the lock that a suspend can hold for a long time.
     """
     try:
         _, all_of_it, shared, *_ = map(int, _read(process.pid, "statm").split())
@@ -144,9 +144,9 @@ def resident(process: ProcessId) -> tuple[int, int]:
 
 
 def ending(process: ProcessId) -> bool:
-    """Tell whether ``process`` has ended or will certainly end.
+    """Return whether ``process`` has ended or will certainly end.
 
-    It may still hold device memory: the kernel takes seconds to release many GiB.
+    It may still hold device memory: Linux takes seconds to release many GiB.
     """
     if presence(process) == "gone":
         return True
@@ -162,7 +162,7 @@ def ending(process: ProcessId) -> bool:
 
 
 def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
-    """Return those of ``names`` that are in the initial environment of ``pid``.
+    """Return the variables among ``names`` that the initial environment of ``pid`` has.
 
     None if the environment cannot be read: the process has ended, or belongs to another user.
     """
@@ -172,7 +172,8 @@ def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
         return None
     found = {}
     for name in names:
-        # A search for each name, and no dictionary of all: each suspend asks this of every process.
+        # Search for each name instead of making a dictionary of all variables: each suspend reads
+        # the environment of every process.
         _, there, rest = environ.rpartition(f"\0{name}=".encode())
         if there:
             found[name] = os.fsdecode(rest.partition(b"\0")[0])
@@ -180,13 +181,13 @@ def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
 
 
 def session_of(pid: int) -> str | None:
-    """Return the session in which ``pid`` was started; "": in none, None: unknown."""
+    """Return the session in which ``pid`` was started; "" if in none, None if unknown."""
     found = variables(pid, [SESSION_VARIABLE])
     return None if found is None else found.get(SESSION_VARIABLE, "")
 
 
 def spaces(pid: int) -> tuple[int, int] | None:
-    """Return the namespaces of processes and of mounts that a process is in; None: not known."""
+    """Return the PID namespace and the mount namespace of a process; None if unknown."""
     try:
         # os.stat, because Path.stat is slower and this runs for every process of the machine.
         return (
@@ -204,24 +205,24 @@ def apart(one: int, other: int) -> bool:
 
 
 def number_inside(pid: int) -> int:
-    """Return the number that a process has in its own PID namespace; 0 if it has ended."""
+    """Return the pid that a process has in its own PID namespace; 0 if it has ended."""
     try:
         for line in _read(pid, "status").splitlines():
             if line.startswith(b"NSpid:"):
                 return int(line.split()[-1])
     except (OSError, ValueError, IndexError):
         return 0
-    return pid  # before Linux 4.1
+    return pid  # Linux before 4.1 does not have that line
 
 
 def translated(number: int, beside: int) -> int:
-    """Return the number, here, of the process that process ``beside`` calls ``number``.
+    """Return the pid, as seen here, of the process that has pid ``number`` for process ``beside``.
 
-    0 if it sees no such process.
+    0 if the PID namespace of ``beside`` has no such process.
     """
     space = other_space(beside)
     if not space:
-        # One that has ended may have left its connection to a process of a container.
+        # If ``beside`` has ended, a process in a container may have inherited its connection.
         return number if identify(beside) is not None else 0
     pids = (process.pid for process in insiders(space).values())
     return next((pid for pid in pids if number_inside(pid) == number), 0)
@@ -236,7 +237,7 @@ def other_space(pid: int) -> int | None:
 
 
 def insiders(space: int) -> dict[ProcessId, ProcessId]:
-    """Return the processes of a PID namespace: here, by what they are there."""
+    """Return the processes of a PID namespace: a map from identity there to identity here."""
     found = {}
     for pid in all_pids():
         its = spaces(pid)
@@ -268,7 +269,7 @@ def open_files(pid: int) -> Iterator[tuple[Path, str]]:
 
 
 def command(pid: int) -> str:
-    """Return the command line of a process, its name in brackets if it has none; "" if gone."""
+    """Return the command line of a process, or its name in brackets if empty; "" if it is gone."""
     try:
         line = _read(pid, "cmdline")[:4096].replace(b"\0", b" ").decode(errors="replace").strip()
         return line or f"[{_read(pid, 'comm').decode(errors='replace').strip()}]"
@@ -277,7 +278,7 @@ def command(pid: int) -> str:
 
 
 def threads(pid: int) -> list[int]:
-    """Return the threads of a process; [] if it has ended."""
+    """Return the ids of the threads of a process; [] if it has ended."""
     try:
         return [int(name) for name in os.listdir(PROC / str(pid) / "task")]  # noqa: PTH208
     except OSError:
@@ -298,19 +299,19 @@ def thread_time(pid: int, thread: int) -> tuple[str, int]:
 
 
 class _Spare:
-    """One spare descriptor, so that a process without any other can still read ``/proc``."""
+    """One spare file descriptor: with it this process can read ``/proc`` when no other is left."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fd = -1
 
     def keep(self) -> None:
-        """Take a descriptor in reserve, if one is left."""
+        """Reserve a descriptor, if one is free."""
         with self._lock:
             self._take()
 
     def open(self, path: str, error: OSError) -> int:
-        """Open a file in the place of the spare descriptor, or raise ``error`` if there is none."""
+        """Free the spare descriptor to open a file; raise ``error`` if there is no spare one."""
         with self._lock:
             if self._fd < 0:
                 raise error
@@ -332,7 +333,7 @@ spare = _Spare()
 def _read(pid: int, name: str) -> bytes:
     path = f"{PROC}/{pid}/{name}"
     try:
-        # A plain open() is three times as slow, and this runs for every process of the machine.
+        # Python's open() is three times as slow, and this runs for every process of the machine.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         if error.errno not in _EXHAUSTED:
@@ -355,12 +356,12 @@ def _read_all(fd: int) -> bytes:
 
 
 def all_pids() -> frozenset[int]:
-    """Return the numbers of all present processes."""
+    """Return the pids of all processes that exist now."""
     return frozenset(int(name) for name in os.listdir(PROC) if name.isdigit())  # noqa: PTH208
 
 
 def all_stats() -> dict[int, Stat]:
-    """Return the stat of every live process by its number."""
+    """Return the stat of every live process by its pid."""
     stats = (read_stat(pid) for pid in all_pids())
     return {stat.pid: stat for stat in stats if stat is not None and stat.presence != "gone"}
 
@@ -389,7 +390,7 @@ def real_uid(pid: int) -> int | None:
 
 
 def alive(process: ProcessId) -> bool:
-    """Return whether this very process (not a later one with its pid) still runs."""
+    """Return whether ``process`` (not a later process with its pid) still runs."""
     return presence(process) != "gone"
 
 
@@ -421,7 +422,7 @@ def descends(pid: int, root: ProcessId) -> bool:
 def descendants(root: ProcessId) -> list[ProcessId]:
     """Return the living descendants of ``root``, parents before children, without ``root``.
 
-    This process and its descendants are left out: a notebook may have started its broker.
+    The list leaves out this process and its descendants: a notebook may have started this broker.
     """
     if not alive(root):
         return []
@@ -449,8 +450,9 @@ def descendants(root: ProcessId) -> list[ProcessId]:
 def open_pidfd(pid: int) -> int | None:
     """Return a descriptor that is readable when the process has ended; the caller closes it.
 
-    None before Linux 5.3, without a free descriptor, or if the process is gone. Compare the start
-    time after this call: only then it cannot belong to a later process.
+    None before Linux 5.3, if no descriptor is free, or if the process is gone. Compare the
+    process's start time after this call: only this shows that the descriptor does not belong to a
+    later process with the same pid.
     """
     try:
         return os.pidfd_open(pid)
@@ -459,7 +461,7 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def kill(processes: Iterable[ProcessId]) -> list[str]:
-    """Send SIGKILL to each, by identity; return a sentence for each that could not be ended."""
+    """Send SIGKILL to each process, by identity; return a sentence for each failure."""
     problems = []
     for process in processes:
         try:

@@ -2,55 +2,58 @@
 # Distributed under the terms of the Modified BSD License.
 """The broker's wire protocol: one JSON object per line, both ways. No sockets here.
 
-A *request* has ``v``, ``type`` and the fields below; with an ``id`` (a positive integer, unique on
-its connection) it gets exactly one ``ok`` or ``error`` with the same ``id``, at once or after a
-wait. Without an ``id`` it gets no answer. A *push* is a message of the broker without a request.
-Unknown fields are dropped, so that either side may be newer. Unknown types, wrong field types and
-values outside the ranges below are errors, and so are ``NaN``, ``Infinity`` and numbers of more
-than 19 digits. Sizes are bytes, times seconds.
+A *request* has ``v``, ``type`` and the fields below. A request with an ``id`` (a positive integer,
+unique on its connection) gets exactly one ``ok`` or ``error`` with the same ``id``, at once or
+after a wait. A request without an ``id`` gets no answer. A *push* is a message that the broker
+sends without a request. Each side ignores unknown fields, so that the other side may be newer.
+Unknown types, wrong field types and values outside the ranges below are errors. ``NaN``,
+``Infinity`` and numbers of more than 19 digits are errors, too. Sizes are in bytes, times in
+seconds.
 
 ``status``, ``why``, ``hour``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are
 *acts*. Each has a price, and each user (by user id, over all connections) has one budget for reads
-and another for acts. The broker delays requests beyond the budget; it refuses a read that waited
-for 2 s with the code ``busy`` and the seconds until a retry in ``details.retry_after``. It never
-refuses acts for that reason. Acts of one connection are handled in their order; they may overtake
-one read.
+and another for acts. The broker delays requests beyond the budget. If a read has waited for 2 s,
+the broker refuses it with the code ``busy`` and with the seconds until a retry in
+``details.retry_after``. It never refuses acts for that reason. The broker handles the acts of one
+connection in their order; they may overtake one read.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
 ``error``    ``id``, ``code``, ``message``, ``next_step``, ``details``
 ``queue``    push to a waiting agent: ``position``, ``length``, ``reason``, ``waited``
-             (seconds), ``left`` (the least and the most seconds to go, or null)
+             (seconds), ``left`` (the least and the most seconds that the wait will last, or null)
 ``lease``    push to an agent: ``state``, ``epoch``, ``slices``, ``reason``, ``pinned_reason``,
-             ``preempted`` (why it lost its slice in the middle of its work, or "")
+             ``preempted`` (why the kernel lost its slice while it worked, or "")
 ``yield``    push to an agent: ``epoch``; the broker wants the slice, answer with ``yielded``
-``wanted``   push to an agent: another kernel waits for its slice; until the lease is over, send
-             ``resting`` whenever no cell runs (now, or at the end of the last one that does)
+``wanted``   push to an agent: another kernel waits for the agent's slice; until the lease ends,
+             send ``resting`` whenever no cell runs (at once, or when the last running cell ends)
 ``lost``     push to an agent: ``message``; the driver lost this session's device state
 ``notice``   push to an agent: ``message``; a sentence for the user, shown in the notebook
 ``refused``  push to an agent: ``what`` (``attach`` or ``grow``), ``code``, ``message``,
-             ``next_step``; a CUDA call of its processes was refused by the pool
+             ``next_step``; the pool refused a CUDA call of the session's processes
 ``event``    push to a watcher: a row of the journal as it happens
-``stirred``  push to a watcher: ``session``; its cell began or ended, or its wait has news, and
-             there is no row of that. After a change of the queue one idle session stands for all of
-             the watcher's: others may wait for their slices now, or no more
+``stirred``  push to a watcher: ``session``; a cell of the session began or ended, or its wait has
+             news, and the journal has no row of that. After a change of the queue the broker names
+             one idle session for all idle sessions of the watcher: other kernels may have begun or
+             ceased to wait for the slices of these sessions
 ===========  =====================================================================================
 
-Why ``yield``/``yielded``: a cell on an attached session must not pay for a round trip. The agent
-owns its lease until it agrees to give it up, so it may start a cell with one ``hold`` that has no
-answer (``wait`` false). If it sent a ``hold`` before it read the ``yield``, its answer is
-``false``. It may send a ``hold`` up to 50 ms late, and one ``hold`` and ``drop`` for all cells that
-have ended by then; but always before a ``yielded`` or any other request.
+Why ``yield``/``yielded``: a cell on an attached session must not wait for a round trip to the
+broker. The agent owns its lease until it agrees to give it up, so it may start a cell with one
+``hold`` that has no answer (``wait`` false). If the agent sent a ``hold`` before it read the
+``yield``, it answers the ``yield`` with ``false``. The agent may send a ``hold`` up to 50 ms late,
+and one ``hold`` and ``drop`` for all cells that have ended by then. But it always sends them before
+a ``yielded`` or any other request.
 
 A session has one agent and any number of *members*: its programs, and ``jupyter gpupool run``,
-which started its process. A member takes each hold with ``wait`` true and goes on when it is
-granted, so that the broker need not ask it for a ``yield``; it gets the pushes ``queue``,
-``lease``, ``lost``, ``notice`` and ``refused`` as the agent does. Its holds end with its
+which started its process. A member sends each ``hold`` with ``wait`` true and continues when the
+broker grants it, so the broker need not send the member a ``yield``. A member gets the pushes
+``queue``, ``lease``, ``lost``, ``notice`` and ``refused`` like the agent. Its holds end with its
 connection.
 
-``attach`` and ``grow`` come from the guard, without a ``hello``, each on a connection of its own
-and only if a call must wait by the session's shared page. The broker writes the grant to the page
-before it sends the ``ok``. Closing the connection ends the wait.
+The guard sends ``attach`` and ``grow``, without a ``hello``, each on a connection of its own, and
+only if a call must wait according to the session's shared page. The broker writes the grant to the
+page before it sends the ``ok``. Closing the connection ends the wait.
 """
 
 from __future__ import annotations
@@ -65,8 +68,8 @@ VERSION = 1
 #: Most bytes of a request, with its newline: a ``hello`` with a thousand holds fits.
 MAX_REQUEST = 1 << 18
 
-#: Kernels in one question of a server to another machine: the answer has some 2 KiB for each, and
-#: must fit into a result that the agents carry.
+#: Most kernels in one query from a server to another machine. The answer has about 2 KiB for each
+#: kernel, and must fit into a result that the agents of the cluster carry.
 MOST_LOOKED = 16
 
 #: Most bytes of a line from the broker, with its newline. A longer line closes the connection.

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Ties a kernel's process to its session in the pool: opened before the start, closed at the end.
+"""Ties a kernel to its session in the pool: opens it before the start, closes it at the end.
 
 One object serves a kernel until its end, with all restarts. jupyter_client calls:
 
@@ -9,7 +9,8 @@ One object serves a kernel until its end, with all restarts. jupyter_client call
 - automatic restart after a crash: ``cleanup(True)``, then as for a start;
 - shutdown, culling: ``shutdown_requested(False)``, ``cleanup(False)``.
 
-``restart=True`` reaches only the calls named here; ``cleanup`` may come twice, or without a start.
+jupyter_client passes ``restart=True`` only in the calls that this list shows with ``True``. It may
+call ``cleanup`` twice, or without a start.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from .units import format_bytes, parse_bytes
 
 _Result = TypeVar("_Result")
 
-#: Longest time in seconds of a suspend before a kill, on the one driver that needs it.
+#: Most seconds for the suspend before a kill. Only one driver needs this suspend.
 RETIRE_TIMEOUT = 12.0
 
 
@@ -73,7 +74,7 @@ _EXAMPLE = 'Write for example {"memory": "12GiB"} in the config of the kernelspe
 
 
 class KernelNotStarted(GPUPoolError, HTTPError):
-    """Why a kernel was not started; an HTTP error, because Jupyter Server shows users no others."""
+    """Why a kernel was not started. Jupyter Server shows users only HTTP errors, so this is one."""
 
     def __init__(self, error: GPUPoolError) -> None:
         GPUPoolError.__init__(
@@ -83,7 +84,8 @@ class KernelNotStarted(GPUPoolError, HTTPError):
             next_step=error.next_step,
             details=error.details,
         )
-        # HTTPError comes last, because the base classes call each other and it sets what users see.
+        # HTTPError comes last: the base classes call each other, and HTTPError sets the text that
+        # users see.
         asked_wrongly = isinstance(error, (ConfigError, RefusedError))
         HTTPError.__init__(self, 400 if asked_wrongly else 503, str(error))
         self.reason = "The GPU pool refused the kernel"
@@ -92,7 +94,8 @@ class KernelNotStarted(GPUPoolError, HTTPError):
 class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     """Starts a kernel here, as the default provisioner does, with a session in the GPU pool.
 
-    The request of a kernelspec is a default; the pool's configuration decides.
+    The kernelspec's options are the request that the kernel starts with. The pool's configuration
+    decides what the kernel may get.
     """
 
     memory = Memory(
@@ -146,7 +149,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         c.GPUPoolProvisioner.broker_socket = "/run/gpupool/broker.sock" """,
     ).tag(config=True)
 
-    #: What a kernelspec's ``config`` may have.
+    #: The options that a kernelspec's ``config`` may have.
     _known: tuple[str, ...] = OPTIONS
     _socket: Path | None = None
     _session: str = ""
@@ -177,7 +180,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         Raises
         ------
         KernelNotStarted
-            If no broker answers, or it refuses: a kernel without a session is not started.
+            If no broker answers, or the broker refuses. No kernel starts without a session.
         """
         await self._release("the kernel is started again")
         env = kwargs.get("env") or os.environ
@@ -187,7 +190,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            # This server may itself run in a session, which has another page than the kernel.
+            # This server may itself run in a session, whose shared page is not the kernel's.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             text = await self._in_thread(self._other_configuration, answer)
             if text:
@@ -221,7 +224,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     async def shutdown_requested(self, restart: bool = False) -> None:
         """Save the present request for a restart. Called while the kernel still runs."""
         await super().shutdown_requested(restart=restart)
-        await self._retire()  # the driver may also hang when the kernel ends by itself
+        await self._retire()  # the driver may also hang when the kernel exits without a kill
         if restart and self._session and self._socket is not None:
             try:
                 self._request = await self._in_thread(self._current_request, self._socket)
@@ -234,7 +237,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         await super().kill(restart=restart)
 
     async def terminate(self, restart: bool = False) -> None:
-        """Ask the kernel to end, by SIGTERM; as :meth:`kill`."""
+        """Send the kernel SIGTERM; if the driver needs it, the broker suspends the kernel first."""
         await self._retire()
         await super().terminate(restart=restart)
 
@@ -297,7 +300,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
                 next_step=did_you_mean(self.attach, POLICIES),
             )
-        # Connected until the kernel is launched: if this server dies before, the session ends.
+        # The connection stays until the kernel is launched. If this server dies before that, the
+        # session ends.
         try:
             answer, socket = self._client.ask(
                 "open",
@@ -325,7 +329,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     def _find_broker(self) -> Path:
         """Return the socket of a living broker."""
         if self.broker_socket:
-            # A second pool beside the named broker would grant the same memory.
+            # Start no other broker: a second pool beside the named broker would grant the same
+            # memory twice.
             socket = Path(self.broker_socket)
             if not answers(socket):
                 revive(socket)
@@ -341,7 +346,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return text
 
     def _launched(self, pid: int) -> None:
-        # The broker may have been started again meanwhile.
+        # Meanwhile the broker may have restarted at another socket.
         _, self._socket = self._client.ask("launched", session=self._session, pid=pid)
         self._client.close()
 
@@ -361,7 +366,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             client.call("close", session=session, reason=reason)
 
     async def _release(self, reason: str) -> None:
-        """Close the session if there is one. Never raises: the broker also sees the process end."""
+        """Close the session if there is one. Never raises: the broker also detects the end."""
         session, self._session = self._session, ""
         try:
             if session and self._socket is not None:
@@ -388,7 +393,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     def _policy(self) -> str | None:
         """Return the attach policy to ask for; None leaves it to the pool.
 
-        Without ipykernel there is no agent for cells and %gpu: only the guard attaches.
+        Without ipykernel no agent handles cells and %gpu, so only the guard can attach the session.
         """
         if self.attach != "manual" and not runs_ipykernel(kernel_command(self.kernel_spec.argv)):
             return "lazy"
@@ -399,7 +404,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return Path(env.get("JPY_SESSION_NAME", "")).name or str(self.kernel_spec.display_name)
 
     def _pool_config(self) -> dict[str, Any] | None:
-        """Return the pool's section of the server's own configuration, with its command line."""
+        """Return the section GPUPool of the server's configuration files and command line."""
         section = self.config.get("GPUPool")
         return {"GPUPool": dict(section)} if section else None
 

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Starts a kernel on the machine that the cluster chooses, for a server on another machine.
 
-A kernelspec names it with ``"provisioner_name": "gpupool-remote-provisioner"``; all others load
-nothing of it. The kernel's broker starts the kernel and tells of it; this server has no process.
-A machine that does not answer is *unreachable*: its kernel probably runs on, so it is never called
-dead, because Jupyter would start a second one beside it.
+A kernelspec selects this provisioner with ``"provisioner_name": "gpupool-remote-provisioner"``;
+kernels of other kernelspecs never import this module. The broker on the chosen machine starts the
+kernel and reports its state; this server has no process for it. A machine that does not answer is
+*unreachable*. Its kernel probably still runs, so this module never reports such a kernel as dead:
+Jupyter would start a second kernel beside it.
 """
 
 from __future__ import annotations
@@ -30,21 +31,22 @@ from .errors import Code, GPUPoolError, RefusedError
 from .launcher import REMOTE_PROVISIONER, options_of
 from .provisioner import GPUPoolProvisioner, KernelNotStarted
 
-#: Seconds for an order, and between two questions whether the kernel runs.
+#: Most seconds for an order, and least seconds between two polls of the kernel.
 PATIENCE, BETWEEN = 70.0, 0.3
 _T = TypeVar("_T")
 
-#: Stands for an unknown exit code: the broker that started the kernel has been replaced.
+#: The exit code if it is unknown, because the broker that started the kernel has been replaced.
 UNKNOWN = 1
 
-#: Codes after which nobody knows here whether an order was carried out.
+#: After an error with one of these codes, this server does not know whether the other machine has
+#: executed the order.
 _UNKNOWN_END = frozenset({
     Code.UNREACHABLE, Code.BROKER_UNAVAILABLE, Code.BROKER_SILENT, Code.TOO_LONG, Code.INTERNAL,
 })  # fmt: skip
 
 
 class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
-    """Starts a kernel on another machine of the cluster, with the options of the local one."""
+    """Starts a kernel on another machine of the cluster; has the local provisioner's options."""
 
     model = Unicode(
         "",
@@ -63,7 +65,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
     _node: str = ""
     _ports: Mapping[str, int] = {}
     _identity: str = ""
-    #: The kernel has been started, and its broker has not said that it ended.
+    #: The kernel has been started, and its broker has not reported that the kernel ended.
     _runs: bool = False
     _code: int | None = None
     _asked: float = float("-inf")
@@ -74,16 +76,16 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
 
     @property
     def has_process(self) -> bool:
-        """Whether a kernel was started and has not ended, as far as its broker has said."""
+        """Whether a kernel was started and has not ended, as far as its broker has reported."""
         return self._runs
 
     async def pre_launch(self, **kwargs: Any) -> dict[str, Any]:
-        """Choose a machine; a restart stays on the one that it has. Called before each (re)start.
+        """Choose a machine; a restart keeps the kernel's machine. Called before each (re)start.
 
         Raises
         ------
         KernelNotStarted
-            If no machine can take the kernel, or the one before it may still run.
+            If no machine can take the kernel, or the previous kernel may still run.
         """
         await self._check_ended()
         if not self._node:
@@ -102,7 +104,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         return dict(found)
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:  # noqa: ARG002
-        """Have the other machine start the kernel; return its connection."""
+        """Make the other machine start the kernel; return the kernel's connection information."""
         try:
             secrets = self._secrets()
             found = await self._in_thread(self._send, {
@@ -162,14 +164,14 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         return code
 
     async def send_signal(self, signum: int) -> None:
-        """Have the kernel's broker send it, and its children, a signal."""
+        """Make the kernel's broker send a signal to the kernel and its children."""
         if not self._runs:
             return
         try:
             await self._in_thread(self._send, {"do": "signal", "signal": int(signum)})
         except GPUPoolError as error:
             if self.parent.shutting_down and signum == signal.SIGINT:
-                # A shutdown begins with an interrupt, and must be possible without the machine.
+                # A shutdown begins with an interrupt, and must work without the kernel's machine.
                 self.log.warning(
                     "GPU pool: the kernel on %s was not interrupted: %s", self._node, error
                 )
@@ -177,7 +179,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             raise KernelNotStarted(error) from error
 
     async def kill(self, restart: bool = False) -> None:
-        """Kill the kernel; where its machine is unreachable, it goes on."""
+        """Kill the kernel; if its machine is unreachable, the kernel continues to run."""
         await self._end(signal.SIGKILL, restart)
 
     async def terminate(self, restart: bool = False) -> None:
@@ -193,7 +195,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         if restart or not self._node:
             return
         if await self.poll() is None:
-            # What is known of it stays, so that no second one starts beside it.
+            # Keep the machine and the ports, so that no second kernel starts beside this one.
             self.log.warning("GPU pool: the kernel on %s may still run", self._node)
             return
         try:
@@ -225,11 +227,11 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
 
     @property
     def node(self) -> str:
-        """The machine of the kernel; empty before it was chosen."""
+        """The machine of the kernel; empty until a machine is chosen."""
         return self._node
 
     async def look(self, kernels: Sequence[str]) -> Mapping[str, Any]:
-        """Return sessions, GPUs and clock of this user's kernels on this kernel's machine.
+        """Return the user's sessions of ``kernels`` on this kernel's machine, its GPUs and clock.
 
         Raises
         ------
@@ -239,7 +241,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         return await self._in_thread(self._send, {"do": "look", "kernels": [*kernels]})
 
     async def tell(self, request: str, session: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Send this kernel's broker a request about a session there; return the answer.
+        """Send this kernel's broker a request about one of its sessions; return the answer.
 
         Raises
         ------
@@ -259,7 +261,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         return await in_own_thread(partial(function, *args), "gpupool-order")
 
     async def _check_ended(self) -> None:
-        """Refuse a start while the kernel before may run: there would be two of it."""
+        """Refuse a start while the previous kernel may still run: two kernels would run at once."""
         self._asked = float("-inf")
         if self._runs and await self.poll() is None:
             raise KernelNotStarted(RefusedError(
@@ -269,7 +271,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             ))  # fmt: skip
 
     async def _undo_start(self) -> None:
-        """End the kernel of a start whose answer is lost: it may run, and nobody would know it."""
+        """Kill the kernel after a start whose answer was lost: the kernel may run unnoticed."""
         self._runs, self._ends, self._code, self._asked = True, True, None, float("-inf")
         await self._end(signal.SIGKILL, restart=False)
         if await self.poll() is not None and not self._ports:
@@ -304,10 +306,10 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
     def _send(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send the kernel's machine an order; return its broker's answer."""
         socket = self._find_again(self._socket) if self._socket else self._find_broker()
-        # Only the user who owns the socket, that of the brokers, can read the credential.
+        # Only the owner of the socket can read the credential: that is the user of the brokers.
         identity = self._authenticator(socket.stat().st_uid)
         text = order_text(self._node, {**order, "kernel_id": self.kernel_id})
-        # Not repeated on another connection: each credential counts once.
+        # Do not repeat the order on another connection: each credential is valid only once.
         with Client(socket) as client:
             answer = client.call(
                 "order", node=self._node, credential=identity.seal(text), timeout=PATIENCE
@@ -325,7 +327,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         return found
 
     def _secrets(self) -> dict[str, str]:
-        """Return the keys of the kernel's connection, made once for all its starts."""
+        """Return the keys of the kernel's connection. All its starts use the same keys."""
         manager = self.parent
         if not zmq.has("curve") or not hasattr(manager, "curve_publickey"):
             raise RefusedError(

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Outcomes of the attempts to start a broker again: when the next may be made, and when to give up.
+"""Outcomes of attempts to restart a broker: when to try again, and when to give up.
 
-Every process that would start it reads and writes them, in a file beside the start record. Standard
-library only: kernels also read it.
+Each process that wants to restart the broker reads and writes these outcomes, in a file beside the
+start record. Standard library only, because kernels also use this module.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Sequence
 from .errors import GPUPoolError
 from .startrecord import StartRecord, read_private, write_private
 
-#: After so many failed starts in a row, callers get an error instead of a wait.
+#: After this many failed starts in a row, callers get an error instead of a wait.
 ATTEMPTS = 3
 
-#: After this many brokers in a row that died before they served a kernel, within this many seconds,
-#: the next start is delayed.
+#: If this many brokers in a row die before they serve a kernel, within this many seconds, callers
+#: get an error, and the next start must wait.
 MOST_DEATHS, WINDOW = 10, 600.0
 
-#: Seconds before the next start, by the number of such deaths. They end at 5 s: a kernel must not
-#: wait long for a broker that some other program keeps killing.
+#: Seconds before the next start, by the number of such deaths. The longest pause is 5 s: a kernel
+#: must not wait long for a broker that some other program kills again and again.
 DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 
-#: With this many starts within the window, messages to waiting kernels mention them.
+#: If there were this many starts within the window, messages to waiting kernels mention them.
 MANY_STARTS = 3
 
-#: Number of remembered starts.
+#: Most starts that the file remembers.
 _MOST_STARTS = 200
 
 #: Seconds from the last failure to the next attempt, by the number of failures.
@@ -52,14 +52,15 @@ class Failures:
     code: str = ""
     #: When the broker was restarted, within :data:`WINDOW`.
     starts: tuple[float, ...] = ()
-    #: When useless brokers (:attr:`StartRecord.useless`) were found dead, in a row.
+    #: When a process found a useless broker (:attr:`StartRecord.useless`) dead; a death of any
+    #: other broker clears the list.
     deaths: tuple[float, ...] = ()
-    #: The process of the broker that was counted last.
+    #: The pid of the broker whose death was counted last.
     counted: int = 0
 
     @property
     def given_up(self) -> bool:
-        """Whether callers get the failure now instead of a wait."""
+        """Whether callers get the last failure at once, and do not wait for another attempt."""
         return self.count >= ATTEMPTS
 
     @property
@@ -68,7 +69,7 @@ class Failures:
         return f"The GPU pool's broker ended and cannot be started again: {self.message}"
 
     def pause(self, now: float) -> float:
-        """Return the seconds until the next attempt may be made after starts that failed."""
+        """Return for how many seconds failed starts still delay the next attempt."""
         # A clock that was set back must not lengthen the pause.
         return min(_pause(self.count), max(0.0, self.due - now))
 
@@ -78,7 +79,7 @@ class Failures:
         return max(self.pause(now), DEATH_PAUSES[deaths])
 
     def often(self, now: float) -> str:
-        """Return in words how often the broker was restarted, if often; else ""."""
+        """Return in words how often the broker was restarted lately; "" if seldom."""
         starts = len(_recent(self.starts, now))
         if starts < MANY_STARTS:
             return ""
@@ -124,7 +125,7 @@ def note_failure(
     count = max(before.count + 1, ATTEMPTS if final else 0)
     due = time.time() + _pause(count)
     now = replace(before, count=count, due=due, message=message, next_step=next_step, code=code)
-    with contextlib.suppress(OSError):  # a full disk: callers wait for the longest time of a start
+    with contextlib.suppress(OSError):  # on a full disk callers wait as long as a start may take
         write_private(failures_path(socket), asdict(now))
     return now
 
@@ -166,7 +167,8 @@ def note_killed(socket: Path, before: Failures) -> None:
 def too_often(before: Failures) -> bool:
     """Return whether every recent broker died before it served a kernel.
 
-    False once callers have got that error and the pause after it is over: then one more may start.
+    False after callers have got that error and the pause after it has ended: then one more broker
+    may start.
     """
     return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
 
@@ -181,7 +183,7 @@ def forgive(socket: Path) -> None:
     Raises
     ------
     OSError
-        If that cannot be written.
+        If the file cannot be written.
     """
     known = read_failures(socket)
     if known.count:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Find the broker, start it for this user, or restart a dead one with its own options.
 
-Every start of a broker is here: the provisioner, the server extension and the command line call
-this module, agents and guards run it as a program (:func:`jupyter_gpupool.startrecord.launcher`).
+All starts of a broker use this module. The provisioner, the server extension and the command line
+call it; agents and guards run it as a program (:func:`jupyter_gpupool.startrecord.launcher`).
 Standard library only.
 """
 
@@ -36,13 +36,14 @@ from .errors import BrokerUnavailable, Code, GPUPoolError
 from .startfailures import Failures
 from .startrecord import log_path
 
-#: A caller that does not wait for another start tries to get the lock for so many seconds.
+#: A caller that does not wait for another process's start tries to get the lock for this many
+#: seconds.
 _LOOKS = 1.0
 
-#: The service manager must restart the machine's broker within so many seconds.
+#: The service manager must restart the machine's broker within this many seconds.
 SERVICE_TIMEOUT = 15.0
 
-#: A living broker puts a deleted socket back within so many seconds.
+#: A living broker puts a deleted socket back within this many seconds.
 JOIN_TIMEOUT = 5.0
 
 _LOG = logging.getLogger("jupyter_gpupool.starting")
@@ -54,17 +55,18 @@ def ensure_broker(
     *,
     timeout: float = START_TIMEOUT,
 ) -> Path:
-    """Return the socket of a living broker; start this user's own if there is none.
+    """Return the socket of a living broker; start this user's own broker if none lives.
 
-    The provisioner calls it before each kernel, and the demo. Blocks while a broker starts. Of
-    several callers, in any processes, one starts the broker and the others wait. A broker that
-    has died is restarted with its own configuration, because kernels may depend on it.
+    The provisioner calls it before each kernel; the demo calls it, too. It blocks while a broker
+    starts. If several callers, in any processes, need a broker at once, one of them starts it and
+    the others wait. If a broker has died, it restarts with its own configuration, because kernels
+    may depend on that broker.
 
     Parameters
     ----------
     settings_overrides:
-        The caller's own configuration. Its section ``GPUPool`` goes only to a new broker; a running
-        or restarted broker keeps its own.
+        The caller's own configuration. Only a new broker gets the section ``GPUPool`` of it; a
+        running or restarted broker keeps its own configuration.
     socket:
         The configured socket, see :func:`jupyter_gpupool.endpoint.find_socket`.
     timeout:
@@ -107,8 +109,8 @@ def _bring_back(
 ) -> Path:
     """Restart the broker that this user's living kernels depend on; return its socket.
 
-    It starts at ``home`` with its own configuration, else with this caller's. A broker at ``path``
-    takes over the sessions only if no process can listen at ``home`` any more.
+    The broker starts at ``home`` with its own configuration; if that fails, with this caller's. A
+    broker at ``path`` takes over the sessions only if no process can listen at ``home`` any more.
     """
     _LOG.warning("GPU pool: %s It is started there, and this server uses it.", error.message)
     if is_machine_path(home):
@@ -135,7 +137,7 @@ def _bring_back(
 def _join(path: Path, error: BrokerUnavailable, give_up: float) -> Path:
     """Wait for the living broker that prevented a second start; return its socket.
 
-    It may be about to put back a socket that a logout has deleted.
+    That broker may be about to put back a socket that a logout has deleted.
     """
     give_up = min(give_up, time.monotonic() + JOIN_TIMEOUT)
     while not answers(path):
@@ -164,9 +166,9 @@ def _revived(path: Path, give_up: float) -> bool:
     try:
         return revive_locked(path, give_up)
     except BrokerUnavailable as error:
-        # Its options may have become unusable. Another configuration does not lose its kernels: a
-        # broker that cannot reach their devices, or has a journal without their sessions, does not
-        # start. But another configuration makes no room on a full disk.
+        # The broker's own options may no longer work. It is safe to try another configuration: a
+        # broker that cannot reach the kernels' devices, or whose journal lacks the kernels'
+        # sessions, does not start. But another configuration does not help if the disk is full.
         if error.details.get("cause") == Code.NO_SPACE:
             raise
         _LOG.warning("GPU pool: %s Trying with this server's own configuration.", error)
@@ -193,8 +195,8 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {} if overrides is None else dict(overrides.get("GPUPool", {}))
     values: dict[str, Any] = {}
     for name, value in found.items():
-        # A read of a missing option of a traitlets Config stores an empty object of this type. A
-        # function comes from a file that the broker reads as well.
+        # If code reads a missing option of a traitlets Config, the Config stores an empty object of
+        # this type. A function comes from a configuration file, which the broker also reads.
         if type(value).__name__ != "LazyConfigValue" and not callable(value):
             values[name] = value
     try:
@@ -245,17 +247,17 @@ def answers(path: Path) -> bool:
 def revive(
     path: Path, *, timeout: float = START_TIMEOUT, patient: bool = True, copy: str = ""
 ) -> bool:
-    """Restart the broker at ``path`` if it has died; return whether one serves now.
+    """Restart the broker at ``path`` if it has died; return whether a broker serves there now.
 
-    Blocks while it starts. Of several callers, in any processes, one starts it; the others wait, or
-    return at once if they are not ``patient``. Never starts the machine's broker, nor a broker that
-    ended normally. ``copy`` names a second copy of the record, for the case that the socket's
-    folder was deleted.
+    It blocks while the broker starts. If several callers, in any processes, want to restart it, one
+    of them does. The others wait, or return after :data:`_LOOKS` if they are not ``patient``. The
+    function never starts the machine's broker, nor a broker that ended normally. ``copy`` names a
+    second copy of the record, in case the socket's folder was deleted.
 
     Raises
     ------
     BrokerUnavailable
-        If it does not start: the reason, and the place of its log.
+        If the broker does not start. The message has the reason and the path of its log.
     """
     if not startrecord.can_revive(path):
         if not startrecord.can_restore(path, copy):
@@ -263,7 +265,7 @@ def revive(
         make_folder(path.parent)
     give_up = time.monotonic() + timeout
     try:
-        # A process that only checks the lock holds it for an instant.
+        # A process that only checks the lock also holds it, for an instant.
         with only_one(path, give_up if patient else time.monotonic() + _LOOKS):
             return answers(path) or revive_locked(path, give_up, copy)
     except _Busy:
@@ -273,13 +275,13 @@ def revive(
 def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
     """Start the broker at ``path`` from its record; return False if there is no record.
 
-    The caller holds the start's lock. Retries up to :data:`startfailures.ATTEMPTS` times with
-    back-off, and restores a deleted record from its ``copy`` (see :func:`revive`).
+    The caller holds the start's lock. The function retries up to :data:`startfailures.ATTEMPTS`
+    times with back-off, and restores a deleted record from its ``copy`` (see :func:`revive`).
 
     Raises
     ------
     BrokerUnavailable
-        If it does not start, or failed recently and the next attempt is not due yet.
+        If the broker does not start, or failed recently and the next attempt is not due yet.
     """
     if startrecord.restore(path, copy):
         _LOG.warning("The start record of the broker at %s was deleted and is back", path)
@@ -329,7 +331,7 @@ def _failed(
     code: str = "",
     final: bool = False,
 ) -> BrokerUnavailable:
-    """Record a failure for every caller that waits, and return the error."""
+    """Record a failure, so that all waiting callers get it, and return the error."""
     log = f"See its log: {log_path(path)}"
     step = next_step if log in next_step else f"{next_step} {log}".strip()
     return _unavailable(
@@ -347,7 +349,7 @@ def _unavailable(known: Failures) -> BrokerUnavailable:
 
 
 class _Busy(BrokerUnavailable):
-    """Another process starts the broker."""
+    """Another process is starting the broker."""
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 """The start record: how a broker was started, so that another process can restart it.
 
 A broker writes its record when it serves and removes it when it ends normally, so a record without
-a broker means that the broker has died. Standard library only: kernels also read it.
+a broker means that the broker has died. Standard library only, because kernels also use this
+module.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _MOST_BYTES = 256 << 10
 #: Most bytes of a configuration file beside the socket; a longer file is not in the record.
 _MOST_FILE = 64 << 10
 
-#: Variables that a broker or its libraries obey: its successor must see the same values. A name
+#: Variables that a broker or its libraries use: the next broker must see the same values. A name
 #: that ends with "*" stands for all names with that prefix.
 _KEPT = (
     "HOME", "USER", "LOGNAME", "PATH", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR",
@@ -44,7 +45,7 @@ _KEPT = (
     "CUDA_*", "NVIDIA_*", "GPU_DEVICE_ORDINAL", "SLURM_*", "PBS_*", "LSB_*", "SGE_*", "FLUX_*",
 )  # fmt: skip
 
-#: Parts of names that are never written to a file.
+#: A variable with one of these words in its name is never written to a file.
 _SECRET = ("TOKEN", "PASSWORD", "SECRET", "JWT", "COOKIE", "CREDENTIAL", "_KEY")
 
 #: Variables of the session from which the broker may have been started.
@@ -71,22 +72,23 @@ class StartRecord:
     pid: int
     #: The PID namespace of ``pid``: a container's numbers differ from the machine's.
     namespace: str = ""
-    #: The file with its sessions.
+    #: The file with the broker's sessions.
     journal: str = ""
-    #: Whether it has served a kernel, or a server that starts one.
+    #: Whether the broker has served a kernel, or a server that starts one.
     served: bool = False
-    #: The unhandled error that ended it.
+    #: The unhandled error that ended the broker.
     crashed: str = ""
-    #: The address at which it listens.
+    #: The path at which the broker listens.
     socket: str = ""
-    #: By name: the files beside the socket that its command names; deleted with the folder.
+    #: The contents, by name, of the files beside the socket that ``command`` names. A clean-up
+    #: that deletes the socket's folder deletes these files, too.
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def useless(self) -> bool:
-        """Whether the dead broker failed by itself or died before it served a kernel.
+        """Whether the dead broker crashed, or died before it served a kernel.
 
-        False if it was killed while it served: then the next start can serve.
+        False if it was killed while it served: then the next broker can serve, too.
         """
         return bool(self.crashed) or not self.served
 
@@ -150,7 +152,7 @@ def change_record(socket: Path, record: StartRecord, **changes: Any) -> StartRec
     """Write ``changes`` to the record of a broker; return the new record."""
     changed = replace(record, **changes)
     with contextlib.suppress(OSError):
-        if record_path(socket).exists():  # otherwise it ends normally
+        if record_path(socket).exists():  # otherwise the broker is ending normally
             write_private(record_path(socket), asdict(changed))
     return changed
 
@@ -206,7 +208,7 @@ def can_revive(socket: Path) -> bool:
 
 
 def being_started(socket: Path) -> bool:
-    """Return whether a process starts the broker at ``socket`` now."""
+    """Return whether a process is starting the broker at ``socket`` now."""
     try:
         lock = os.open(lock_path(socket), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -223,9 +225,9 @@ def being_started(socket: Path) -> bool:
 
 # ---------------------------------------------------------------------- the second copy
 # A logout or a clean-up can delete the folder of the socket while no broker lives to put it back.
-# The journal is in another folder, with a copy of the record: kernels have its path, and the server
-# and the commands of the same user find it. Without the journal a new broker would lose all
-# sessions, so a copy beside it is enough.
+# The journal is in another folder, which also has a copy of the record. Kernels have the path of
+# this copy, and the server and the commands of the same user find it. One copy beside the journal
+# is enough: without the journal a new broker would lose all sessions anyway.
 
 
 def copy_path(journal: Path) -> Path:
@@ -263,10 +265,10 @@ def can_restore(socket: Path, copy: str = "") -> bool:
 
 
 def restore(socket: Path, copy: str = "") -> bool:
-    """Restore the record of the broker at ``socket`` if it was deleted; return whether it was.
+    """Restore the record of the broker at ``socket`` if it was deleted; return True if so.
 
-    The caller holds the start's lock. Owner and mode decide whether the copy is trusted, as for the
-    record. A living broker itself restores deleted files.
+    The caller holds the start's lock. Owner and mode of the copy decide whether it can be trusted,
+    as for the record itself. If the broker lives, it restores deleted files itself.
     """
     if is_machine_path(socket) or record_path(socket).exists():
         return False
@@ -308,7 +310,7 @@ def _places(socket: Path, copy: str) -> list[Path]:
 
 
 def _put_back(path: Path, content: str) -> None:
-    """Write a file that the broker's command names, unless there is one."""
+    """Write a file that the broker's command names, unless the file exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with (
         contextlib.suppress(FileExistsError),
@@ -324,8 +326,8 @@ def launcher(socket: Path, copy: str = "") -> str:
     """Return the shell command with which a kernel restarts the broker at ``socket``.
 
     ``copy`` is the second copy of the record, see :func:`copy_path`. A kernel may have neither this
-    package nor this Python, so the command names both. It returns at once, and the broker does not
-    become a child of the kernel.
+    package nor this Python, so the command names both. The command returns at once, and the broker
+    does not become a child of the kernel.
     """
     package = Path(__file__).resolve().parent.parent
     words = [sys.executable, "-m", "jupyter_gpupool.starting", str(socket), *filter(None, [copy])]

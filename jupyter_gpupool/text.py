@@ -12,7 +12,7 @@ LIKENESS = 0.5
 
 def nearest(wrong: str, known: Iterable[str], *, likeness: float = LIKENESS) -> str:
     """Return the known name that is most similar to ``wrong``; "" if none is similar."""
-    # Here, because each kernel's start would pay for it.
+    # This import is here because it would slow down each kernel's start.
     from difflib import get_close_matches
 
     found = get_close_matches(wrong, list(known), n=1, cutoff=likeness)
@@ -44,7 +44,7 @@ def one_of(names: Iterable[str]) -> str:
 
 
 def sentence(reason: str) -> str:
-    """Return the broker's ``reason`` with a capital and a full stop; names stay as they are."""
+    """Return the broker's ``reason`` with a capital letter and a full stop; names do not change."""
     text = reason.strip()
     first = text.split(" ", 1)[0]
     if first.rstrip(",;:").isalpha():

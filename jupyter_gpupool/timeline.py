@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Draw a pool's history from the rows of the broker's journal: as text and as SVG.
 
-A lane shows the ``state`` rows that the broker committed to its journal before it acted, and not a
-notebook's view.
+A lane shows ``state`` rows of the journal, which the broker commits before it acts. It does not
+show what a notebook saw.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _DEVICE_COLOURS = ("#2a9d5c", "#2f6fd0", "#c8553d", "#7b4fb5", "#1d8a99", "#a87b
 def lanes(rows: Iterable[JournalRow], end: float) -> list[Lane]:
     """Return one lane per session, in the order the sessions opened.
 
-    ``rows`` are journal rows, oldest first; ``end`` closes the open spans.
+    ``rows`` are journal rows, oldest first. Each lane's last span ends at ``end``.
     """
     labels: dict[str, str] = {}
     changes: dict[str, list[tuple[float, str, str | None]]] = {}
@@ -95,7 +95,7 @@ def draw_text(lanes: Sequence[Lane], devices: Sequence[str], width: int = 72) ->
     lines = []
     for lane in lanes:
         cells = [" "] * width
-        # Short spans last, so that even the shortest is visible.
+        # Draw short spans last, so that even the shortest one is visible.
         for span in sorted(lane.spans, key=lambda s: s.start - s.end):
             first = min(width - 1, int((span.start - start) / step))
             last = max(first + 1, int((span.end - start) / step))

@@ -18,7 +18,8 @@ _PRINTED = ("B", "KiB", "MiB", "GiB", "TiB")
 _SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*$")
 
-#: No GPU work fits in less, so a smaller plain number was meant in another unit.
+#: No GPU work fits in less memory. So if a user gives a smaller number without a unit, the user
+#: meant another unit than bytes.
 LEAST_BYTES = 1 << 20
 
 
@@ -26,7 +27,7 @@ def parse_bytes(text: str | int) -> int:
     """Return the bytes that ``text`` names: ``"12GiB"``, ``"512M"``, ``"1.5 GB"``.
 
     ``K M G T`` and ``KiB ...`` are powers of 1024, ``kB MB GB TB`` powers of 1000. An int is bytes.
-    Text needs a unit: a user who types ``12`` means GiB, and would get 12 bytes.
+    Text needs a unit: a user who types ``12`` means GiB, and would otherwise get 12 bytes.
 
     Raises
     ------
@@ -54,8 +55,8 @@ def parse_bytes(text: str | int) -> int:
 def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near") -> str:
     """Return ``value`` bytes with a binary unit and at most one decimal: ``"5.5 GiB"``.
 
-    Round a size that must be free ``up`` and a free size ``down``, so that the two never read
-    alike. JupyterLab prints sizes as "near" does (``labextension/src/__tests__/sizes.json``).
+    Round a required size ``up`` and a free size ``down``, so that a message never shows the same
+    text for both. JupyterLab rounds as "near" (``labextension/src/__tests__/sizes.json``).
     """
     power = 0
     while True:
@@ -71,7 +72,7 @@ def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near"
 
 
 def guaranteed_bytes(session: Mapping[str, Any]) -> int:
-    """Return the bytes of a session's slices, by its status, that its request guarantees to it."""
+    """Return the bytes of a session's slices (from its status) that its request guarantees."""
     memory = (session.get("request") or {}).get("memory")
     granted = [piece["granted_bytes"] for piece in session.get("slices") or ()]
     if not isinstance(memory, int) or not granted:
@@ -93,7 +94,7 @@ def format_grant(granted: int, guaranteed: int) -> str:
 
 
 def typed_bytes(value: int) -> str:
-    """Return whole GiB or MiB as people type them: ``"12GiB"``; less than a MiB is dropped."""
+    """Return whole GiB or MiB as people type them: ``"12GiB"``; drop what is less than a MiB."""
     mib = value >> 20
     return f"{mib}MiB" if mib % 1024 else f"{mib >> 10}GiB"
 
@@ -116,7 +117,7 @@ def parse_seconds(text: str | float) -> float:
     return value
 
 
-#: The ends of an expected wait: nobody can tell it more exactly.
+#: The possible ends of an expected wait, in seconds. A more exact estimate is not possible.
 _STEPS = (
     *(0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600),
     *(5400, 7200, 10800, 18000, 28800, 43200, 86400),
@@ -125,9 +126,10 @@ _DAY = 86400
 
 
 def format_range(least: float, most: float) -> str:
-    """Return two durations, rounded away from each other: ``"20 to 60 s"``, ``"up to 5 min"``.
+    """Return two durations as text: ``"20 to 60 s"``, ``"up to 5 min"``.
 
-    JupyterLab prints the same (``labextension/src/__tests__/waits.json``).
+    The shorter one is rounded down and the longer one up. JupyterLab prints the same
+    (``labextension/src/__tests__/waits.json``).
     """
     low, high = range_ends(least, most)
     text, other = _step(high), _step(low)
@@ -160,7 +162,8 @@ def format_clock(seconds: float) -> str:
 def format_waited(seconds: float) -> str:
     """Return how long a wait has lasted; "" in its first second.
 
-    In seconds at first, then in steps of ten, then of minutes: not every second is news.
+    The steps are one second at first, then ten seconds, then one minute, so that the text does not
+    change every second.
     """
     step = 1 if seconds < 10 else 10 if seconds < 60 else 60
     waited = seconds // step * step
@@ -170,9 +173,10 @@ def format_waited(seconds: float) -> str:
 def format_wait(waited: float, left: tuple[float, float] | None = None) -> str:
     """Return what people read about the time of a wait.
 
-    ``left`` is the least and the most that it will probably go on: ``"20 to 60 s left"``. None
-    where nothing supports that: ``"waiting for 40 s, no estimate yet"``, in the first
-    second ``"no estimate yet"``: silence about the time leaves people to guess.
+    ``left`` is the shortest and the longest time that the wait will probably last: ``"20 to 60 s
+    left"``. It is None if there is no estimate: ``"waiting for 40 s, no estimate yet"``, or
+    ``"no estimate yet"`` in the first second. The text always mentions the time, so that people
+    need not guess.
     """
     if left is not None and left[1] > 0:
         return f"{format_range(*left)} left"
@@ -190,7 +194,7 @@ def wait_of(session: Mapping[str, Any], now: float) -> str:
 
 
 def idle_of(session: Mapping[str, Any], now: float) -> float | None:
-    """Return for how long a session in the broker's status is idle; None: not idle, not known."""
+    """Return the seconds that a session of the status has been idle; None if not or if unknown."""
     since = session.get("idle_since")
     return None if since is None else max(0.0, now - since)
 

@@ -19,7 +19,7 @@ export default typescript.config(
     plugins: { 'react-hooks': hooks },
     rules: {
       ...hooks.configs.recommended.rules,
-      // JupyterLab's own convention.
+      // This is JupyterLab's own convention.
       '@typescript-eslint/naming-convention': [
         'error',
         { selector: 'interface', format: ['PascalCase'], prefix: ['I'] }
@@ -40,7 +40,8 @@ export default typescript.config(
     files: ['**/__tests__/**', 'ui-tests/**'],
     rules: {
       '@typescript-eslint/no-non-null-assertion': 'off',
-      // Playwright reads a fixture's needs from its first parameter: `{}` is none.
+      // Playwright reads from the first parameter what a fixture needs: `{}` means
+      // nothing.
       'no-empty-pattern': ['error', { allowObjectPatternsAsParameters: true }]
     }
   }

@@ -1,7 +1,8 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-// These are published as ES modules, which jest does not read as they are.
+// These packages are published as ES modules, which jest cannot read without a
+// transform.
 const modules = [
   '@codemirror',
   '@jupyter',

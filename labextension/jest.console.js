@@ -1,7 +1,8 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-// What a test says on the console as a warning or an error is a fault that somebody overlooked.
+// A test fails if it writes a warning or an error to the console, because that is a
+// fault that nobody has noticed.
 let said = [];
 for (const level of ['error', 'warn']) {
   console[level] = (...words) => said.push(words.map(String).join(' '));
@@ -14,5 +15,5 @@ function quiet() {
 }
 
 afterEach(quiet);
-// What is said while the last test is cleared away.
+// Also check the messages of the clean-up after the last test.
 afterAll(quiet);

@@ -1,8 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-// Turns ES modules of packages into CommonJS with the compiler that builds the extension: several
-// times faster than TypeScript's own, for most of what the tests load.
+// Turns the ES modules of packages into CommonJS, with the compiler that builds the
+// extension. It is several times faster than TypeScript's compiler, and these packages
+// are most of what the tests load.
 const { createHash } = require('crypto');
 const { readFileSync } = require('fs');
 const { experiments, rspackVersion } = require('@rspack/core');

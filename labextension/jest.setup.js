@@ -1,7 +1,8 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-// What browsers have, JupyterLab's modules use when loaded, and jsdom lacks.
+// Things that browsers have and jsdom lacks. JupyterLab's modules use them when they
+// load.
 const { TextDecoder, TextEncoder } = require('util');
 globalThis.TextDecoder ??= TextDecoder;
 globalThis.TextEncoder ??= TextEncoder;

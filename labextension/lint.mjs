@@ -1,8 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-// Checks the types and runs eslint, on one program of TypeScript. Each of them alone reads all
-// declarations of JupyterLab and infers the types, which is most of the time of both.
+// Checks the types and runs eslint on one shared TypeScript program. Separately, each
+// of them would read all declarations of JupyterLab and infer the types, which takes
+// most of the time of both.
 import { createProgram } from '@typescript-eslint/parser';
 import { ESLint } from 'eslint';
 import ts from 'typescript';

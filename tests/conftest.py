@@ -17,11 +17,11 @@ import pytest
 
 from . import longruns
 
-with contextlib.suppress(ImportError):  # `make gpu` has no Hypothesis and needs none
+with contextlib.suppress(ImportError):  # the environment of `make gpu` has no Hypothesis
     from hypothesis import HealthCheck, settings
 
-    # Another process on the machine makes an example slow, not wrong: Hypothesis's deadline of
-    # 200 ms and its check for slow draws fail tests whose properties hold.
+    # Another process on the machine can make an example slow, but not wrong. Hypothesis's
+    # deadline of 200 ms and its check for slow draws would let such tests fail.
     settings.register_profile(
         "no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -29,10 +29,11 @@ with contextlib.suppress(ImportError):  # `make gpu` has no Hypothesis and needs
 
 HERE = Path(__file__).parent
 
-#: Makes other packages' share of a process's start small; README.md there says how.
+#: This folder makes the start of third-party packages in a process faster; its README.md says how.
 LIGHT = HERE / "light"
 
-#: Seconds that a file takes beside other workers. Only the order counts, see below.
+#: Seconds that each file takes while other workers run. Only the order of the values counts, see
+#: below.
 COSTS = {
     "e2e/test_broker_returns": 95,
     "e2e/test_hard_use": 81,
@@ -112,7 +113,8 @@ COSTS = {
 
 
 #: The folders and files of ``make quick``: the pool, units and contracts. They start no broker
-#: and no kernel. All take less than a minute on two cores: a slow file does not belong here.
+#: and no kernel. Together they take less than a minute on two cores, so a slow file does not
+#: belong here.
 QUICK = {
     "pool", "cluster/test_courier", "cluster/test_ledger", "cluster/test_views", "config",
     "kubernetes/test_manifests", "containers/test_start", "containers/test_examples",
@@ -130,7 +132,7 @@ QUICK = {
     "server/test_metrics", "server/test_views", "server/test_watch",
 }  # fmt: skip
 
-#: Key in pytest's configuration: the collected tests marked ``long``, as the table names them.
+#: Key in pytest's configuration: the collected tests marked ``long``, named as in the table.
 LONG = pytest.StashKey[set[str]]()
 
 
@@ -141,46 +143,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let children be interrupted.
+    """Make sure that tests can interrupt their child processes.
 
-    A shell starts background processes with SIGINT ignored. Children inherit that, and Python then
-    leaves it ignored. An exec resets a handler of our own to the default.
+    A shell starts background processes with SIGINT ignored. A child inherits that, and Python
+    then keeps SIGINT ignored. With a handler of our own, an exec resets SIGINT to the default.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The tests start hundreds of processes. Where the packages are read-only, each process compiles
+    # The tests start hundreds of processes. If Python writes no bytecode, each process compiles
     # all modules that it imports, which is a third of a broker's start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    sys.dont_write_bytecode = False  # pytest rewrites the assertions of each module otherwise
-    # The same for children of the tests, and for this process, which has already started.
+    # Otherwise, pytest rewrites the assertions of each module in each run.
+    sys.dont_write_bytecode = False
+    # LIGHT comes first on the path of the tests' children. This process has started already, so
+    # rfc3987_syntax is hidden from it below.
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    # Each collection of garbage goes through the objects of all tests: by default, a tenth of the
-    # time of tests without processes. Collected later, a leak may show in a later test.
+    # Each garbage collection goes through the objects of all tests. By default, this takes a
+    # tenth of the time of tests that start no process. With fewer collections, a leak may show
+    # only in a later test.
     gc.set_threshold(50_000, 20, 100)
-    # numpy's library starts a thread per core that spins for a while, in each process.
+    # In each process, numpy's library starts a thread per core, which spins for a while.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.modules.setdefault("rfc3987_syntax", None)
-    # The workers of a run share the processes that fork brokers and kernels (broker/forks.py).
+    # All workers of a run share the processes that fork brokers and kernels (broker/forks.py).
     if getattr(config.option, "numprocesses", 0) and "TESTS_FORKS" not in os.environ:
         os.environ["TESTS_FORKS"] = folder = tempfile.mkdtemp(prefix="gpupool-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    # xdist would begin with the file that has the most tests, which need not be the slowest.
+    # By default, xdist begins with the file that has the most tests. That file need not be the
+    # slowest one.
     config.option.loadscopereorder = False
 
 
 def pytest_collection_finish() -> None:
-    """Leave the collected tests, which stay to the end, out of each later collection of garbage.
+    """Exclude the collected tests, which stay until the end, from later garbage collections.
 
-    pytest makes ten full ones when it ends: half a second in each worker.
+    When pytest ends, it makes ten full collections. They would take half a second in each worker.
     """
     gc.collect()
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before the options -m and -k take items away
+@pytest.hookimpl(tryfirst=True)  # runs before the options -m and -k remove items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that no worker has one left when the others are done."""
+    """Run the longest files first, so that at the end no worker still runs a long file."""
     items.sort(key=lambda item: -COSTS.get("/".join(item.path.with_suffix("").parts[-2:]), 0))
     for item in items:
         name = item.path.relative_to(HERE).with_suffix("")
@@ -214,13 +220,14 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
 
 @pytest.fixture
 def quick_compiler(tmp_path_factory) -> str:
-    """Return a C compiler that writes an empty library at once, for tests of when a library is
-    compiled.
+    """Return a C compiler that writes an empty library at once.
+
+    Tests use it to check when the product compiles a library.
     """
     path = tmp_path_factory.mktemp("compiler") / "cc"
     path.write_text(
         "#!/bin/sh\n"
-        'case " $* " in *" -E "*) exec cc "$@";; esac\n'  # the guard's sources ask the preprocessor
+        'case " $* " in *" -E "*) exec cc "$@";; esac\n'  # the guard's build needs the preprocessor
         'while [ $# -gt 1 ]; do [ "$1" = -o ] && : > "$2"; shift; done\n'
     )
     path.chmod(0o755)

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The tests' way to the emulated driver: all that they use of ``emucuda``.
+"""The tests' interface to the emulated driver: everything that they use of ``emucuda``.
 
-Only ``tests/emulator``, that package's own tests, import it directly.
+Only ``tests/emulator``, the tests of that package, imports it directly.
 """
 
 from emucuda import (

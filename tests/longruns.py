@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The table in ``docs/long-tests.md``: what each long test shows, its seconds, its last run.
+"""The table in ``docs/long-tests.md``: what each long test shows, its seconds and its last run.
 
-``make test-long`` (``pytest --note-long``) writes the last two columns of the tests that it ran;
-people write the first two. ``test_longruns.py`` compares the table with the tests.
+``make test-long`` (``pytest --note-long``) writes the last two columns of the tests that it ran.
+People write the first two columns. ``test_longruns.py`` compares the table with the tests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD = "| Test | Shows | Seconds | Last run |"
 
 @dataclass
 class Row:
-    """A long test; ``seconds`` and ``last`` are empty until it has run."""
+    """A long test. Its ``seconds`` and ``last`` are empty until the test has run."""
 
     test: str
     shows: str
@@ -32,12 +32,14 @@ class Row:
 
 
 def name_of(nodeid: str) -> str:
-    """Return the table's name of a test: one row for all values of its parameters."""
+    """Return a test's name in the table, which has one row for all values of the
+    test's parameters.
+    """
     return nodeid.partition("[")[0].removeprefix("tests/")
 
 
 def split() -> tuple[str, dict[str, Row]]:
-    """Return the page up to its table, and the rows by test."""
+    """Return the page's text before its table, and the rows by test."""
     before, head, rest = PAGE.read_text().partition(HEAD)
     assert head, f"{PAGE} has no table"
     rows = {}

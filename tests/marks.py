@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Find all processes of one test by a variable of their environment."""
+"""Finds all processes of one test by a variable in their environment."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from pathlib import Path
 
 import psutil
 
-#: In the environment of every process that a test starts, so that the test finds all of them.
+#: This variable is in the environment of every process that a test starts, so that the test finds
+#: them all.
 MARK = "GPUPOOL_E2E_MARK"
 
-#: Deadline for the end of processes that end by themselves, a broker without sessions above all.
+#: Deadline for the end of processes that end without a signal, such as a broker without sessions.
 PATIENCE = 60.0
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Return the living processes that were started below a test with this mark."""
+    """Return the living processes that a test with this mark has started, directly or not."""
     entry = f"{MARK}={mark}".encode()
     found = []
     for process in psutil.process_iter():
@@ -48,10 +49,11 @@ def command_of(process: psutil.Process) -> str:
 def short_folder() -> Iterator[Path]:
     """Yield a folder for sockets and state, with ``MARK=folder`` in this process's environment.
 
-    A broker writes its state until it ends, and nothing waits for a broker that ends by itself. The
-    folder is removed when the last marked process has ended. One that does not end is a failure.
+    A broker writes its state until it ends, and no other code waits for a broker that ends
+    without a signal. This function removes the folder when the last marked process has ended. A
+    process that does not end is a failure.
     """
-    folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
+    folder = Path(tempfile.mkdtemp(prefix="gp"))  # a socket needs a short path
     before = os.environ.get(MARK)
     os.environ[MARK] = str(folder)
     try:
@@ -60,7 +62,7 @@ def short_folder() -> Iterator[Path]:
         while left := marked(str(folder)):
             shown = [f"{process.pid} {command_of(process)}" for process in left]
             assert time.monotonic() < deadline, f"not ended within {PATIENCE:g} s: {shown}"
-            time.sleep(0.02)  # between two looks; the deadline decides
+            time.sleep(0.02)  # only the pause between two checks
     finally:
         os.environ.pop(MARK)
         if before is not None:

@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Namespaces of Linux, as containers have them, by ``unshare`` of util-linux."""
+"""Linux namespaces like those of containers, made by ``unshare`` of util-linux."""
 
 import subprocess
 from functools import lru_cache
 from pathlib import Path
 
-#: A process with process numbers of its own, which ends with its starter.
+#: Words that run a command with its own process numbers. The command ends with the process that
+#: started it.
 OWN_NUMBERS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -23,6 +24,6 @@ def refusal():
 
 
 def child(pid):
-    """Return the number, here, of the only child of a process."""
+    """Return the process number of the only child of a process, as seen from here."""
     (number,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(number)

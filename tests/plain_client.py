@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A client without kernel provisioners: it starts the ``argv`` of a kernelspec by itself."""
+"""A client without kernel provisioners: it starts the ``argv`` of a kernelspec itself."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ SHIPPED = "gpupool-python3"
 
 
 class PlainKernel:
-    """A kernel as VS Code starts it: with its kernelspec's argv and env, and a connection file.
+    """A kernel started like in VS Code, with its kernelspec's argv and env, and a connection file.
 
-    With ``vscode``, an ipykernel's argv changes as there: ``-f {connection_file}`` becomes
-    ``--f=FILE`` at the end. Other kernels get the name of the file in place of the placeholder.
+    With ``vscode``, an ipykernel's argv changes as VS Code changes it: ``-f {connection_file}``
+    becomes ``--f=FILE`` at the end. Other kernels get the name of the file in place of the
+    placeholder.
     """
 
     def __init__(self, name: str, folder: Path, *, vscode: bool = False, **env: str) -> None:
@@ -31,7 +32,7 @@ class PlainKernel:
         write_connection_file(str(self.file), transport="ipc", ip=str(self.file) + ".s")
         argv = list(spec.argv)
         if argv[0] == "python":
-            argv[0] = sys.executable  # VS Code uses the interpreter that the kernelspec belongs to
+            argv[0] = sys.executable  # VS Code uses the kernelspec's own interpreter
         if vscode:
             place = argv.index("{connection_file}")
             argv[place - 1 : place + 1] = []
@@ -58,11 +59,12 @@ class PlainKernel:
         return self.process.pid
 
     def run(self, code: str) -> str:
-        """Run a cell; return its output, and its error."""
+        """Run a cell; return its output, including its error."""
         if self.client is None:
             self.client = BlockingKernelClient(connection_file=str(self.file))
             self.client.load_connection_file()
-            # Its heartbeat declares a kernel dead after a second: too short for a busy machine.
+            # The client's heartbeat would declare a kernel dead after a second: too short on a
+            # busy machine.
             self.client.start_channels(hb=False)
             self.client.wait_for_ready(timeout=60)
         text: list[str] = []
@@ -89,7 +91,7 @@ class PlainKernel:
         return text
 
     def reply(self, request: str) -> dict[str, Any]:
-        """Wait for the answer to a request and return it."""
+        """Wait for the answer to a request; return the answer."""
         while True:
             message: dict[str, Any] = self.client.get_shell_msg(timeout=60)
             if message["parent_header"].get("msg_id") == request:

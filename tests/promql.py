@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which labels the answer to a query of Prometheus has: a panel with another label is empty.
+"""The labels in the answer to a Prometheus query: a panel with another label would be empty.
 
-It reads the part of PromQL that our dashboards use, and fails where a query names a metric or a
-label that nothing exports.
+This module reads the part of PromQL that our dashboards use. It fails if a query names a metric
+or a label that nothing exports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOKENS = re.compile(
 
 
 def exported(registry):
-    """Return the labels of each sample that a registry can have: name -> labels."""
+    """Return the labels of each sample that a registry can have, by the sample's name."""
     found = {}
     for family in registry.collect():
         ends = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}
@@ -29,7 +29,7 @@ def exported(registry):
         for end in ends:
             labels = (s.labels for s in family.samples if s.name == family.name + end)
             found[family.name + end] = TARGET | {*chain.from_iterable(labels)}
-    # Counters have no sample before they have counted; their labels are known all the same.
+    # A counter has no sample before it has counted, but its labels are known.
     for metric in registry._collector_to_names:
         for name in registry._collector_to_names[metric]:
             if name in found:
@@ -38,7 +38,7 @@ def exported(registry):
 
 
 def labels_of(query, known):
-    """Return the labels of the query's answer; ``known`` is what :func:`exported` returns."""
+    """Return the labels of a query's answer; ``known`` is the result of :func:`exported`."""
     parser = _Parser(query, known)
     found = parser.sum()
     assert parser.peek() is None, f"{query}: {parser.peek()!r} is not understood"
@@ -74,7 +74,7 @@ class _Parser:
         return found
 
     def sum(self):
-        """Read operands and what is between them; None is a number."""
+        """Read operands and the operators between them; a result of None is a number."""
         left = self.operand()
         while self.peek() in ("*", "/", "+", "-"):
             self.take()
@@ -150,12 +150,12 @@ class _Parser:
 
 
 def check(board, known):
-    """Check each query of a dashboard, and that its legend names labels of the answer.
+    """Check each query of a dashboard, and that the legend uses only labels of the answer.
 
     Returns
     -------
     set
-        The names of the samples that it shows.
+        The names of the samples that the dashboard shows.
     """
     queries = [
         (t["expr"], t.get("legendFormat", "")) for p in board["panels"] for t in p["targets"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The dependency rule, checked in the source: left may import right, never back."""
+"""The rule for dependencies, checked in the source: left may import right, never back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jupyter_gpupool"
 
-#: Modules that every part may import; they import only each other and the standard library.
+#: Modules that every part may import. They import only each other and the standard library.
 LEAVES = ("cgroups", "deadlines", "errors", "procfs", "states", "text", "units")
 
-#: part -> the parts it may import besides itself, the leaves and the standard library.
+#: part -> the parts that it may import. Each part may also import itself, the leaves and the
+#: standard library.
 ALLOWED: dict[str, str] = {
-    "__init__": "programs",  # in a function: see below
+    "__init__": "programs",  # only inside a function: see below
     "local_machine": "",
     "endpoint": "local_machine",
     "durations": "",
@@ -44,7 +45,8 @@ ALLOWED: dict[str, str] = {
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
     "remote_provisioner": "client cluster launcher provisioner",
-    # emulation: the server finds out without a broker whether there is a driver, real or emulated.
+    # emulation: with this part, the server finds out without a broker whether there is a real or
+    # emulated driver.
     "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
     "kernelspecs": "launcher",
     "programs": "client guard kernel launcher local_machine startrecord",
@@ -56,7 +58,7 @@ ALLOWED: dict[str, str] = {
     "startrecord timeline",
 }
 
-#: The only third-party packages that a part may import; other parts may import none.
+#: The third-party packages that each part may import; other parts may import none.
 THIRD_PARTY = {
     "durations": {"prometheus_client"},
     "cluster": {"ray"},
@@ -76,7 +78,7 @@ THIRD_PARTY = {
     "cli": {"traitlets", "jupyter_core", "jupyter_client"},
 }
 
-#: Optional libraries of the user that the agent may use if the user has loaded them.
+#: Optional libraries that the agent may use if the user has loaded them.
 USERS_OWN = {"kernel": {"torch", "cupy"}}
 
 
@@ -91,7 +93,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path):
-    """Yield (top-level module, dotted name inside our package or '') for each import."""
+    """Yield for each import its top-level module, and its dotted name in our package, or ""."""
     here = path.relative_to(PACKAGE.parent).with_suffix("").parts
     for node in ast.walk(parsed(path)):
         names: list[str] = []
@@ -120,7 +122,8 @@ def test_module_imports_only_what_its_part_may_import(path):
         if top == PACKAGE.name:
             target = inner.split(".")[0] if inner else "__init__"
             if not (PACKAGE / target).exists() and not (PACKAGE / f"{target}.py").exists():
-                target = "__init__"  # a name defined in the package itself, such as __version__
+                # The name is defined in the package itself, such as __version__.
+                target = "__init__"
             allowed = [*LEAVES, *ALLOWED.get(part, "").split()]
             assert (
                 target == part
@@ -144,12 +147,14 @@ def test_tests_of_the_emulated_driver_do_not_import_the_product():
         files += (ROOT / "tests" / folder).glob("*.py")
     for path in files:
         assert PACKAGE.name not in {top for top, _ in imports(path)}, path
-        # Some tests send code to child processes.
+        # Some tests send code to child processes, so the text is checked, too.
         assert f"from {PACKAGE.name}" not in path.read_text(), path
 
 
 def test_only_two_modules_import_the_emulated_driver():
-    """The product's module and the tests' module for it; the driver's own tests need neither."""
+    """One module is the product's, the other is the tests'. The emulated driver's
+    own tests need neither.
+    """
     users = {
         str(path.relative_to(ROOT))
         for folder in (PACKAGE, ROOT / "tests")
@@ -162,7 +167,7 @@ def test_only_two_modules_import_the_emulated_driver():
 
 
 def names(path: Path):
-    """Yield all that a module imports from our package, each with its dotted name in it."""
+    """Yield the dotted name of everything that a module imports from our package."""
     here = path.relative_to(PACKAGE).parts
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -171,7 +176,7 @@ def names(path: Path):
 
 
 def test_only_devices_itself_chooses_the_vendor():
-    """A new vendor needs one more folder, and a choice in ``devices/__init__.py``."""
+    """For a new vendor, only one more folder and a choice in ``devices/__init__.py`` are needed."""
     devices = PACKAGE / "devices"
     public = {node.value for node in ast.walk(ast.parse((devices / "__init__.py").read_text()))
               if isinstance(node, ast.Constant) and isinstance(node.value, str)}  # fmt: skip
@@ -184,7 +189,7 @@ def test_only_devices_itself_chooses_the_vendor():
             assert not {top for top, _ in imports(path)} & THIRD_PARTY["devices"], path
 
 
-#: Modules of ``cluster`` that decide, as the pool does.
+#: Modules of ``cluster`` that make decisions, like the pool. They are pure.
 PURE = [
     PACKAGE / "cluster" / f"{name}.py"
     for name in (
@@ -205,7 +210,7 @@ def test_the_pool_and_the_ledger_read_no_clock_and_do_no_io():
         assert not forbidden & {top for top, _ in imports(path)}, path
 
 
-def test_importing_the_package_imports_nothing_else():
+def test_import_of_the_package_imports_no_other_module_of_it():
     ours = "[name for name in sys.modules if name.startswith('jupyter_gpupool.')]"
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import jupyter_gpupool; print({ours})"
     done = subprocess.run(
@@ -215,14 +220,15 @@ def test_importing_the_package_imports_nothing_else():
 
 
 def test_commands_for_programs_do_not_import_asyncio():
-    """It was a third of the time in which each of these commands starts."""
+    """The import took a third of the start time of each of these commands."""
     modules = ("cli.commands", "programs.execution", "programs.detached", "client")
     code = "import sys, " + ", ".join(f"{PACKAGE.name}.{name}" for name in modules)
     code += "; sys.exit('asyncio' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-#: By part: variables that hold plain data, records with fields, which other code may set.
+#: By part: variables whose values are plain data, records with fields. Other code may set these
+#: fields.
 PLAIN_DATA = {
     "broker": {
         "session": "what the broker knows of a kernel (sessions.LiveSession)",
@@ -261,7 +267,7 @@ PLAIN_DATA = {
 
 
 def attribute_targets(tree: ast.AST):
-    """Yield each attribute that a statement assigns to, as its node."""
+    """Yield the node of each attribute that a statement assigns to."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             targets = list(node.targets)
@@ -274,12 +280,14 @@ def attribute_targets(tree: ast.AST):
             yield from (part for part in parts if isinstance(part, ast.Attribute))
 
 
-#: All but the pool, which is functions over records: see ``pool/facts.py``.
+#: All modules except the pool, which consists of functions over records: see ``pool/facts.py``.
 WIRED = [path for path in MODULES if part_of(path) != "pool"]
 
 
-def test_no_object_sets_another_ones_attributes():
-    """An object gets what it uses when it is constructed: ``broker/assembly.py`` has the order."""
+def test_no_object_sets_attributes_of_another_object():
+    """An object gets all that it uses when it is constructed;
+    ``broker/assembly.py`` has the order.
+    """
     found = []
     for path in WIRED:
         records = PLAIN_DATA.get(part_of(path), {})
@@ -298,8 +306,8 @@ def is_own(node: ast.AST) -> bool:
     return node.value.id == "self"
 
 
-def test_no_object_asserts_that_it_has_what_it_uses():
-    """Such an assertion means that it is used before it is complete."""
+def test_no_object_asserts_that_its_attributes_are_set():
+    """Such an assertion means that the object is used before it is complete."""
     found = []
     for path in MODULES:
         for function in ast.walk(parsed(path)):
@@ -316,12 +324,13 @@ def test_no_object_asserts_that_it_has_what_it_uses():
     assert found == []
 
 
-#: Pairs that import only each other's type: a session has connections, a connection a session.
+#: A pair of modules that import only each other's type: a session has connections, and a
+#: connection has a session.
 KNOWN_PAIR = {"transport.connection", "sessions"}
 
 
 def test_imports_in_the_broker_have_no_cycle():
-    """Imports for types alone count as well, because imports show which module calls which."""
+    """Imports for types alone count, too, because imports show which module calls which."""
     broker = PACKAGE / "broker"
     modules = {".".join(p.relative_to(broker).with_suffix("").parts): p for p in
                broker.rglob("*.py")}  # fmt: skip

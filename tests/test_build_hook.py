@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The build hook of the package: what it compiles, and when it builds the JupyterLab part."""
+"""The build hook of the package: what it compiles, and when it builds the part for JupyterLab."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def module():
 
 @pytest.fixture
 def hook(module, monkeypatch):
-    """Return the hook without the JupyterLab part, which has its own tests."""
+    """Return the hook without the part for JupyterLab, which has its own tests."""
     monkeypatch.setenv("GPUPOOL_NO_LABEXTENSION", "1")
 
     def make(target="wheel"):
@@ -47,7 +47,7 @@ def hook(module, monkeypatch):
 
 
 @pytest.mark.parametrize("version", ["standard", "editable"])
-def test_the_package_carries_the_driver(hook, version):
+def test_the_package_contains_the_emulated_driver(hook, version):
     data = {"pure_python": True}
     one = hook()
     one.initialize(version, data)
@@ -61,7 +61,7 @@ def test_package_built_without_a_compiler_is_pure_python(hook, monkeypatch):
     data, one = {"pure_python": True}, hook()
     one.initialize("standard", data)
     assert data == {"pure_python": True}
-    assert len(one.app.warnings) == 2  # the emulated driver, the guard
+    assert len(one.app.warnings) == 2  # for the emulated driver and the guard
     assert not any("\n" in warning for warning in one.app.warnings)
 
 
@@ -83,7 +83,7 @@ def test_jupyterlab_part_is_built_again_after_a_failed_build(module, tmp_path):
     out = tmp_path / "jupyter_gpupool" / "labextension"
     assert not module._ui_is_built(tmp_path)
     (out / "static").mkdir(parents=True)
-    # The builder copies it so before it compiles.
+    # Before it compiles, the builder copies the file in this form.
     (out / "package.json").write_text(json.dumps({"jupyterlab": {"extension": "lib/index.js"}}))
     assert not module._ui_is_built(tmp_path)
     load = "static/remoteEntry.0.js"

@@ -23,7 +23,7 @@ from jupyter_gpupool.protocol import decode, encode
 
 
 class Server:
-    """One listening socket; the test reads requests and writes any answer."""
+    """A listening socket; the test reads the requests and writes any answer."""
 
     def __init__(self, path):
         self.path = path
@@ -157,7 +157,7 @@ def test_dead_socket_file_is_reported_as_no_broker(tmp_path):
 
 
 def test_client_waits_while_the_listen_queue_is_full(tmp_path):
-    """Other clients have filled the backlog; the system keeps our place in it."""
+    """Other clients have filled the queue, and the system keeps our place in it."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -186,7 +186,7 @@ def test_client_waits_while_the_listen_queue_is_full(tmp_path):
 
 
 def test_signal_during_connect_does_not_count_as_connected(tmp_path):
-    """Python reports such an interrupted connect as done; see ``dial``."""
+    """Python reports such an interrupted connect as successful; see ``dial``."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -235,11 +235,11 @@ def test_error_has_the_brokers_reason_for_closing(server, client):
         future.result(30)
 
 
-def test_first_answer_of_the_machine_s_broker_may_take_its_start(tmp_path, monkeypatch):
-    """A service manager's queue takes the connection while the broker still starts."""
+def test_machine_wide_broker_may_answer_first_after_its_start(tmp_path, monkeypatch):
+    """The service manager's queue accepts the connection while the broker still starts."""
     monkeypatch.setattr(client_module, "is_machine_path", lambda _: True, raising=False)
     monkeypatch.setattr(client_module, "CALL_TIMEOUT", 0.001)
-    # The default of a parameter was bound before.
+    # The default of the parameter was evaluated earlier, so it is set separately.
     monkeypatch.setitem(Client.call.__kwdefaults__, "timeout", 0.001)
     asks = (
         lambda path: ClientAgain(lambda: path, timeout=60).call("ping")["type"] == "ok",
@@ -251,6 +251,6 @@ def test_first_answer_of_the_machine_s_broker_may_take_its_start(tmp_path, monke
             answer = pool.submit(ask, server.path)
             server.accept()
             request = server.read()
-            time.sleep(0.05)  # longer than a call may take; a slow machine makes it longer
+            time.sleep(0.05)  # longer than the time-out of a call, on any machine
             server.write(type="ok", id=request["id"])
             assert answer.result(60)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Waits that end in time, and that can be cancelled at any instant."""
+"""Waits that end within a time-out, and that can be cancelled at any instant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .test_architecture import MODULES, PACKAGE, parsed
 
 
 def started(work):
-    """Return a task of ``work`` that has begun to wait."""
+    """Return a task for ``work`` that has already begun to wait."""
 
     async def turn():
         task = asyncio.ensure_future(work)
@@ -27,7 +27,7 @@ def started(work):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_cancellation_is_kept_when_the_work_ends_at_that_instant(fails):
+def test_cancellation_counts_if_the_work_ends_at_that_instant(fails):
     async def scenario():
         answer = asyncio.get_running_loop().create_future()
         task = await started(within(answer, 60))
@@ -54,7 +54,7 @@ def test_result_and_error_of_the_work_are_passed_on():
 
 
 @pytest.mark.parametrize("seconds", [0, 0.01])
-def test_late_work_is_cancelled_and_over_before_the_error(seconds):
+def test_late_work_has_been_cancelled_when_the_error_comes(seconds):
     over = []
 
     async def work():
@@ -75,7 +75,7 @@ def test_late_work_is_cancelled_and_over_before_the_error(seconds):
     asyncio.run(scenario())
 
 
-def test_cancelled_wait_ends_its_work_first():
+def test_cancelled_wait_first_ends_its_work():
     over = []
 
     async def work():
@@ -95,7 +95,7 @@ def test_cancelled_wait_ends_its_work_first():
     asyncio.run(scenario())
 
 
-def test_no_module_waits_by_asyncios_own_function():
+def test_no_module_uses_asyncio_wait_for():
     found = [
         f"{path.relative_to(PACKAGE)}:{node.lineno}"
         for path in MODULES

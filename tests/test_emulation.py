@@ -12,7 +12,9 @@ from jupyter_gpupool import emulation
 
 @pytest.fixture
 def machine_with(monkeypatch):
-    """Return a function that gives the machine these files, and fails if one is opened."""
+    """Return a function that gives the machine these files, and the result of
+    opening /dev/nvidiactl.
+    """
 
     def have(files, opened=errno.ENOENT):
         def open_it(path, flags):
@@ -41,6 +43,6 @@ def test_device_file_shows_a_real_driver(machine_with, opened):
 
 @pytest.mark.parametrize("opened", [errno.ENOENT, errno.ENXIO, errno.ENODEV])
 def test_device_file_that_cannot_be_opened_shows_no_driver(machine_with, opened):
-    """NVIDIA's library makes the file for root, even if the Linux kernel has no driver."""
+    """As root, NVIDIA's library makes the file even if the Linux kernel has no driver."""
     machine_with(["/dev/nvidiactl"], opened)
     assert not emulation.real_driver_present()

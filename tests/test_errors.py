@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Error codes: one list has them all, and no other code is in use."""
+"""Error codes: one list has all codes, and no other code is in use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "errors.
 
 
 def texts(node: ast.AST | None) -> list[str]:
-    """Return the possible texts of ``node``: itself, either branch, either side of ``or``."""
+    """Return the possible texts of ``node``: its own, those of its branches, or
+    of the sides of ``or``.
+    """
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.IfExp):
@@ -32,7 +34,7 @@ def texts(node: ast.AST | None) -> list[str]:
 
 
 def free_codes(tree: ast.AST) -> list[str]:
-    """Return the texts in ``tree`` that are in the place of an error code."""
+    """Return the texts in ``tree`` at places where an error code belongs."""
     found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -55,7 +57,7 @@ def free_codes(tree: ast.AST) -> list[str]:
 
 
 def test_every_error_code_is_from_the_list():
-    # Words in capitals are the driver's, such as CUDA_ERROR_NOT_READY.
+    # Words in capitals are codes of the driver, such as CUDA_ERROR_NOT_READY.
     found = {
         str(path.relative_to(PACKAGE)): codes
         for path in SOURCES

@@ -36,7 +36,7 @@ def test_machine_id_is_stable_and_hides_the_real_number():
 
 
 @pytest.mark.parametrize("text", [None, "", "uninitialized\n", "x" * 32])
-def test_machine_without_an_id_has_one_from_name_and_network(fresh, monkeypatch, tmp_path, text):
+def test_machine_without_an_id_gets_one_from_name_and_network(fresh, monkeypatch, tmp_path, text):
     path = tmp_path / "machine-id"
     if text is not None:
         path.write_text(text)
@@ -50,7 +50,7 @@ def test_machine_without_an_id_has_one_from_name_and_network(fresh, monkeypatch,
         assert local_machine.machine_id() != first
 
 
-def test_name_tells_a_container_from_its_host(fresh, monkeypatch):
+def test_a_container_has_another_id_than_its_host(fresh, monkeypatch):
     host = local_machine.machine_id()
     local_machine.machine_id.cache_clear()
     monkeypatch.setattr(local_machine, "FIRST_NAMESPACE", "another")
@@ -72,7 +72,7 @@ def test_file_system_comes_from_the_nearest_existing_folder(tmp_path):
     assert local_machine._file_system(tmp_path / "not" / "yet") == local_machine._file_system(
         tmp_path
     )
-    assert local_machine._file_system(Path("/proc/self/none")) == 0x9FA0  # proc
+    assert local_machine._file_system(Path("/proc/self/none")) == 0x9FA0  # the file system of /proc
     assert local_machine.network_file_system(tmp_path) == ""
 
 
@@ -94,7 +94,7 @@ def test_local_folder_skips_network_mounts_and_taken_names(monkeypatch, tmp_path
     assert local_machine.local_folder() == bases[2] / name
 
 
-def test_private_folder_is_closed_to_others(tmp_path):
+def test_private_folder_is_closed_to_other_users(tmp_path):
     folder = tmp_path / "a" / "b"
     assert local_machine.make_private(folder) == folder
     folder.chmod(0o777)

@@ -41,7 +41,7 @@ def test_note_of_a_run_keeps_the_text_written_by_hand(tmp_path, monkeypatch):
     assert rows["c.py::test_c"].last.endswith(", failed")
 
 
-def test_files_with_a_cost_and_quick_ones_exist():
+def test_all_files_in_the_tables_of_conftest_exist():
     named = COSTS.keys() | QUICK
     assert [n for n in named if not (HERE / f"{n}.py").exists() and not (HERE / n).is_dir()] == []
 
@@ -53,5 +53,5 @@ def test_files_with_a_cost_and_quick_ones_exist():
         ("tests/e2e/test_chaos.py::test_one_of_each[cell]", "e2e/test_chaos.py::test_one_of_each"),
     ],
 )
-def test_the_name_of_a_row_has_no_parameters(nodeid, name):
+def test_name_of_a_row_has_no_parameters(nodeid, name):
     assert longruns.name_of(nodeid) == name

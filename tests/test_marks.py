@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The folders of tests outlive the processes that write in them."""
+"""The folder of a test outlives the processes that write to it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from . import marks
 
-#: Writes a file for a while after its start, as a broker does that ends by itself.
+#: Writes files for a while after its start, like a broker that ends without a signal.
 WRITER = """
 mkdir "$0/state"
 for number in $(seq 200); do : > "$0/state/$number" || exit 1; sleep 0.002; done
@@ -22,7 +22,7 @@ def test_folder_waits_for_processes_that_write_in_it():
     with marks.short_folder() as folder:
         writer = subprocess.Popen(["sh", "-c", WRITER, folder])
         before = marks.marked(str(folder))
-    # The shell's own children, such as its present sleep, are marked as well.
+    # The shell's own children, such as its current sleep, have the mark, too.
     assert writer.pid in [process.pid for process in before]
     assert writer.wait(60) == 0, "it could write to its end"
     assert not folder.exists()
@@ -36,6 +36,6 @@ def test_process_that_does_not_end_is_named_and_killed(monkeypatch):
     ):
         process = subprocess.Popen(["sleep", "1000"])
     monkeypatch.undo()
-    process.wait(60)  # `marks` has reaped it, so that this code says nothing
+    process.wait(60)  # `marks` has already reaped it; this call updates the object
     assert not psutil.pid_exists(process.pid)
     assert not folder.exists()

@@ -21,7 +21,8 @@ from jupyter_gpupool.devices.nvidia.members import maps_libcuda, session_members
 from jupyter_gpupool.procfs import ProcessId
 from tests import namespaces
 
-#: Prints its pid and those of the chain of processes below it, then waits for its stdin to end.
+#: Prints its process id, starts a chain of child processes that do the same, and waits until its
+#: stdin ends.
 CHAIN = """
 import os, subprocess, sys
 depth = int(sys.argv[1])
@@ -37,7 +38,9 @@ if child:
 
 @pytest.fixture
 def spawn():
-    """Start Python code in a process with a pipe to its stdin; kill all of them at the end."""
+    """Return a function that starts Python code with a pipe to its stdin; at the
+    end, kill all processes.
+    """
     with ExitStack() as stack:
 
         def start(code, *arguments, env=None, count=1):
@@ -130,7 +133,7 @@ def test_children_come_before_their_parents(spawn):
     assert {member.libcuda for member in members} == {False}
 
 
-def test_background_process_belongs_by_its_environment(spawn):
+def test_background_process_is_in_the_session_of_its_environ(spawn):
     _, (root,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     _, (orphan,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "other"})
@@ -156,7 +159,8 @@ def test_broker_of_a_notebook_is_not_in_its_session(spawn):
     root, broker, _ = pids
     members = session_members(procfs.identify(root), "mine", broker)
     assert [member.process.pid for member in members] == [root]
-    # The same holds if its parent has ended and the environment has the session's id.
+    # This also holds if the broker's parent has ended and the broker's environment has the
+    # session's id.
     _, (other,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     members = session_members(procfs.identify(other), "mine", root)
     assert [member.process.pid for member in members] == [other]
@@ -225,7 +229,7 @@ def test_numbers_of_another_namespace_are_translated():
         assert procfs.number_inside(first.pid) == 1
         assert procfs.translated(1, beside=first.pid) == first.pid
         assert procfs.translated(1, beside=second.pid) == second.pid
-        # Numbers of the machine, or of the other one, name nobody there.
+        # Process numbers of the machine, or of the other namespace, belong to no process there.
         assert procfs.translated(os.getpid(), beside=first.pid) == 0
         assert procfs.translated(os.getpid(), beside=os.getpid()) == os.getpid()
         assert procfs.apart(first.pid, second.pid)
@@ -236,7 +240,7 @@ def test_numbers_of_another_namespace_are_translated():
         there = ProcessId(1, first.start_time)
         false = ProcessId(1, first.start_time + 1)
         translation, named = Translation(), {there, false, second, procfs.identify(os.getpid())}
-        for _ in range(2):  # looked up, then remembered
+        for _ in range(2):  # the first time by a look, the second time from memory
             assert translation.here(session, named) == {there: first}
     finally:
         for box in boxes:
@@ -244,7 +248,7 @@ def test_numbers_of_another_namespace_are_translated():
     assert translation.here(session, {there}) == {}
 
 
-def test_page_of_false_processes_causes_few_looks(monkeypatch):
+def test_page_with_false_processes_causes_few_looks(monkeypatch):
     own, looks, now = procfs.identify(os.getpid()), [], [0.0]
     child = ProcessId(7, own.start_time)
     monkeypatch.setattr(procfs, "other_space", lambda _: 1)
@@ -253,7 +257,7 @@ def test_page_of_false_processes_causes_few_looks(monkeypatch):
     translation = Translation(lambda: now[0])
     kernel = ProcessId(procfs.number_inside(own.pid), own.start_time)
     assert translation.here(session, {kernel}) == {kernel: own}
-    assert not looks  # a kernel without children needs none
+    assert not looks  # a kernel without children needs no look
     for false in range(10):
         assert translation.here(session, {kernel, ProcessId(9, false)}) == {kernel: own}
         assert translation.number(session, 1 << 22, own.pid) == 0
@@ -262,17 +266,19 @@ def test_page_of_false_processes_causes_few_looks(monkeypatch):
     now[0] = 1.0
     assert translation.here(session, {child}) == {child: own}
 
-    # Many sessions of one user share a limit, and leave another user's looks alone.
+    # All sessions of a user share a limit of looks. It does not affect another user's looks.
     many = [SimpleNamespace(id=f"{n}", uid="mallory", process=own) for n in range(100)]
     looks.clear()
     for one in many * 2:
         translation.here(one, {kernel, ProcessId(9, id(one))})
     assert len(looks) == 32
-    translation.number(many[0], 1 << 22, own.pid)  # asked for by a message, which has a price
+    # A message asks for this look, and messages have their own limit.
+    translation.number(many[0], 1 << 22, own.pid)
     assert len(looks) == 33
     now[0] = 2.0
     assert translation.here(session, {child, ProcessId(9, 1)}) == {child: own}
     for one in many:
         translation.forget(one)
-    assert translation.here(many[0], {child}) == {child: own}  # the ended ones still count
+    # The looks of ended sessions still count.
+    assert translation.here(many[0], {child}) == {child: own}
     assert len(looks) == 35

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The record of a broker's start: who may write it, its content, and what failures lead to."""
+"""The record of a broker's start: who may write it, its content, and the effect of failures."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__.removeprefix("damage_"))
-def test_record_that_others_could_have_written_is_refused(socket, damage):
+def test_record_that_other_users_could_write_is_refused(socket, damage):
     write_record(socket, COMMAND, {})
     damage(record_path(socket))
     with pytest.raises(BadRecord) as caught:
@@ -102,7 +102,7 @@ def test_record_that_others_could_have_written_is_refused(socket, damage):
     assert f"rm {record_path(socket)}" in caught.value.next_step
 
 
-def test_record_of_another_boot_is_ignored(socket):
+def test_record_from_before_a_reboot_is_ignored(socket):
     write_record(socket, COMMAND, {})
     path = record_path(socket)
     path.write_text(json.dumps({**json.loads(path.read_text()), "boot": "another"}))
@@ -120,7 +120,7 @@ def test_failed_starts_back_off_until_one_succeeds(socket):
     assert known.message == "failed 3"
     assert 25 < known.pause(time.time()) <= 30
     assert startfailures.read_failures(socket) == known
-    # For example, a user started the broker by hand, and it serves.
+    # For example, a user has started the broker by hand, and it serves.
     startfailures.forgive(socket)
     assert startfailures.read_failures(socket) == Failures()
 
@@ -146,7 +146,7 @@ def test_brokers_that_serve_nobody_back_off_and_stop(socket):
     assert pauses[-1] == max(startfailures.DEATH_PAUSES) == 5.0
 
 
-def test_one_more_broker_is_tried_after_the_pause(socket, monkeypatch):
+def test_one_more_broker_is_started_after_the_pause(socket, monkeypatch):
     for pid in range(1, startfailures.MOST_DEATHS + 1):
         known = died(socket, pid)
     known = startfailures.note_failure(socket, known, "again and again", "", final=True)
@@ -192,7 +192,7 @@ def test_old_deaths_do_not_count(socket, monkeypatch):
     assert known.often(later) == ""
 
 
-def test_broker_that_ends_in_order_leaves_no_record(socket):
+def test_broker_that_ends_in_an_orderly_way_leaves_no_record(socket):
     record = startrecord.write_record(socket, COMMAND, {})
     startrecord.remove_record(socket)
     startrecord.change_record(socket, record, served=True)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Helpers that make pieces of sentences."""
+"""Functions that make parts of sentences."""
 
 from __future__ import annotations
 

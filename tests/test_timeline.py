@@ -42,7 +42,7 @@ ROWS = [
 ]
 
 
-def test_lanes_follow_the_journal_and_end_with_the_session():
+def test_rows_follow_the_journal_and_end_with_the_session():
     mine, other = timeline.lanes(ROWS, end=10.0)
     assert (mine.label, other.label) == ("mine <&>", "b")
     assert [(s.start, s.end, s.state) for s in mine.spans] == [
@@ -97,5 +97,5 @@ def test_sentences_have_bytes_seconds_and_the_reason():
 
 
 @pytest.mark.parametrize("rows", [[], [{"kind": "broker-start", "time": 1.0, "session": None}]])
-def test_timeline_of_an_empty_journal_says_so(rows):
+def test_timeline_without_sessions_says_that_there_are_none(rows):
     assert "no sessions" in timeline.draw_text(timeline.lanes(rows, 2.0), [])

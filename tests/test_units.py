@@ -22,13 +22,13 @@ from jupyter_gpupool.units import (
     typed_bytes,
 )
 
-#: The tests of the JupyterLab extension read this file as well.
+#: The tests of the JupyterLab extension read this file, too.
 SIZES = json.loads(
     (Path(__file__).parent.parent / "labextension/src/__tests__/sizes.json").read_text()
 )
 
 
-#: The same of waits.
+#: The extension's tests read this file of waits, too.
 WAITS = json.loads(
     (Path(__file__).parent.parent / "labextension/src/__tests__/waits.json").read_text()
 )
@@ -108,7 +108,7 @@ def test_whole_sizes_are_written_as_users_type_them(value, text):
 
 
 @given(st.integers(1, 1 << 50))
-def test_a_formatted_size_reads_back_within_its_rounding(value):
+def test_a_formatted_size_parses_to_nearly_the_same_value(value):
     assert parse_bytes(format_bytes(value)) == pytest.approx(value, rel=0.06)
 
 

@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Questions for a real GPU: the suite under ``tests/gpu``, and benchmarks.
+"""Runs the tests under ``tests/gpu`` and the benchmarks here on a real GPU.
 
 =============  =================================================================================
 ``__main__``   the command line: ``make gpu``
-``plan``       what is run, in which order, within which bound
-``runner``     one item in a process group of its own, with a sure end
-``record``     the file of outcomes: its items are not run again
+``plan``       the items to run, their order and their time limits
+``runner``     runs one item in its own process group, and kills what the item leaves
+``record``     the file of outcomes: an item with an outcome is not run again
 ``raw``        arrays, copies and checks through the driver's own calls
-``child``      an object in a process of its own, with a sure end
-(others)       a benchmark each
+``child``      an object in its own process, which is killed at the end
+(others)       each is one benchmark
 =============  =================================================================================
 """

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``make gpu``: the suite and the benchmarks that need a real GPU, in as many runs as needed.
+"""``make gpu``: run the tests and benchmarks that need a real GPU, in as many runs as needed.
 
 Each item's outcome is written at its end; the next run continues with the first item without an
 outcome. Exit code: 0 if all have passed, 1 if one has not, 2 if time was too short for all.
@@ -86,7 +86,7 @@ def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) 
         line |= {"source": source, "quick": options.quick}
         try:
             book.add(line)
-        except OSError as error:  # a full disk: the outcomes in memory are still useful
+        except OSError as error:  # the disk may be full: print the outcome, which is still useful
             print(f"   {book.path} cannot be written ({error}): {json.dumps(line)}", flush=True)
         ended[item.name] = line
         print(f"   {told(line)}", flush=True)
@@ -104,7 +104,7 @@ def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) 
 
 
 def told(line: dict[str, Any]) -> str:
-    """Return an outcome in a line of text."""
+    """Return an outcome as a line of text."""
     text = f"{line['outcome']} in {line['seconds']:g} s"
     if "tests" in line:
         counts: dict[str, int] = {}

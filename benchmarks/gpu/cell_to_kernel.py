@@ -1,19 +1,19 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""From sending a cell to the end of the first kernel that it launches, by the session's state.
+"""Time from sending a cell to the end of the first GPU kernel it launches, by session state.
 
 ====================  ============================================================================
 ``plain``             plain ipykernel with a context: the baseline of the others
 ``attached``          Pooled GPU kernel that used CUDA a moment ago
-``idle``              the same, after it has counted as idle
+``idle``              the same kernel, once it counts as idle
 ``new_context_plain`` plain ipykernel without a context, which the cell makes
 ``released``          Pooled GPU kernel without a slice and without state, which makes a context
 ``suspended_1GiB``    its state is in host memory, and is copied back
-``suspended_8GiB``    the same, more of it
+``suspended_8GiB``    the same with 8 GiB of state
 ====================  ============================================================================
 
-The cell reads the clock when the kernel's result is there; the clock is that of the whole machine.
-States take turns, in an order that is drawn for each round.
+The cell reads the clock when the GPU kernel's result is there. All processes of the machine share
+this clock. The states take turns, in a random order for each round.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from jupyter_gpupool.emulation import real_driver_present
 
 GiB = 1 << 30
 
-#: Emulated devices here have one byte for so many bytes of a real one.
+#: On an emulated device, one byte stands for so many bytes on a real device.
 SCALE = 16
 
 #: Seconds without CUDA until a kernel counts as idle here; no figure contains this wait.
 QUIET = 0.3
 
-#: Longest wait in seconds for a state, for example after a suspend of 8 GiB.
+#: The longest wait in seconds for a session's state, for example for a suspend of 8 GiB.
 PATIENCE = 40.0
 
-#: The states, the baseline of each, and its number of rounds out of a hundred.
+#: By state: the state that is its baseline, and its number of rounds out of a hundred.
 STATES = {
     "plain": ("plain", 100),
     "attached": ("plain", 100),
@@ -56,7 +56,7 @@ STATES = {
     "suspended_8GiB": ("plain", 25),
 }
 
-#: Bytes of state, for the kernels with state.
+#: Bytes on the device, for the kernels with state.
 SIZES = {"suspended_1GiB": GiB, "suspended_8GiB": 8 * GiB}
 
 SETUP = """
@@ -76,7 +76,7 @@ first()
 print("ready")
 """
 
-#: As above, in a process that holds no context between its cells.
+#: The same for a process that holds no context between its cells.
 SETUP_NEW = """
 import time
 from benchmarks.gpu.raw import Raw
@@ -109,7 +109,7 @@ class Session:
         return next(dict(s) for s in sessions if s["id"] == self._id)
 
     def until(self, *states: str) -> dict[str, Any]:
-        """Wait until it is in one of these states."""
+        """Wait until the session is in one of these states; return it."""
         deadline = time.monotonic() + PATIENCE
         while (found := self.state())["state"] not in states:
             if time.monotonic() > deadline:
@@ -124,12 +124,12 @@ class Session:
         return self.until("detached")
 
     def cell(self) -> float:
-        """Run the cell; return the milliseconds to the end of its first kernel."""
+        """Run the cell; return the milliseconds to the end of its first GPU kernel."""
         begun = time.monotonic()
         return (float(self.kernel.run(self._cell, PATIENCE)) - begun) * 1000
 
     def right(self) -> bool:
-        """Return whether its state equals the result of its cells."""
+        """Return whether the array on the device has the result of all cells so far."""
         return self.kernel.run("print(raw.check('state', 7 + done))").strip() == "True"
 
 
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
             if state.endswith("plain"):
                 kernel = stack.enter_context(Kernel("python3", outside))
                 return Session(kernel, None, new=new, size=size)
-            # Room for the context beside the state.
+            # The slice also needs room for the context.
             memory = max(2 * GiB, size + 2 * GiB)
             kernel = stack.enter_context(Kernel("gpupool-python3", attach="lazy", memory=memory))
             return Session(kernel, client, new=new, size=size)
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 def turns(
     sessions: dict[str, Session], rounds: int, end: float, problems: list[str]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the milliseconds by state, and the bytes that were in host memory before."""
+    """Return the milliseconds by state, and the bytes that a cell finds in host memory."""
     took: dict[str, list[float]] = {name: [] for name in sessions}
     swaps: dict[str, int] = {}
     dice = random.Random(0)
@@ -218,7 +218,7 @@ def turns(
                 took[name].append(sessions[name].cell())
                 ended = True
             if not ended:
-                # Its state is unknown: the others continue without it.
+                # The session's state is unknown: the others continue without it.
                 del sessions[name]
         told = ", ".join(f"{name} {took[name][-1]:.1f} ms" for name in order if took[name])
         print(f"round {number}: {told}", flush=True)
@@ -237,7 +237,7 @@ def prepare(name: str, session: Session, swaps: dict[str, int]) -> None:
 
 @contextmanager
 def noted(problems: list[str], what: str) -> Iterator[None]:
-    """Continue after a failure and add it to the result: the rest is still useful."""
+    """Add a failure to ``problems`` and continue: the other figures are still useful."""
     try:
         yield
     except Exception as error:

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An object in its own process: methods called by name, each answer with a time-out.
+"""Calls the methods of an object in another process by name; each answer has a time-out.
 
 ``python -m benchmarks.gpu.child MODULE:CLASS`` makes the object at its first request. A request is
-a JSON line ``[method, arguments...]``, and so is its answer.
+a JSON line ``[method, arguments...]``. The answer is a JSON line with ``ok`` or ``error``.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-#: Default seconds for an answer.
+#: Default time-out of an answer in seconds.
 ANSWER = 60.0
 
 
 class Trouble(RuntimeError):
-    """The called method raised an error in the process, or the process is gone."""
+    """The called method raised an error in the process, or the process has ended."""
 
 
 class Remote:
-    """The parent's end."""
+    """The object as its parent process sees it."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -42,7 +42,7 @@ class Remote:
         Raises
         ------
         Trouble
-            If it raised, or the process has ended.
+            If the method raised an error, or the process has ended.
         asyncio.TimeoutError
             If there is no answer within ``timeout`` seconds.
         """

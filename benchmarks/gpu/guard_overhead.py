@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The guard's cost in a computing kernel: loops in Pooled GPU kernels and in plain ones.
+"""The guard's cost in a kernel that computes: loops in a Pooled GPU kernel and in plain ones.
 
 Three kernels run the same loops in turns, in a random order for each round: two plain
 ipykernels and one of the pool, under the guard. The overhead is the median, over the rounds, of the
-difference between the guarded kernel and a plain one in the same round; the same between the two
-plain kernels is the noise of such a difference.
+difference between the guarded kernel and the plain ones in the same round. The median difference
+between the two plain kernels is the noise.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from jupyter_gpupool.emulation import real_driver_present
 
 GiB = 1 << 30
 
-#: Most per cent of added time for a loop of launches, of multiplications or of graphs.
+#: The most per cent that the guard may add to a loop of launches, multiplications or graphs.
 BUDGET = 1.0
 BUDGETED = ("launch", "torch_launch", "torch_matmul", "graph", "torch_graph")
 
-#: The body of each loop, and its turns in a round.
+#: By loop: the number of its turns in a round, and what one turn does.
 LOOPS = {
     "launch": (30000, "a launch by cuda-core of a kernel that does nearly nothing"),
     "graph": (3000, "a launch of a graph of 20 such kernels (driver API)"),
@@ -89,7 +89,7 @@ def all_of(loops):
 print(json.dumps(["launch", "graph", "allocation"]))
 """
 
-#: An emulated driver would not compute it.
+#: Runs with a real driver only, because an emulated one would not compute this.
 TORCH = """
 import torch
 cell = torch.zeros(1, device="cuda")
@@ -122,7 +122,7 @@ def loop_torch_allocation(number):
 print(json.dumps(["torch_launch", "torch_matmul", "torch_graph", "torch_allocation"]))
 """
 
-#: Runs in the guarded kernel: whether its calls really go through the guard.
+#: Runs in the guarded kernel: prints whether its calls really go through the guard.
 GUARDED = """
 import os
 print("gpupool" in open("/proc/self/maps").read() and "GPUPOOL_PAGE" in os.environ)
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
             try:
                 ready += prepare(kernels, TORCH)
             except (RuntimeError, queue.Empty) as error:
-                # The loops that do not need it are still measured.
+                # The loops that do not need PyTorch are still measured.
                 problems.append(f"PyTorch: {type(error).__name__}: {error}")
         if kernels["guarded"].run(GUARDED).strip() != "True":
             raise RuntimeError("The kernel of the pool is not under the guard.")
@@ -172,7 +172,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "loops": rows,
         "left_out": sorted(set(LOOPS) - set(loops)),
         "problems": problems,
-        # Otherwise the figures could contain a suspend.
+        # If this is not 0, the figures may contain a suspend.
         "suspends_meanwhile": suspends,
         "budgets": [
             budget(f"guard, loop {name}", rows[name]["overhead_percent"], BUDGET, "%")
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def prepare(kernels: Mapping[str, Kernel], code: str) -> list[str]:
-    """Run a cell in all kernels at once (PyTorch takes seconds to import); return its loops."""
+    """Run a cell in all kernels at once (PyTorch imports slowly); return the names of its loops."""
     begun = {name: kernel.begin(code) for name, kernel in kernels.items()}
     texts = {name: kernels[name].finish(begin) for name, begin in begun.items()}
     return list(json.loads(texts["guarded"].splitlines()[-1]))
@@ -196,14 +196,14 @@ def compare(
     end: float,
     problems: list[str],
 ) -> dict[str, dict[str, list[float]]]:
-    """Return the nanoseconds by loop and kernel, round by round; the first is not counted."""
+    """Return the nanoseconds by loop and kernel, round by round, without the first round."""
     took: dict[str, dict[str, list[float]]] = {n: {k: [] for k in kernels} for n in loops}
     order, dice = list(kernels), random.Random(0)
     for number in range(rounds + 1):
         if time.monotonic() > end and number > 3:
             break
         dice.shuffle(order)
-        # Only whole rounds, because their values belong together.
+        # Only complete rounds count, because the values of a round are compared with each other.
         code = f"all_of({dict(loops)!r})"
         try:
             values = {name: json.loads(kernels[name].run(code, 30)) for name in order}
@@ -222,7 +222,8 @@ def compare(
 def judged(values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the time that the guard adds, and the difference of two plain kernels."""
     plain, again, guarded = (values[name] for name in ("plain", "plain again", "guarded"))
-    # Both plain ones are the baseline: one process may be slower than the next by chance.
+    # The baseline is the mean of both plain kernels: one process may be slower than another by
+    # chance.
     base = [(a + b) / 2 for a, b in zip(plain, again, strict=True)]
     more = [100 * (g / b - 1) for g, b in zip(guarded, base, strict=True)]
     noise = [100 * (b / a - 1) for a, b in zip(plain, again, strict=True)]

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of a Pooled GPU kernel, whose guard prepares the host memory of the copy.
 
-The driver's own seconds, from the broker's journal. Baseline, in the same run: a process without
-the guard with as many bytes, suspended by the same driver calls. Both hold their state at the same
-time, and take turns.
+The seconds are the driver's own, from the broker's journal. The baseline, in the same run, is a
+process without the guard that has as many bytes. The same driver calls suspend it. The kernel and
+this process hold their state at the same time, and take turns.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                          max_swap_overhead=0.0, host_memory="80%")
         )  # fmt: skip
         client = stack.enter_context(Client(os.environ["GPUPOOL_SOCKET"]))
-        # An emulated broker has its own machine, on which the plain process must be, too.
+        # A broker with emulated devices has its own emulated machine. The plain process must use
+        # the same machine.
         here = stack.enter_context(machine())
         if not here.real:
             here = Machine({**os.environ, **driver_environment()}, here.emulate)
@@ -95,7 +96,7 @@ async def measure(
 async def one_size(
     here: Machine, service: Any, uuid: str, client: Client, size: int, repetitions: int
 ) -> dict[str, Any]:
-    """Return the seconds of one size."""
+    """Return the seconds for one size."""
     env = {**here.env, "CUDA_VISIBLE_DEVICES": uuid}
     plain: list[dict[str, Any]] = []
     async with remote("benchmarks.gpu.raw:Raw", env) as process:
@@ -135,7 +136,7 @@ async def one_size(
 
 
 def told(row: dict[str, Any]) -> str:
-    """Return a row in a line of text."""
+    """Return a row as a line of text."""
     return f"{row['bytes'] / GiB:g} GiB: " + ", ".join(
         f"{way} {median(row[f'{way}_guarded_seconds']):.3f} s with the guard, "
         f"{median(row[f'{way}_plain_seconds']):.3f} s without"

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Device memory that idle notebooks keep, as NVML shows it.
 
-Pooled GPU kernels put an array on the device, one after the other, and do nothing more; the pool
-takes their slices back after ``idle_timeout``. They keep the used bytes beyond those before the
-first one, with contexts. Baseline, in the same run: plain ipykernels that did the same for the same
-time. At the end one notebook is used again, and its array is checked.
+Pooled GPU kernels put an array on the device, one after the other, and do nothing more. The pool
+takes their slices back after ``idle_timeout``. The figure is the number of used bytes beyond those
+before the first kernel, so it includes contexts. The baseline, in the same run, is plain ipykernels
+that did the same for the same time. At the end one notebook is used again, and its array is
+checked.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ GiB, MiB = 1 << 30, 1 << 20
 #: Number of notebooks, number of plain kernels, and bytes of each on the device.
 NOTEBOOKS, PLAIN, STATE = 16, 4, GiB // 2
 
-#: The same on an emulated device.
+#: On an emulated device: the number of notebooks, and the divisor of the bytes.
 FEW, SCALE = 6, 16
 
 #: Seconds without CUDA until a kernel is idle, and until an idle kernel loses its slice.
 QUIET, TIMEOUT = 0.5, 2.0
 
-#: Longest seconds of a cell, and until all slices are given back.
+#: The most seconds for a cell, and the most seconds until all slices are given back.
 PATIENCE = 45.0
 
-#: Longest wait in seconds for the last byte: if it never comes back, time remains for the rest.
+#: The longest wait in seconds until the pool has freed the last byte. If this never happens, time
+#: remains for the rest of the benchmark.
 LAST_BYTE = 25.0
 
 CELL = """
@@ -186,7 +188,7 @@ def measure(
         kernels = [stack.enter_context(Kernel("python3", outside)) for _ in range(plain)]
         for number, kernel in enumerate(kernels):
             kernel.run(CELL % (state, number), PATIENCE)
-        # As long as the others had.
+        # The plain kernels have the same time as the pooled ones had.
         see.until(base, min(seconds, 10.0))
         stays = max(0, see.settled() - base)
     each, plain_each = left / count, stays / plain

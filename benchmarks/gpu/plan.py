@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """A file of tests, or a benchmark: run alone, and again in a later run if it did not end."""
+    """A file of tests, or a benchmark. It runs alone, and again later if it has no outcome."""
 
     name: str
-    #: After so many seconds it is killed and counts as hung.
+    #: After so many seconds the item is killed and counts as hung.
     bound: int
-    #: After so many seconds it begins no further repetition; 0: its own choice.
+    #: After so many seconds the item begins no further repetition. 0 means its own default.
     enough: int = 0
 
     @property
@@ -23,8 +23,8 @@ class Item:
         return self.name.endswith(".py")
 
 
-#: The most useful first, because a machine may be available for minutes only. The bounds are
-#: generous: their sum is a multiple of the usual time.
+#: The most useful items come first, because a machine may be available for minutes only. The bounds
+#: are generous: their sum is several times the usual time.
 PLAN = (
     Item("tests/gpu/test_kit.py", 120),
     Item("tests/gpu/test_driver.py", 150),

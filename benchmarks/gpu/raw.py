@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process's use of device 0 through ``cuda.bindings.driver`` alone: without a framework.
+"""Uses device 0 through ``cuda.bindings.driver`` alone, without a framework.
 
-Device memory holds uint32, ``p[i] = first + i`` modulo 2**32 at first. It is checked on the device
-(their sum) and by samples, so that 48 GiB need not be hashed on the host.
+Device memory holds uint32 numbers, at first ``p[i] = first + i`` modulo 2**32. A check compares
+their sum, which the device computes, and some samples. So the host does not have to hash 48 GiB.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ class Raw:
         self.sync()
 
     def increase(self, address: int, size: int, step: int) -> None:
-        """Begin to add ``step`` to each element."""
+        """Launch a GPU kernel that adds ``step`` to each element."""
         types = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint32)
         self.launch("emucuda_add_u32", (address, size // 4, step % _WORDS), types)
 
     def spin(self, seconds: float) -> None:
-        """Begin to occupy one thread of the device for so long."""
+        """Launch a GPU kernel that occupies one thread of the device for ``seconds``."""
         self.launch("emucuda_spin_ns", (int(seconds * 1e9),), (ctypes.c_uint64,))
 
     def right(self, address: int, size: int, first: int) -> bool:
@@ -113,7 +113,7 @@ class Raw:
         call(driver.cuMemFree, out)
         if int(host[0]) != expected_sum(size, first):
             return False
-        # A sum would not show swapped pages.
+        # The sum does not show whether two pages were swapped, so check samples, too.
         number, word = size // 4, np.zeros(1, np.uint32)
         for sample in range(SAMPLES):
             place = sample * (number - 1) // (SAMPLES - 1)
@@ -122,13 +122,13 @@ class Raw:
                 return False
         return True
 
-    # ------------------------------------------------------------------ by name, from elsewhere
+    # ------------------------------------------------------------------ called by name from outside
 
     def pid(self) -> int:
         return os.getpid()
 
     def put(self, name: str, size: int, first: int) -> float:
-        """Allocate and fill; return the seconds."""
+        """Allocate and fill an array; return the seconds."""
         begun = time.perf_counter()
         self.arrays[name] = int(call(driver.cuMemAlloc, size)), size
         self.fill(*self.arrays[name], first)
@@ -142,7 +142,7 @@ class Raw:
         return self.right(*self.arrays[name], first)
 
     def wrong(self, name: str, first: int) -> int:
-        """Read all of it back; return the number of bytes in words that are not as expected."""
+        """Read a whole array back; return the number of bytes in words that are not as expected."""
         address, size = self.arrays[name]
         chunk = min(size, 1 << 23)
         words, found = np.empty(chunk // 4, np.uint32), 0
@@ -161,12 +161,13 @@ class Raw:
     def sync(self) -> None:
         call(driver.cuCtxSynchronize)
 
-    # ------------------------------------------------------------------ the limit of copying
+    # ------------------------------------------------------------------ the speed of copies
 
     def copies(self, size: int, repetitions: int) -> dict[str, Any]:
         """Return GB/s of copies of ``size`` bytes: best and median, each way, by kind of memory.
 
-        "pinned": from ``cuMemHostAlloc``; "pageable": from NumPy, touched before.
+        "pinned" memory is from ``cuMemHostAlloc``. "pageable" memory is from NumPy, which has
+        already written to it.
         """
         device = int(call(driver.cuMemAlloc, size))
         pinned = int(call(driver.cuMemHostAlloc, size, 0))
@@ -185,7 +186,7 @@ class Raw:
                     call(function, to, source, size)
                     self.sync()
                     speeds.append(size / (time.perf_counter() - begun) / 1e9)
-                del speeds[0]  # the first touch of a page may be slow
+                del speeds[0]  # the first copy is slower, because it touches new pages
                 found[f"{kind}_{way}_GB_per_s"] = {"best": max(speeds), "p50": median(speeds)}
         call(driver.cuMemFreeHost, pinned)
         call(driver.cuMemFree, device)
@@ -207,6 +208,6 @@ class Eyes:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
     def shown(self) -> dict[str, int | None]:
-        """Return the bytes by process (a text: it travels as JSON)."""
+        """Return the bytes by pid (a string, because JSON has no other keys)."""
         rows = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         return {str(row.pid): row.usedGpuMemory for row in rows}

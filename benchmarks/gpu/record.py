@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The file of outcomes: one JSON line for the machine, one for each item that has ended.
+"""The file of outcomes: one JSON line for the machine, and one for each item that has ended.
 
 Each outcome is written at once, so that a stopped run loses nothing. It is a single file, so that
 it is easy to copy from a borrowed machine.
@@ -30,7 +30,7 @@ PACKAGES = ("torch", "triton", "cupy-cuda13x", "jax", "numba-cuda", "numpy", "py
 
 
 def gpu() -> dict[str, Any]:
-    """Return name, driver and memory (bytes) of the first device, as NVML tells them.
+    """Return name, driver and memory (bytes) of the first device, as NVML reports them.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def gpu() -> dict[str, Any]:
 
 
 def source() -> str:
-    """Return a short hash of the code under test, which distinguishes outcomes of two states."""
+    """Return a short hash of the code under test; it shows which outcomes are of the same code."""
     found = hashlib.sha256()
     for folder in ("jupyter_gpupool", "tests/gpu", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -71,9 +71,9 @@ class Record:
 
     @classmethod
     def at(cls, folder: Path, device: dict[str, Any], *, again: bool = False) -> Record:
-        """Return the newest record of this kind of machine in ``folder``, or begin one.
+        """Return the newest record of this kind of machine in ``folder``, or begin a new one.
 
-        ``again``: always begin one.
+        ``again``: always begin a new one.
         """
         short = re.sub(r"[^a-z0-9]+", "", device["name"].lower().replace("nvidia", ""))
         stem = f"gpu-{short}-driver{device['driver']}"
@@ -91,7 +91,7 @@ class Record:
 
     @contextmanager
     def claimed(self) -> Iterator[bool]:
-        """Prevent other runs of the plan during this one; yield False if another is under way.
+        """Lock the record against other runs of the plan; yield False if another run has the lock.
 
         Two runs at once would disturb each other's figures.
         """
@@ -104,7 +104,7 @@ class Record:
                 yield True
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line; end the last line first if it is incomplete."""
+        """Append a line; if the last line is incomplete, end it first."""
         with self.path.open("ab+") as out:
             out.seek(-min(1, out.tell()), os.SEEK_END)
             cut = out.read() not in (b"", b"\n")
@@ -112,7 +112,7 @@ class Record:
             out.write(("\n" if cut else "").encode() + text.encode())
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines, without an incomplete last one."""
+        """Yield the lines, without incomplete ones."""
         if not self.path.exists():
             return
         for line in self.path.read_text(encoding="utf-8").splitlines():
@@ -127,7 +127,7 @@ class Record:
 
 
 def facts(device: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of the machine for readers, without its name, users and paths."""
+    """Return facts about the machine that readers need, without its name, users and paths."""
     found = machine_facts([device["name"]])
     for name in PACKAGES:
         try:

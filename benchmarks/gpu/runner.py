@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs one item of the plan in its own process group, and ends it for sure after its bound."""
+"""Runs one item of the plan in its own process group, and kills it after its bound."""
 
 from __future__ import annotations
 
@@ -37,31 +37,34 @@ with open(out, "w") as file:
 
 _SET_CHILD_SUBREAPER = 36
 
-#: By exit code; None: it did not end. pytest returns 5 if all tests were left out.
+#: Outcomes by exit code; None means that the item did not end. pytest returns 5 if it left out all
+#: tests.
 _OUTCOMES = {None: "hung", 0: "passed", 5: "left out"}
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of orphans of an item, so that it can end them."""
+    """Make this process the parent of an item's orphans, so that it can end them."""
     ctypes.CDLL(None, use_errno=True).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def keep_driver_up() -> None:
-    """Call cuInit here, which makes no context and takes no device memory.
+    """Call cuInit in this process; the call makes no context and takes no device memory.
 
-    Without persistence mode the driver starts again for the first process after the last one has
-    ended. This takes seconds: here once, and not for each item.
+    Without persistence mode, the driver stops when its last process has ended, and starts again for
+    the next process. The start takes seconds. While this process lives, the driver does not stop,
+    so it starts once and not for each item.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuInit(0)
 
 
 def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]:
-    """Run an item; return its line for the record. Never raises for a failure of the item.
+    """Run an item; return its line for the record. A failure of the item raises no error.
 
-    ``outcome`` is "passed", "failed", "hung" or "left out"; ``tests`` or ``result`` has its
-    findings, ``output`` the end of its output if it did not pass, ``left`` the processes that
-    SIGKILL did not end. Not ``real``: tests that need a real GPU are left out.
+    ``outcome`` is "passed", "failed", "hung" or "left out". ``tests`` or ``result`` has the
+    findings. ``output`` is the end of the item's output, if the item did not pass. ``left`` are the
+    processes that SIGKILL did not end. If ``real`` is False, tests that need a real GPU are left
+    out.
     """
     begun = time.monotonic()
     before = psutil.Process().children()
@@ -93,7 +96,7 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
         found = _found(item, report)
         problems = found["problems"] if isinstance(found, dict) and "problems" in found else ()
         if line["outcome"] == "passed" and (found is None or problems):
-            line["outcome"] = "failed"  # it reported nothing, or the failure of a part
+            line["outcome"] = "failed"  # the item reported nothing, or a failed part
         elif found is not None:
             line["tests" if item.tests else "result"] = found
         if line["outcome"] != "passed":
@@ -105,8 +108,9 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
 
 def _command(item: Item, report: Path, *, quick: bool, real: bool) -> list[str]:
     if item.tests:
-        # A hung test ends alone, before the whole file does. Kernels started for a whole file count
-        # as a part of its first test. Warnings of that machine's packages are no failures.
+        # pytest ends a hung test before the runner ends the whole file. The time-out of the first
+        # test includes the start of kernels that serve the whole file. Warnings from packages of
+        # the GPU's machine are not failures.
         bound = item.bound * 2 // 3
         options = ["-q", "-p", "no:cacheprovider", f"--timeout={bound}", "-W", "default"]
         which = ["-m", "" if real else "not gpu"]
@@ -117,7 +121,7 @@ def _command(item: Item, report: Path, *, quick: bool, real: bool) -> list[str]:
 
 
 def _found(item: Item, report: Path) -> Any:
-    """Return the item's output file, None without one."""
+    """Return the contents of the item's output file; None if there is none."""
     with contextlib.suppress(OSError, ValueError):
         text = report.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()] if item.tests else json.loads(text)
@@ -127,7 +131,8 @@ def _found(item: Item, report: Path) -> Any:
 def end_descendants(before: Sequence[psutil.Process]) -> list[str]:
     """Kill all processes that an item has left; describe those that did not end.
 
-    Children from ``before`` the item, and their children, belong to other programs.
+    The children in ``before`` existed before the item. They and their own children belong to other
+    programs.
     """
 
     def left() -> Iterator[psutil.Process]:

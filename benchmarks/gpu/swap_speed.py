@@ -3,12 +3,13 @@
 """Suspend and resume by size, in seconds and GB/s, against copies of pinned memory.
 
 A process fills device memory and is suspended and resumed through ``DeviceService``, as in the
-broker. Between two rounds it computes on the memory, and at the end it checks it. Every repetition
-counts, even the first: a notebook that is suspended once has only that. Baseline, in the same run:
-synchronous copies of pinned and of pageable memory, each way.
+broker. Between two rounds the process computes on the memory, and at the end it checks the memory.
+Every repetition counts, even the first, because a notebook that is suspended once has only a first
+one. The baseline, in the same run, is synchronous copies of pinned and of pageable memory, in each
+direction.
 
-Smaller sizes come first, and a size that would probably not end in time is not begun: the result
-lists such sizes.
+Smaller sizes come first. The benchmark leaves out a size that would probably not end in time, and
+lists it in the result.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ from tests.gpu.machine import GiB, Machine, MiB, machine
 
 from .child import Remote, remote
 
-#: Bytes of state, and how often each is suspended and resumed.
+#: Bytes of state, and how often each state is suspended and resumed.
 PLAN = tuple((int(gib * GiB), 3 if gib <= 8 else 2) for gib in (0.5, 1, 2, 4, 8, 16, 24, 48))
 QUICK = ((GiB // 2, 2), (2 * GiB, 2), (8 * GiB, 2))
 
-#: Emulated devices here have one byte for so many bytes of a real one.
+#: On an emulated device, one byte stands for so many bytes on a real device.
 SCALE = 64
 
-#: The copy of a state takes slightly more host memory than its size; so much must be free.
+#: The copy of a state takes slightly more host memory than its size. FACTOR times the size, and
+#: ROOM, must be free.
 FACTOR, ROOM = 1.3, 8 * GiB
 
 #: Device bytes that a process needs beside its state: its context.
@@ -51,10 +53,12 @@ CONTEXT = GiB
 #: Bytes of each copy of the baseline, and the number of copies.
 COPY, COPIES = GiB, 5
 
-#: Most milliseconds of suspend or resume beyond the driver, as in ``suspend_overhead``.
+#: The most milliseconds that a suspend or resume may take beyond the driver, as in
+#: ``suspend_overhead``.
 BUDGET_MS = 50.0
 
-#: After so many seconds in one operation the rest is skipped: 48 GiB at 0.6 GB/s.
+#: If one operation takes longer than so many seconds, the rest is skipped. This is about the time
+#: of 48 GiB at 0.6 GB/s.
 LONGEST = 80.0
 
 CALLS = ("lock", "checkpoint", "restore", "unlock")
@@ -74,7 +78,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def scaled(here: Machine, size: int) -> int:
-    """Return the size on this device for one on a real device."""
+    """Return the size on this device that stands for ``size`` on a real device."""
     return size if here.real else max(2 * MiB, size // SCALE)
 
 
@@ -97,7 +101,7 @@ async def measure(here: Machine, plan: Sequence[tuple[int, int]], end: float) ->
             try:
                 row = await one_size(here, service, device, size, repetitions, end)
             except Exception as error:
-                # Keep the figures so far.
+                # The figures so far are still useful.
                 problems.append(f"{size / GiB:g} GiB: {type(error).__name__}: {error}")
                 print(problems[-1], flush=True)
                 if isinstance(error, asyncio.TimeoutError):
@@ -146,7 +150,7 @@ async def why_not(
     here: Machine, service: DeviceService, device: Device, size: int, repetitions: int,
     rows: Sequence[Mapping[str, Any]], end: float,
 ) -> str:  # fmt: skip
-    """Return why a size is left out, "" if it is not."""
+    """Return why a size is left out; "" if it can be measured."""
     need = size * FACTOR + (ROOM if here.real else GiB)
     there = cgroups.available()
     if there < need:
@@ -188,14 +192,14 @@ async def one_size(
 async def swap(
     service: DeviceService, uuid: str, process: Remote, longest: float = LONGEST
 ) -> dict[str, Any]:
-    """Suspend and resume a process once; return the seconds, whole and of each driver call.
+    """Suspend and resume a process once; return the seconds, in all and of each driver call.
 
     Raises
     ------
     RuntimeError
-        If it is refused.
+        If the suspend or the resume is refused.
     asyncio.TimeoutError
-        If it takes longer than ``longest`` seconds.
+        If the suspend or the resume takes longer than ``longest`` seconds.
     """
     root = procfs.identify(process.pid)
     if root is None:
@@ -224,7 +228,7 @@ async def swap(
         "freed_bytes": sum(out.freed.values()),
         "host_bytes_suspended": rss,
         "host_bytes_resumed": resident(root),
-        # Empty, or a note that NVML still shows its memory.
+        # Empty, or a note that NVML still shows the memory of the process.
         "message": out.message,
     }
 
@@ -278,7 +282,7 @@ def against(row: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, floa
 
 
 def fit(rows: Sequence[Mapping[str, Any]], way: str) -> dict[str, float] | None:
-    """Return the line through the medians: fixed seconds, and GB/s; None if impossible."""
+    """Return the line through the medians: fixed seconds, and GB/s; None if it has no slope."""
     sizes = [row["bytes"] / 1e9 for row in rows]
     seconds = [row[f"{way}_seconds_p50"] for row in rows]
     middle = sum(sizes) / len(sizes)
@@ -292,7 +296,7 @@ def fit(rows: Sequence[Mapping[str, Any]], way: str) -> dict[str, float] | None:
 
 
 def told(row: Mapping[str, Any]) -> str:
-    """Return a row in a line of text."""
+    """Return a row as a line of text."""
     return ", ".join(
         f"{way} {row[f'{way}_seconds_p50']:.3f} s = {row[f'{way}_GB_per_s']:.2f} GB/s "
         f"({row[f'{way}_ratio_to_pinned']:.0%} of pinned)"

@@ -2,16 +2,18 @@
 # Distributed under the terms of the Modified BSD License.
 """Two jobs that each want nearly all of a GPU's memory and compute half of their time.
 
-A job fills its state on the device, then in turns waits (as if for data) and computes on all of it,
-and checks the state at its end. *Serial*: two of them one after the other in a plain ipykernel.
-*Shared*: both at once in Pooled GPU kernels that each ask for a share of the device; one computes
-while the other waits, if both states fit or a move costs less than it saves.
+A job fills its state on the device. Then it waits (as if for data) and computes on the whole state,
+in turns. It checks the state at its end. *Serial*: two jobs run one after the other in a plain
+ipykernel. *Shared*: two jobs run at once in Pooled GPU kernels that each ask for a share of the
+device. One job computes while the other waits, if both states fit or a move costs less than it
+saves.
 
-A slice of 90 % keeps the other job off the device even if the slice is empty, so a move copies the
-bytes that the job *holds*. Here host memory (which has both states during an exchange) and the time
-for a benchmark bound them; the result has their number. With ``phase`` seconds of computing in a
-row and ``swap`` seconds to exchange two states, many rounds take at least 0.5 + swap / (2 * phase)
-of serial, and two rounds 0.625: large states need long phases.
+A slice of 90 % keeps the other job off the device, even if the slice is almost empty. A move copies
+only the bytes that the job *holds*. Two things limit these bytes here: host memory (which has both
+states during an exchange) and the time for a benchmark. The result has their number. With ``phase``
+seconds of computing in a row and ``swap`` seconds to exchange two states, many rounds take at least
+0.5 + swap / (2 * phase) of the serial time. With two rounds, 0.625 takes the place of 0.5. So large
+states need long phases.
 
 For comparison: nvshare (grgalex/nvshare at 1a8f211, thesis, figure 12.2) reports 2,043 s against
 2,766 s serial, 0.74, for two jobs of 15 GB on 16 GB at half GPU time with turns of 1000 s, and
@@ -100,13 +102,13 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     rounds = 2
     with ExitStack() as stack:
         pool: dict[str, Any] = {
-            # A waiting job gets the slice of the other as soon as that one waits for data: both are
-            # batch jobs without a user.
+            # A waiting job gets the other job's slice as soon as the other job waits for data,
+            # because both are batch jobs without a user.
             "quiet_after": 0.2,
             "reclaim_after": 0.0,
             "max_swap_overhead": 0.0,
             "host_memory": "95%",
-            # A state without a measurement counts with its requested size.
+            # Sample often: until a sample measures a state, the pool counts its requested size.
             "sample_interval": 0.25,
         }
         if not real:
@@ -160,10 +162,11 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         case(0.4, call, size, serial, max(30.0, end - time.monotonic()))
         large = larger(cases, size, largest, rounds, phase, end) if not options.quick else 0
         if large:
-            # The total of bytes stays the same, so a phase takes as long as with the small state.
+            # With fewer passes over the larger state, the total of bytes stays the same. So a
+            # phase takes as long as with the small state.
             few = max(1, passes * size // large)
             slow = f"job({large}, {rounds}, {few}, {max(1, batch * size // large)}, {phase})"
-            # A job alone was measured with the small state: its phases take as long.
+            # The serial time is that of the small state, because the phases take as long.
             case(0.9, slow, large, serial, max(30.0, end + 25 - time.monotonic()))
     if not cases:
         raise RuntimeError(f"No two jobs have run: {problems}")
@@ -203,7 +206,8 @@ def larger(
     if not cases or not cases[0]["moves"]:
         return 0
     seconds = cases[0]["moving_seconds"] / cases[0]["moves"]
-    # Each job computes and waits, with as many moves as before.
+    # The time for moves is what the jobs' computing and waiting leave. The number of moves is
+    # that of the first case.
     left = end - time.monotonic() - 10 - 2 * rounds * 2 * phase
     most = int(size * left / max(seconds * cases[0]["moves"], 0.1))
     found = min(largest, most)
@@ -212,7 +216,7 @@ def larger(
 
 
 def both(client: Client, memory: int, code: str, bound: float) -> dict[str, Any]:
-    """Run a job in two Pooled GPU kernels that ask for ``memory`` each; return the times."""
+    """Run a job in each of two Pooled GPU kernels with ``memory`` bytes each; return the times."""
     after = journal(client, 0)[1]
     with ExitStack() as stack:
         kernels = [
@@ -261,7 +265,7 @@ def moving(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def journal(client: Client, after: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of the broker's journal after one, and the last one's number."""
+    """Return the rows of the broker's journal after row ``after``, and the last row's number."""
     rows: list[dict[str, Any]] = []
     while batch := client.call("journal", after=after, limit=1000)["rows"]:
         rows += batch

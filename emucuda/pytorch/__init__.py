@@ -2,11 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """PyTorch's CUDA build on emulated devices: its operators compute on the host.
 
-``hook`` runs when Python starts and waits for ``import torch``. ``stand_ins`` takes the place of
-NVIDIA's libraries that are not installed. ``operators`` gives each operator that has a CUDA kernel
-another one: a launch (``launches``) whose work is PyTorch's own CPU operator, on the bytes of the
-device (``arguments``). Memory, copies, streams, events and graphs stay PyTorch's own.
+``hook`` runs when Python starts and waits for ``import torch``. ``stand_ins`` replaces those of
+NVIDIA's libraries that are not installed. ``operators`` replaces the kernel of each operator that
+has a CUDA kernel. The new kernel is a launch (``launches``) whose work is PyTorch's own CPU
+operator, on the bytes of the device (``arguments``). PyTorch still handles memory, copies, streams,
+events and graphs itself.
 
-Nothing here runs on a machine with a GPU: the hook does nothing without ``EMUCUDA_MACHINE``, and
-``launches`` refuses a driver that is not the emulated one.
+No part of this package acts on a machine with a GPU: the hook does nothing without
+``EMUCUDA_MACHINE``, and ``launches`` refuses a driver that is not the emulated one.
 """

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Arguments and results of an operator, as the host and as the device see them."""
+"""The arguments and results of an operator: on the host, and on the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def host(launcher: Launcher, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same elements of the device, as a tensor of the host."""
+    """Return a tensor of the host whose elements are the same bytes of the device."""
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     if not size:
@@ -35,7 +35,7 @@ def host(launcher: Launcher, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the CUDA device that an argument, or a list of them, is on or names."""
+    """Return the CUDA device of an argument or of a list of arguments, or None."""
     if isinstance(value, torch.Tensor):
         return value.device if value.is_cuda else None
     if isinstance(value, torch.device) and value.type == "cuda":
@@ -52,8 +52,8 @@ def device_of(value: Any) -> torch.device | None:
 def refuse_elsewhere(tensor: torch.Tensor, device: torch.device) -> None:
     """Refuse an argument that is not on ``device``, as PyTorch's kernels for a GPU do.
 
-    The host could compute with it, and the program would first fail on a real GPU. A number of the
-    host, a tensor without dimensions, is allowed.
+    The host could compute with such an argument, and then the program would fail only on a real
+    GPU. A tensor of the host without dimensions is a number, and is allowed.
     """
     if tensor.device != device and (tensor.is_cuda or tensor.dim()):
         raise RuntimeError(
@@ -63,16 +63,16 @@ def refuse_elsewhere(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 class Call:
-    """The arguments of one call, on both sides; with ``device`` all tensors must be on it."""
+    """The arguments of one call, on host and device; with ``device``, all tensors must be on it."""
 
     def __init__(self, launcher: Launcher, device: torch.device | None = None) -> None:
         self.launcher = launcher
         self.device = device
-        #: Each host tensor, and the device tensor for which it stands.
+        #: Pairs of a host tensor and the device tensor for which it stands.
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def there(self, value: Any) -> Any:
-        """Return an argument for the host."""
+        """Return the host's form of an argument of the device."""
         if isinstance(value, torch.Tensor):
             if self.device is not None:
                 refuse_elsewhere(value, self.device)
@@ -93,11 +93,11 @@ class Call:
         return value
 
     def copied(self) -> dict[int, torch.Tensor]:
-        """Return a copy of each host tensor, by the id of the original."""
+        """Return a copy of each host tensor. The key is the id of the original."""
         return {id(on_host): on_host.clone() for on_host, _ in self.pairs}
 
     def here(self, value: Any, device: torch.device, new: list[Any]) -> Any:
-        """Return a result for the device; ``new`` gets the pairs that have to be filled."""
+        """Return the device's form of a result; append to ``new`` the pairs that must be filled."""
         if isinstance(value, torch.Tensor):
             for on_host, on_device in self.pairs:
                 if on_host is value:
@@ -115,26 +115,26 @@ class Call:
 
 
 def _dense(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a result; of an expanded one, those of its contiguous form."""
+    """Return the strides of a result; for an expanded result, those of its contiguous form."""
     strides = tuple(value.stride())
     expanded = any(step == 0 and size > 1 for size, step in zip(value.size(), strides, strict=True))
     return tuple(torch.empty(value.size(), device="meta").stride()) if expanded else strides
 
 
-#: Random numbers of a CUDA generator are a function of its seed and offset, and so are those
-#: computed here.
+#: The random numbers of a CUDA generator depend only on its seed and offset. So do the random
+#: numbers that are computed here.
 _STEP = 4
 
 
 def drawn(generator: torch.Generator) -> torch.Generator:
-    """Return a generator of the host for the next call, and move the device's on."""
+    """Return a generator of the host for the next call, and advance the device's generator."""
     seed, offset = generator.initial_seed(), generator.get_offset()
     generator.set_offset(offset + _STEP)
     return torch.Generator().manual_seed((seed * 1_000_003 + offset) & ((1 << 63) - 1))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of an argument or a result, which may be nested lists."""
+    """Return all tensors in an argument or a result, which may be a nested list."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """How long an operator takes on the board whose profile the emulated machine has.
 
-The larger of two times: for its bytes at the rate of the board's memory, and for its operations at
-the board's peak. So it is a lower bound: real kernels reach neither.
+The time is the larger of two: the time for the operator's bytes at the rate of the board's memory,
+and the time for its operations at the board's peak rate. So it is a lower bound: real kernels reach
+neither rate.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class BoardTimes:
         self._formula = _formulas() if self._profile.flops else {}
 
     def of(self, op: Any, args: Any, tensors: Iterable[torch.Tensor], results: Any) -> int:
-        """Return nanoseconds for the kernel of a call."""
+        """Return the nanoseconds that the kernel of a call takes."""
         if not self._profile.memory:
             return SHORTEST
         used = [*tensors, *tensors_in(results)]

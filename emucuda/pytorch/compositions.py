@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Operators that PyTorch has for the device alone, written with others that it has for the host."""
+"""Operators that PyTorch has only for the device, composed of others that it has for the host."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def _rms_norm_backward(  # noqa: PLR0917 - the operator's
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     within = list(range(inputs.dim() - len(normalized_shape), inputs.dim()))
-    # The statistics have more digits than half-precision inputs; the result has them until its end.
+    # The statistics have more digits than inputs of half precision. The computation keeps these
+    # digits until its end.
     grads, normal = grad.to(rstd.dtype), inputs.to(rstd.dtype) * rstd
     of_inputs = of_weight = None
     if wanted[0]:
@@ -123,7 +124,7 @@ def _addmm(
     return beta * added.to(out_dtype) + alpha * _mm(one, other, out_dtype)
 
 
-#: By the name of the operator, with its overload if that is meant.
+#: The key is the name of the operator, with its overload if only that overload is meant.
 COMPOSITIONS = {
     "_fused_rms_norm_backward": _rms_norm_backward,
     "mm.dtype": _mm,

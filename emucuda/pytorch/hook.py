@@ -3,9 +3,9 @@
 """Prepares PyTorch when a program on emulated devices imports it.
 
 A line in ``emucuda.pth`` imports this file when Python starts, if ``EMUCUDA_MACHINE`` is set, or if
-the environment has stand-ins: PyTorch needs them even where it finds no device. For that it is
-installed a second time, as the module ``_emucuda_pytorch``, because the import must not cost that
-of a package.
+the environment has stand-ins: PyTorch needs the stand-ins even where it finds no device. For this
+import the file is installed a second time, as the module ``_emucuda_pytorch``: so the start of
+Python need not import a package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing is not imported for it
+TYPE_CHECKING = False  # so that this file does not import typing
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Finder:
-    """Finds ``torch`` as always, and acts before and after it is loaded."""
+    """Finds ``torch`` as usual, and acts before and after the module is loaded."""
 
     def find_spec(
         self,
@@ -57,7 +57,7 @@ class _Finder:
 
 
 def install() -> None:
-    """Wait for ``import torch``."""
+    """Install the finder that waits for ``import torch``."""
     if "torch" not in sys.modules and not any(isinstance(f, _Finder) for f in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

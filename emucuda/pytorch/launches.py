@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Python functions as kernels: launched on a stream, captured into graphs, replayed with them.
+"""Python functions as kernels: launched on a stream, captured into graphs, replayed with graphs.
 
-The work is done inside ``cuLaunchKernel`` of the built-in kernel ``emucuda_host_call``. So it
-passes the guard, waits at the gate of the checkpoint lock, and takes time on its stream like any
-kernel.
+The function runs inside ``cuLaunchKernel`` of the built-in kernel ``emucuda_host_call``. So, like
+any kernel, it passes the guard, waits at the gate of the checkpoint lock, and takes time on its
+stream.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _PTX = b""".version 7.0
 .address_size 64
 .visible .entry emucuda_host_call(.param .u64 f, .param .u64 x, .param .u64 ns) { ret; }
 """
-#: How the emulated driver's own table is asked for (``src/export.c``).
+#: The name by which the emulated driver returns its own table (``src/export.c``).
 _TABLE = b"emucuda: devices"
 _INVALID_CONTEXT = 201
 _LAUNCH_FAILED = 719
-#: Nanoseconds that a small kernel takes.
+#: The nanoseconds that a small kernel takes.
 SHORTEST = 3000
 
 
 class NotEmulatedError(RuntimeError):
-    """The process has a driver that is not the emulated one."""
+    """The driver of this process is not the emulated one."""
 
 
 class _Table(ctypes.Structure):
@@ -58,14 +58,14 @@ class Launcher:
         self._table = table.contents
         self._functions: dict[int, ctypes.c_void_p] = {}
         self._work: dict[int, Callable[[], None]] = {}
-        self._kept: set[int] = set()  # the work of graphs, for as long as the process lives
+        self._kept: set[int] = set()  # keys of work in graphs: kept until the process ends
         self._keys = itertools.count(1)
         self._thread = threading.local()
         self._entry = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)(self._called)
         self._address = ctypes.c_uint64(ctypes.cast(self._entry, ctypes.c_void_p).value or 0)
 
     def bytes_at(self, address: int, size: int) -> int:
-        """Return where the host finds these bytes of the device; 0 if there are none."""
+        """Return the host's address of these bytes of the device; 0 if it has no such bytes."""
         return self._table.bytes_at(address, size) or 0
 
     def launch(
@@ -73,8 +73,8 @@ class Launcher:
     ) -> None:
         """Run ``work`` on the current stream of a device.
 
-        With ``keep`` (on a stream in capture) each launch of the graph runs it, and this call does
-        not.
+        With ``keep`` (on a stream in capture) each launch of the graph runs ``work``, and this call
+        does not.
         """
         key = next(self._keys)
         self._work[key] = work
@@ -107,7 +107,7 @@ class Launcher:
             )
             if result != _INVALID_CONTEXT or attempt == 2:
                 break
-            torch.cuda.set_device(device)  # a thread that has not used the device
+            torch.cuda.set_device(device)  # this thread has not used the device yet
         return result
 
     def _function(self, device: int) -> ctypes.c_void_p:
@@ -127,8 +127,9 @@ class Launcher:
     def _called(self, key: int) -> int:
         try:
             self._work[key]()
-        except BaseException as error:  # an interrupt, too, is raised by the launch
-            if key in self._kept:  # no thread waits for it: as on hardware, the context ends
+        except BaseException as error:  # also an interrupt: the launch raises it
+            # No thread waits for the result of a graph: as on hardware, the context ends.
+            if key in self._kept:
                 traceback.print_exc()
                 return _LAUNCH_FAILED
             self._thread.error = error

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The operators of PyTorch on emulated devices.
 
-Each operator that the CUDA build registered for the device gets another kernel: PyTorch's CPU
-operator on the same bytes, as launched work. Autograd and autocast are above it, and stay.
+Each operator that the CUDA build registered for the device gets a new kernel: a launch that runs
+PyTorch's CPU operator on the same bytes. Autograd and autocast are layers above the operators, and
+do not change.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from .launches import SHORTEST, Launcher, NotEmulatedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Operators that PyTorch does on the device's memory without a kernel of its own.
+#: Operators that keep PyTorch's own code, because it works on the device's memory without a kernel.
 NATIVE = frozenset({
     "empty", "empty_strided", "empty_like", "new_empty", "_efficientzerotensor", "resize_",
     "resize_as_", "_resize_output_", "set_", "set_data", "record_stream", "is_pinned",
     "_pin_memory", "pin_memory", "_local_scalar_dense", "item", "is_set_to",
     "_has_compatible_shallow_copy_type", "_to_copy",
 })  # fmt: skip
-#: Operators that choose among the device's libraries before they look a kernel up.
+#: Operators that choose one of the device's libraries before they look up a kernel.
 CHOOSING = ("convolution", "convolution_backward", "linalg_solve")
-#: The only way to compute attention that consists of other operators.
+#: The one way to compute attention that uses only other operators.
 _PLAIN_ATTENTION = 0
 
-#: Operators that take some tensors of the host, or of several devices, on a real GPU, too.
+#: Operators that also on a real GPU accept some tensors of the host, or tensors of several devices.
 ANYWHERE = frozenset({
     "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
     "_ctc_loss", "_ctc_loss_backward",
 })  # fmt: skip
-#: The choice of a library for CTC, which is an operator by itself.
+#: The operators that choose a library for CTC.
 _CTC_CHOICES = tuple(
     f"_use_{library}_ctc_loss{overload}"
     for library in ("cudnn", "miopen")
     for overload in ("", ".Tensor")
 )
-#: Keeps the kernels registered.
+#: This reference keeps the kernels registered.
 _library: torch.library.Library | None = None
 
 
@@ -57,7 +58,7 @@ class NoKernelError(NotImplementedError):
 
 
 class _Kernel:
-    """The kernel of one operator."""
+    """The new kernel of one operator."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class _Kernel:
         self.launcher.launch(device.index, work)
         new: list[Any] = []
         for (on_host, on_device), size in zip(call.pairs, sizes, strict=False):
-            if on_host.size() != size:  # an output that the operator resized
+            if on_host.size() != size:  # the operator has resized this output
                 on_device.resize_(on_host.size())
                 new.append((on_host, on_device))
         answer = call.here(results[0], device, new)
@@ -138,9 +139,9 @@ class _Kernel:
         return self.durations.of(self.op, there[0], (h for h, _ in call.pairs), results)
 
     def _capture(self, call: Call, there: Any, device: torch.device) -> Any:
-        """Record the call. It does not run now, but its results need memory.
+        """Record the call. The operator does not run now, but its results need memory.
 
-        Their sizes are those of the same call on copies.
+        A call on copies of the arguments gives the sizes of the results.
         """
         copies = call.copied()
         trial = _replaced(there[0], copies), {n: _replaced(v, copies) for n, v in there[1].items()}
@@ -184,14 +185,14 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _no(*_: Any, **__: Any) -> bool:
-    """Whether one of NVIDIA's libraries is to compute an operator."""
+    """Return whether one of NVIDIA's libraries is to compute an operator: never."""
     return False
 
 
 def _copier(launcher: Launcher) -> Callable[..., torch.Tensor]:
-    """Return ``copy_``: PyTorch's own where it is one copy of the driver, else a kernel."""
+    """Return ``copy_``: PyTorch's own if one copy of the driver is enough, else a kernel."""
     native = torch.ops.aten.copy_.default
-    keys = DispatchKeySet(DispatchKey.CPU)  # its kernel is the same for all devices
+    keys = DispatchKeySet(DispatchKey.CPU)  # this kernel of copy_ is the same for all devices
 
     def copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if not (self.is_cuda and src.is_cuda) or _alike(self, src):
@@ -217,7 +218,7 @@ def _names() -> list[str]:
 
 
 def install() -> None:
-    """Give PyTorch's operators for the device their kernels; once."""
+    """Replace the kernels of PyTorch's operators for the device; a second call does nothing."""
     global _library  # noqa: PLW0603 - it keeps them registered
     if _library is not None:
         return
@@ -233,7 +234,7 @@ def install() -> None:
         "copy_": _copier(launcher),
     }
     with warnings.catch_warnings():
-        # PyTorch warns of each registration that it replaces another kernel.
+        # For each registration PyTorch warns that it replaces another kernel.
         warnings.simplefilter("ignore")
         names = _names()
         for full in names:
@@ -249,7 +250,7 @@ def install() -> None:
                 _library.impl(name, function, "CUDA")
         for name, key, function in sparse.kernels():
             _library.impl(name, function, key)
-    # Libraries of NVIDIA's, none of which can run.
+    # These use libraries of NVIDIA's, none of which can run here.
     torch.backends.cudnn.enabled = False
     for choose in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)

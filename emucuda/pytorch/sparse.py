@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Operators on tensors of sparse layouts.
+"""Operators on tensors with a sparse layout.
 
-Most consist of operators on their indices and values, which are dense. Those that have kernels of
-their own, or call cuSPARSE, are computed here on copies in host memory: PyTorch's result, by copies
-of the driver, which pass the guard and take time. A graph cannot capture them.
+Most such operators consist of operators on the tensors' indices and values, which are dense. Other
+such operators have their own kernels or call cuSPARSE. This module computes those with PyTorch on
+copies in host memory. The copies are calls of the driver, so they pass the guard and take time. A
+graph cannot capture these operators.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 KEYS = ("SparseCUDA", "SparseCsrCUDA")
 
-#: By name, with all overloads.
+#: Names of operators; all overloads of a name are meant.
 COMPUTED = frozenset({
     "_coalesce", "_to_dense", "_to_sparse", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc",
     "_to_sparse_csr", "_sparse_broadcast_to", "_sparse_csr_prod", "_sparse_csr_sum",
@@ -56,13 +57,13 @@ class _OnHost:
         written = {id(copy): mine for mine, copy in pairs.values()}
         for result in tensors_in(results):
             mine = written.get(id(result))
-            if mine is not None:  # in place, or an argument for the result
+            if mine is not None:  # the operator has written to this argument
                 _write(mine, result)
         return _back(results, written, device)
 
 
 def _moved(value: Any, pairs: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return arguments for the host; ``pairs`` gets each tensor of the device with its copy."""
+    """Return the arguments for the host; add to ``pairs`` each device tensor with its copy."""
     if isinstance(value, torch.Tensor):
         if not value.is_cuda:
             return value
@@ -92,7 +93,7 @@ def _back(value: Any, written: dict[int, torch.Tensor], device: torch.device) ->
 
 
 def kernels() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yield name, dispatch key and function of each of these operators in this PyTorch."""
+    """Yield name, dispatch key and function of each of these operators that this PyTorch has."""
     for key in KEYS:
         for full in torch._C._dispatch_get_registrations_for_dispatch_key(key):
             name, _, overload = full.removeprefix("aten::").partition(".")

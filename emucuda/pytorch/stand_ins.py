@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Libraries that PyTorch links and an emulated device cannot use: cuBLAS, cuDNN, NCCL and others.
 
-They are 3 GB, and stop at the first call: NVIDIA's runtime is a part of them, and tests the driver.
-So :func:`build` makes a library of each that is not installed, with the names that PyTorch looks
-up; a call is an error that names the function. Operators do not call them (see ``operators``).
+These libraries take 3 GB, and fail at the first call: they contain NVIDIA's runtime, which tests
+the driver. So for each library that is not installed, :func:`build` makes one with the names that
+PyTorch looks up. A call of such a name returns an error and prints the name. Operators do not call
+these libraries (see ``operators``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pathlib import Path
 from emucuda.build import compiler
 from emucuda.machine import library_dir
 
-#: What the functions of a library begin with, and what they return for "not supported".
+#: For each library: the prefix of its functions' names, and the value that they return for "not
+#: supported".
 STATUS = {
     "cublasLt": 15, "cublas": 15, "cudnn": 3000, "cufft": 16, "cuFile": 5026, "cupti": 27,
     "curand": 999, "cusolver": 9, "cusparseLt": 10, "cusparse": 10, "nccl": 5, "nvJitLink": 7,
@@ -52,16 +54,16 @@ static long refuse(const char *name, int *told, long status)
 
 
 def folder() -> Path:
-    """Return where this environment keeps the libraries."""
+    """Return the folder in which this environment keeps these libraries."""
     return Path(sys.prefix) / "lib" / "emucuda" / "stand-ins"
 
 
 def _line(name: str, prefix: str) -> str:
-    if name == "cuptiGetResultString":  # PyTorch's profiler then goes on without the device
+    if name == "cuptiGetResultString":  # then PyTorch's profiler goes on without the device
         return f"TEXT_INTO({name})"
     if name.endswith(("String", "ErrorName")) or name == "ncclGetLastError":
         return f"TEXT({name})"
-    # Versions are read when PyTorch is imported, and ranges of a profiler mean nothing here.
+    # PyTorch reads versions when it is imported, and the ranges of a profiler mean nothing here.
     if "Version" in name or not STATUS[prefix]:
         return f"ZERO({name})"
     return f"STATUS({name}, {STATUS[prefix]})"
@@ -73,10 +75,10 @@ def _owner(prefix: str, sonames: set[str]) -> str | None:
 
 
 def wanted(libraries: list[Path]) -> dict[str, dict[tuple[str, str], str]]:
-    """Return, for each library of NVIDIA's that these link, the names that they look up there.
+    """Return the names that these files look up, for each library of NVIDIA's that they link.
 
-    Each name with its version ("" for none) comes with the beginning by which :data:`STATUS` knows
-    it.
+    The key is a name with its version ("" for none). The value is the prefix of the name in
+    :data:`STATUS`.
     """
     sonames: set[str] = set()
     names: set[tuple[str, str]] = set()
@@ -101,9 +103,9 @@ def wanted(libraries: list[Path]) -> dict[str, dict[tuple[str, str], str]]:
 
 
 def build(torch: Path, out: Path | None = None) -> list[str]:
-    """Make the libraries that the PyTorch in this folder links and that are not installed.
+    """Make those libraries that the PyTorch in this folder links and that are not installed.
 
-    Returns their names. Needs a C compiler and its binutils.
+    Returns the names of the libraries. Needs a C compiler and its binutils.
     """
     target = out or folder()
     target.mkdir(parents=True, exist_ok=True)
@@ -118,7 +120,8 @@ def build(torch: Path, out: Path | None = None) -> list[str]:
             source = Path(folder_) / "stand_in.c"
             lines = {name: _line(name, prefix) for (name, _), prefix in names.items()}
             source.write_text(_SOURCE + "\n".join(lines.values()) + "\n")
-            # NVIDIA's libraries have one version for all names: their own name, or another.
+            # All names of one NVIDIA library have the same version: the library's own name, or
+            # another text.
             version = next((v for _, v in names if v), soname)
             script = Path(folder_) / "versions"
             script.write_text(f"{version} {{ global: *; }};\n")
@@ -130,11 +133,11 @@ def build(torch: Path, out: Path | None = None) -> list[str]:
 
 
 def load(origin: str, *, emulated: bool) -> None:
-    """Load what PyTorch will look for by name: the runtime and the stand-ins.
+    """Load the libraries that PyTorch will look for by name: the runtime and the stand-ins.
 
-    The dynamic loader takes a library that is loaded already, wherever PyTorch would look.
-    ``origin`` is the path of PyTorch's ``__init__.py``. Without emulated devices, NVIDIA's runtime
-    goes before this one, which finds no device then.
+    The dynamic loader uses a library that is already loaded, wherever PyTorch would look for it.
+    ``origin`` is the path of PyTorch's ``__init__.py``. If there are no emulated devices and
+    NVIDIA's runtime is installed, PyTorch gets that runtime, because this one would find no device.
     """
     theirs = Path(origin).parents[1].glob("nvidia/*/lib/libcudart.so.*")
     with contextlib.suppress(OSError):
@@ -149,12 +152,12 @@ def load(origin: str, *, emulated: bool) -> None:
 
 
 def name_compiler() -> None:
-    """Let Triton, and PyTorch's compiler with it, hand PTX to the driver, which interprets it."""
+    """Let Triton and PyTorch's compiler pass PTX to the driver, which interprets it."""
     os.environ.setdefault("TRITON_PTXAS_PATH", str(Path(__file__).with_name("ptxas")))
 
 
 def main() -> int:
-    """Build them for the PyTorch of this environment; return the exit status."""
+    """Make the libraries for this environment's PyTorch; return the exit status."""
     import importlib.util
 
     spec = importlib.util.find_spec("torch")

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Address space and bytes of device memory; see driver.h for the layout.
+ * The address space and the bytes of device memory; driver.h describes the layout.
  */
 #include "driver.h"
 
@@ -93,7 +93,8 @@ bool ranges_give(struct ranges *r, uint64_t start, uint64_t size)
 CUresult arena_init(void)
 {
     uint64_t memory = machine->spec.memory;
-    /* Space for fragmentation, while both halves easily fit the 47-bit address space. */
+    /* The factor 4 leaves space for fragmentation, as long as both halves easily fit the 47-bit
+     * address space. */
     uint64_t factor = memory * (uint64_t)driver.count > (1ull << 41) ? 1 : 4;
     uint64_t window = round_up(memory * factor + GIB, GIB);
     driver.vmm_size = round_up(memory * (uint64_t)driver.count * factor + 64 * GIB, GIB);
@@ -145,7 +146,8 @@ CUresult arena_open_device(int device)
 
 void *arena_host(uint64_t user_address) { return (void *)(user_address + driver.delta); }
 
-/* Writes by the file: for memory that is not mapped yet, this takes a third of the time of page faults. */
+/* Writes through the file. For memory that is not mapped yet, this takes a third of the time that
+ * page faults take. */
 bool arena_write(int device, uint64_t address, const char *from, uint64_t size, bool repeated)
 {
     int fd = device >= 0 ? driver.device[device].fd : -1;
@@ -165,7 +167,7 @@ bool arena_write(int device, uint64_t address, const char *from, uint64_t size, 
     return true;
 }
 
-/* Frees whole pages; bytes that share a page with a neighbour stay. */
+/* Frees whole pages. A page that also has bytes of a neighbour stays. */
 void arena_punch(int device, uint64_t offset, uint64_t size)
 {
     uint64_t page = 4096, start = round_up(offset, page), end = (offset + size) / page * page;

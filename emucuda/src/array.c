@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Arrays: device memory that is charged, but that nothing can read or write: its layout is opaque.
+ * Arrays. Their device memory is charged, but no call can read or write it, because its layout is
+ * opaque.
  */
 #include "driver.h"
 
@@ -12,7 +13,7 @@ struct array {
     int device;
     uint64_t bytes;
     CUDA_ARRAY3D_DESCRIPTOR descriptor;
-    bool level; /* part of a mipmap, which owns the bytes */
+    bool level; /* a level of a mipmap; the mipmap owns the bytes */
 };
 
 #define MAX_LEVELS 32
@@ -33,7 +34,7 @@ static unsigned format_bytes(int format)
     }
 }
 
-/* The bytes of an array of that shape. */
+/* Computes the bytes of an array of this shape. */
 static CUresult measure(const CUDA_ARRAY3D_DESCRIPTOR *d, uint64_t *out)
 {
     unsigned unit = d ? format_bytes(d->Format) : 0;

@@ -1,12 +1,13 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Stream capture: work that is submitted to a stream becomes a node of a graph instead. A stream that
- * waits for an event of a capture joins it; the stream that began the capture must have waited for all
- * work of the others when it ends.
+ * Stream capture. Work that a program submits to a stream in capture does not run: it becomes a
+ * node of a graph. A stream joins a capture when it waits for an event of that capture. When the
+ * capture ends, the stream that began it must have waited for all work of the other streams.
  *
- * Which work a stream has waited for is a vector clock: for each stream of the capture, the number of
- * its steps that are behind it. An event has the clock of its stream when it was recorded.
+ * A vector clock records for which work a stream has waited: for each stream of the capture, the
+ * number of that stream's steps for which it has waited. An event has the clock that its stream had
+ * when the event was recorded.
  */
 #include "graph.h"
 
@@ -16,7 +17,7 @@
 enum { STATUS_NONE, STATUS_ACTIVE, STATUS_INVALIDATED };
 enum { MODE_GLOBAL, MODE_THREAD_LOCAL, MODE_RELAXED };
 
-enum { MAX_JOINED = 32 }; /* streams of one capture */
+enum { MAX_JOINED = 32 }; /* the most streams in one capture */
 
 struct capture {
     struct graph *graph;
@@ -24,13 +25,15 @@ struct capture {
     int mode;
     uint64_t id;
     pthread_t thread;
-    struct stream *member[MAX_JOINED]; /* the first began it; NULL: the stream was destroyed */
+    struct stream *member[MAX_JOINED]; /* the first stream began the capture; NULL: the stream was
+                                        * destroyed */
     unsigned members, places;
-    uint32_t clock[MAX_JOINED][MAX_JOINED]; /* [i][i]: the steps of stream i */
+    uint32_t clock[MAX_JOINED][MAX_JOINED]; /* [i][j]: how many steps of stream j are before stream
+                                             * i; [i][i]: all steps of stream i */
 };
 
 struct mark {
-    uint64_t capture; /* its id */
+    uint64_t capture; /* id of the capture */
     uint32_t clock[MAX_JOINED];
 };
 
@@ -50,7 +53,7 @@ static unsigned place_of(const struct capture *c, const struct stream *s)
     return i;
 }
 
-/* With the lock held: the stream does one more thing in its capture. */
+/* With the lock held: count one more step of the stream in its capture. */
 static void step(struct capture *c, const struct stream *s)
 {
     unsigned i = place_of(c, s);
@@ -74,7 +77,7 @@ static CUresult join(struct capture *c, struct stream *s, const uint32_t *clock)
     return CUDA_SUCCESS;
 }
 
-/* Whether the stream that began the capture has waited for all work of the others. */
+/* Whether the stream that began the capture has waited for all work of the other streams. */
 static bool all_joined(const struct capture *c)
 {
     for (unsigned i = 1; i < c->places; i++)
@@ -83,8 +86,8 @@ static bool all_joined(const struct capture *c)
     return true;
 }
 
-/* With the lock held: whether to record the call. A call on the legacy stream that would wait for a
- * stream in capture breaks that capture. */
+/* With the lock held: the capture that must record the call, or NULL. A call on the legacy stream
+ * that would wait for a stream in capture breaks that capture. */
 static struct capture *find(CUstream handle, CUresult *result)
 {
     struct stream *s;
@@ -104,7 +107,8 @@ static struct capture *find(CUstream handle, CUresult *result)
     return NULL;
 }
 
-/* A new node if the stream is in capture. `waits`: a call that returns when its work is done. */
+/* Adds a node if the stream is in capture. `waits`: whether the call returns only when its work is
+ * done. */
 static bool recording(CUstream stream, int type, bool waits, struct node **node, CUresult *result)
 {
     *result = CUDA_SUCCESS;
@@ -160,7 +164,8 @@ bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresul
     return taken;
 }
 
-/* Memory nodes take the lock themselves. */
+/* The graph of a stream in capture. The functions that add memory nodes take the lock themselves,
+ * so this one releases it. */
 static struct graph *graph_of(CUstream stream, CUresult *result)
 {
     *result = CUDA_SUCCESS;
@@ -219,10 +224,12 @@ bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *re
             of = o->capture;
     if (!*result && wait && !event->mark) {
         if (c)
-            *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_ISOLATION); /* an event of before the capture */
+            /* The event was recorded before the capture. */
+            *result = broke(c, CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
     } else if (!*result && wait) {
         if (!of)
-            *result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* of a capture that has ended */
+            *result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* the event belongs to a capture that
+                                                              * has ended */
         else if (c && c != of)
             *result = broke(c, broke(of, CUDA_ERROR_STREAM_CAPTURE_MERGE));
         else
@@ -273,7 +280,7 @@ void capture_drop(struct stream *s)
     c->member[place_of(c, s)] = NULL;
     s->capture = NULL;
     __atomic_sub_fetch(&driver.captures, 1, __ATOMIC_RELAXED);
-    /* Its graph leaks: freeing it needs the lock, which is held here. */
+    /* The capture's graph leaks: freeing it needs the lock, which this thread already holds. */
     if (!--c->members)
         free(c);
 }
@@ -358,7 +365,7 @@ EXPORT CUresult cuStreamEndCapture(CUstream stream, CUgraph *out)
 EXPORT CUresult cuStreamGetCaptureInfo_v3(CUstream stream, int *status, uint64_t *id, CUgraph *graph,
                                           const CUgraphNode **dependencies, const void **edges, size_t *count)
 {
-    static __thread CUgraphNode last; /* the result points here */
+    static __thread CUgraphNode last; /* the result points to this variable */
     REQUIRE(status);
     REQUIRE_STREAM(stream);
     CHECKED;

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The six cuCheckpointProcess* calls: the caller's side. The caller needs no context and no
- * cuInit of its own (the emulated machine has persistence mode on).
+ * The six cuCheckpointProcess* calls on the caller's side. The caller needs no context and no
+ * cuInit (the emulated machine has persistence mode on).
  */
 #include "driver.h"
 
@@ -10,7 +10,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#define LIVENESS_NS 20000000 /* how often a waiting caller checks that its target still lives */
+#define LIVENESS_NS 20000000 /* time between two checks by a waiting caller that its target still
+                              * lives */
 
 /* The slot of a CUDA process, if the caller may act on it. */
 static CUresult find(int pid, struct slot **out)
@@ -60,8 +61,10 @@ static CUresult ask(int pid, struct slot *slot, const struct request *wanted, ui
     struct request *r = &slot->request;
     CUresult result = CUDA_ERROR_OPERATING_SYSTEM;
     if (!__atomic_load_n(&slot->service_tid, __ATOMIC_ACQUIRE))
-        return CUDA_ERROR_NOT_INITIALIZED; /* init-not-enough: nothing to suspend */
-    /* One call at a time. The request of a caller that died here still completes. */
+        return CUDA_ERROR_NOT_INITIALIZED; /* quirk init-not-enough: the process has nothing to
+                                            * suspend */
+    /* One call at a time. If an earlier caller died inside this lock, its request still
+     * completes. */
     if (pthread_mutex_lock(&slot->callers) == EOWNERDEAD)
         pthread_mutex_consistent(&slot->callers);
     if (same_process(slot, pid, start) && settle(slot, pid, start)) {

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Contexts. A process is charged the context overhead with its first context on a device, until
- * its last one there ends.
+ * Contexts. A process is charged the overhead of a context from its first context on a device until
+ * its last context there ends.
  */
 #include "driver.h"
 
@@ -31,7 +31,8 @@ bool context_known(struct context *c)
     return valid;
 }
 
-/* Whether the context is a primary one that was reset, or released as often as retained. */
+/* Whether the context is a primary context that was reset, or was released as often as it was
+ * retained. */
 static bool primary_ended(const struct context *context)
 {
     bool ended = false;
@@ -69,7 +70,7 @@ CUresult context_new(int device, unsigned flags, struct context **out)
             return CUDA_ERROR_OUT_OF_MEMORY;
         d->charged = true;
     }
-    struct context *c = *out; /* an ended primary context: it keeps its handle */
+    struct context *c = *out; /* if set, a primary context that has ended: it keeps its handle */
     if (!c) {
         c = calloc(1, sizeof *c);
         if (!c)
@@ -92,7 +93,7 @@ CUresult context_new(int device, unsigned flags, struct context **out)
     return CUDA_SUCCESS;
 }
 
-/* The handle stays, marked: using it is an error, not a crash. */
+/* The handle stays valid memory and is marked, so that its use is an error and not a crash. */
 void context_end(struct context *c)
 {
     c->destroyed = true;
@@ -101,7 +102,7 @@ void context_end(struct context *c)
         if (a.context != c || a.kind == ALLOC_REGISTERED || a.kind == ALLOC_VMM)
             continue;
         if (a.kind == ALLOC_GRAPH) {
-            graph_memory_free(a.graph); /* this also takes it out of the table */
+            graph_memory_free(a.graph); /* this also removes the allocation from the table */
             continue;
         }
         if (a.kind == ALLOC_POOL)
@@ -164,7 +165,7 @@ EXPORT CUresult cuCtxCreate_v3(CUcontext *out, void *affinity, int n, unsigned f
 
 EXPORT CUresult cuCtxCreate_v4(CUcontext *out, const void *params, unsigned flags, CUdevice device)
 {
-    (void)params; /* for MPS and graphics sharing, which are not emulated */
+    (void)params; /* the parameters are for MPS and graphics sharing, which are not emulated */
     return cuCtxCreate_v2(out, flags, device);
 }
 
@@ -281,7 +282,7 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext c)
         return CUDA_SUCCESS;
     }
     /* A primary context may be current while it is not active: the CUDA runtime makes it current
-     * before it retains it, and keeps its handle over a reset. */
+     * before it retains it, and keeps its handle after a reset. */
     if (!context_known(c) && !primary_ended(c))
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!depth)
@@ -299,7 +300,8 @@ EXPORT CUresult cuCtxGetCurrent(CUcontext *out)
     return CUDA_SUCCESS;
 }
 
-/* With `c`, or the current context if it is null. */
+/* Replaces `c` by the current context if `c` is null. Otherwise checks that `c` is a valid
+ * context. */
 #define CONTEXT(c)                                      \
     do {                                                \
         CHECKED;                                        \

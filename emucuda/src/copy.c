@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Copies and fills. The bytes move in the call; the modelled time, from the bandwidth of the
- * machine, passes on the stream, or in the call for the synchronous ones.
+ * Copies and fills. The bytes move during the call. The modelled time comes from the machine's
+ * bandwidth. It passes on the stream, or, for a synchronous call, during the call.
  */
 #include "driver.h"
 
@@ -13,9 +13,10 @@ static uint64_t copy_ns(uint64_t bytes, int from, int to)
 {
     int device = from >= 0 ? from : to;
     const struct rates *rates = spec_rates(&machine->spec);
-    uint64_t bandwidth = 0; /* from host to host */
+    uint64_t bandwidth = 0; /* a copy from host to host */
     if (from >= 0 && from == to)
-        bandwidth = rates->memory / 2; /* it reads and writes */
+        bandwidth = rates->memory / 2; /* half the rate, because the copy reads and writes this
+                                        * memory */
     else if (from >= 0 && to >= 0)
         bandwidth = rates->copies;
     else if (device >= 0)
@@ -23,7 +24,7 @@ static uint64_t copy_ns(uint64_t bytes, int from, int to)
     return bandwidth ? (uint64_t)((unsigned __int128)bytes * 1000000000u / bandwidth) : 0;
 }
 
-/* `rows` rows of `width` bytes; a plain copy has one. */
+/* `rows` rows of `width` bytes; a plain copy has one row. */
 struct transfer {
     uint64_t to, from;
     size_t to_pitch, from_pitch, width, rows;
@@ -72,7 +73,7 @@ static CUresult copy(uint64_t to, uint64_t from, size_t size, CUstream stream, b
     return transfer(&t, stream, wait);
 }
 
-/* Each synchronous copy with its per-thread-stream twin. */
+/* Each synchronous copy, and the same call with the per-thread stream. */
 #define COPY(name, suffix, to_t, from_t)                                                     \
     EXPORT CUresult name##suffix(to_t to, from_t from, size_t size)                          \
     {                                                                                        \
@@ -123,12 +124,12 @@ EXPORT CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext tc, CUdeviceptr from
     return copy(to, from, size, stream, false);
 }
 
-/* The CUDA 13 batch call: attributes are hints, which change nothing here. */
+/* The batch call of CUDA 13. Its attributes are hints, which change nothing here. */
 EXPORT CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *sizes, size_t count,
                                       void *attributes, size_t *indices, size_t attribute_count,
                                       CUstream stream)
 {
-    REQUIRE(attribute_count); /* every copy needs some */
+    REQUIRE(attribute_count); /* the driver requires attributes for every copy */
     CHECKED;
     (void)attributes;
     (void)indices;
@@ -155,7 +156,7 @@ static CUresult copy2d(const CUDA_MEMCPY2D *p, CUstream stream, bool wait)
     size_t from_pitch = p->srcPitch ? p->srcPitch : p->WidthInBytes;
     size_t to_pitch = p->dstPitch ? p->dstPitch : p->WidthInBytes;
     if (!from || !to)
-        return CUDA_ERROR_NOT_SUPPORTED; /* arrays hold no bytes here */
+        return CUDA_ERROR_NOT_SUPPORTED; /* an array's bytes cannot be read or written here */
     if (from_pitch < p->WidthInBytes || to_pitch < p->WidthInBytes)
         return CUDA_ERROR_INVALID_VALUE;
     struct transfer t = {to + p->dstY * to_pitch + p->dstXInBytes,

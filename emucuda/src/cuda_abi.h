@@ -1,12 +1,13 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The part of the CUDA driver ABI (64-bit, version 13.0) that this repository's C code handles: the
- * emulated driver, and by a symbolic link the guard, to which every handle is opaque.
+ * The part of the CUDA driver ABI (64-bit, version 13.0) that this repository's C code uses. The
+ * emulated driver includes it, and by a symbolic link the guard. To the guard every handle is
+ * opaque.
  *
- * Written for this project from the published CUDA Driver API reference
- * (https://docs.nvidia.com/cuda/cuda-driver-api/), so that building needs no CUDA toolkit.
- * It holds only layouts and numbers that cross the library boundary.
+ * It was written for this project from the published CUDA Driver API reference
+ * (https://docs.nvidia.com/cuda/cuda-driver-api/), so that a build needs no CUDA toolkit. It has
+ * only the layouts and numbers that cross the library boundary.
  */
 #ifndef EMUCUDA_CUDA_ABI_H
 #define EMUCUDA_CUDA_ABI_H
@@ -86,7 +87,7 @@ enum {
     CUDA_ERROR_UNKNOWN = 999,
 };
 
-/* Reserved stream handles; a null stream means LEGACY, or PER_THREAD in the _ptsz calls. */
+/* Reserved stream handles. A null stream means LEGACY; in the _ptsz calls it means PER_THREAD. */
 #define STREAM_LEGACY ((CUstream)0x1)
 #define STREAM_PER_THREAD ((CUstream)0x2)
 
@@ -106,7 +107,7 @@ enum { PROCESS_RUNNING = 0, PROCESS_LOCKED = 1, PROCESS_CHECKPOINTED = 2, PROCES
 
 typedef struct {
     unsigned char bytes[64];
-} CUipcMemHandle; /* CUipcEventHandle and CUmemPoolPtrExportData look the same */
+} CUipcMemHandle; /* CUipcEventHandle and CUmemPoolPtrExportData have the same layout */
 
 typedef struct {
     int type;
@@ -211,7 +212,7 @@ typedef struct {
     size_t pitch;
     unsigned value, elementSize;
     size_t width, height;
-} CUDA_MEMSET_NODE_PARAMS; /* as above */
+} CUDA_MEMSET_NODE_PARAMS; /* version 1; later versions add fields at the end */
 
 typedef struct {
     void (*fn)(void *);

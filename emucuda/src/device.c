@@ -70,7 +70,8 @@ EXPORT CUresult cuDeviceGetPCIBusId(char *id, int length, CUdevice d)
         return CUDA_ERROR_INVALID_VALUE;
     char full[32];
     pci_bus_id(driver.device[d].pci_index, full, sizeof full);
-    snprintf(id, (size_t)length, "%s", full + 4); /* the driver writes a 4-digit domain */
+    snprintf(id, (size_t)length, "%s", full + 4); /* the driver writes the PCI domain with 4
+                                                   * digits */
     return CUDA_SUCCESS;
 }
 
@@ -95,12 +96,12 @@ EXPORT CUresult cuDeviceGetLuid(char *luid, unsigned *mask, CUdevice d)
     DEVICE(d);
     (void)luid;
     (void)mask;
-    return CUDA_ERROR_NOT_SUPPORTED; /* Windows only */
+    return CUDA_ERROR_NOT_SUPPORTED; /* LUIDs exist only on Windows */
 }
 
-/* Attribute numbers of the Driver API; the values are those of an Ampere-class board, except
- * where the emulation lacks the feature: compilers make code for later ones that ptx/ does not
- * interpret (wgmma). An attribute that is not listed is 0. */
+/* Attributes by their numbers in the Driver API. The values are those of an Ampere-class board,
+ * except where the emulation lacks the feature. For a later board, compilers would make code that
+ * ptx/ does not interpret (wgmma). An attribute that is not listed is 0. */
 static int attribute(int number, int d)
 {
     switch (number) {
@@ -201,6 +202,7 @@ EXPORT CUresult cuDeviceGetP2PAttribute(int *value, int attrib, CUdevice d, CUde
     DEVICE(peer);
     if (!value || d == peer)
         return CUDA_ERROR_INVALID_VALUE;
-    *value = attrib == 2; /* ACCESS_SUPPORTED; no atomics, no arrays */
+    *value = attrib == 2; /* only ACCESS_SUPPORTED is 1: the emulation has no peer atomics and no
+                           * peer arrays */
     return CUDA_SUCCESS;
 }

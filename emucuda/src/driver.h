@@ -1,15 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The driver inside one process: devices as CUDA_VISIBLE_DEVICES shows them, contexts, device
+ * The driver inside one process: the devices that CUDA_VISIBLE_DEVICES shows, contexts, device
  * memory, streams, and the gate that the checkpoint lock closes.
  *
- * Device memory. Each visible device has one memfd. The address space holds two mirror halves,
- * `driver.delta` bytes apart: the user half, whose addresses the caller sees and which is never
- * accessible, so that a host access to a device pointer faults as on hardware; and the alias
- * half, through which this library reaches the bytes. The window of a device maps its memfd
- * linearly, so an allocation needs no system call; the VMM window is mapped piece by piece.
- * Files are sparse, so memory costs what was touched.
+ * Device memory: each visible device has one memfd. The address space has two halves of the same
+ * layout, `driver.delta` bytes apart. The caller sees the addresses of the user half. The user half
+ * is never accessible, so that a host access to a device pointer faults as on hardware. This
+ * library reaches the bytes through the alias half. The window of a device maps its memfd linearly,
+ * so an allocation needs no system call. The VMM window is mapped piece by piece. The files are
+ * sparse, so only memory that was touched takes host memory.
  */
 #ifndef EMUCUDA_DRIVER_H
 #define EMUCUDA_DRIVER_H
@@ -35,20 +35,21 @@ enum allocation_kind { ALLOC_DEVICE, ALLOC_POOL, ALLOC_HOST, ALLOC_REGISTERED, A
 
 struct allocation {
     uint64_t address;
-    uint64_t size;    /* as requested */
-    uint64_t extent;  /* address space taken */
-    uint64_t charged; /* bytes on the device's account (0 for pool memory: the pool pays) */
+    uint64_t size;    /* size as the program requested it */
+    uint64_t extent;  /* bytes of address space that it takes */
+    uint64_t charged; /* bytes that the device's account is charged (0 for pool memory, which the
+                       * pool has already paid) */
     uint64_t id;
     int kind;
-    int device; /* visible ordinal, -1: host */
+    int device; /* visible ordinal; -1: host */
     unsigned flags;
     struct context *context;
     struct pool *pool;
     struct graph_memory *graph;
-    bool shared; /* exported: counted by shared_count() */
+    bool shared; /* the memory is exported, and shared_count() counts it */
 };
 
-/* Address ranges in a growing sorted array. */
+/* Address ranges in a sorted array that grows. */
 struct range {
     uint64_t start, size;
 };
@@ -58,15 +59,16 @@ struct ranges {
 };
 
 struct device {
-    uint32_t physical;  /* machine index; changes when restored elsewhere */
-    uint32_t pci_index; /* stays: NVIDIA/cuda-checkpoint #48 reports a stale PCI id after migration */
-    int fd;             /* memfd holding the bytes, -1 until the first context */
-    uint64_t window, window_size; /* user half */
+    uint32_t physical;  /* index in the machine; a restore onto another device changes it */
+    uint32_t pci_index; /* never changes: NVIDIA/cuda-checkpoint #48 reports a stale PCI id after a
+                         * migration */
+    int fd;             /* memfd with the bytes, -1 until the first context */
+    uint64_t window, window_size; /* of the user half */
     struct ranges free;
-    uint64_t next_physical; /* file offset of the next VMM allocation, behind the window */
-    bool charged;           /* context overhead is on the account */
-    uint64_t overhead;      /* the bytes of the overhead, with loaded code */
-    bool worked;            /* work was submitted, so lazily loaded code is loaded */
+    uint64_t next_physical; /* file offset of the next VMM allocation, after the window */
+    bool charged;           /* the overhead of a context is charged */
+    uint64_t overhead;      /* bytes of that overhead, loaded code included */
+    bool worked;            /* work has been submitted, so code that is loaded lazily is loaded */
     struct context *primary;
     unsigned primary_count;
     unsigned primary_flags;
@@ -79,10 +81,10 @@ struct context {
     unsigned flags;
     bool primary, destroyed;
     uint64_t id;
-    struct green *green; /* the green context that owns and ends this one */
+    struct green *green; /* the green context to which this one belongs, and with which it ends */
     struct stream *legacy;
     uint64_t limits[10];
-    uint64_t peers; /* bit per visible ordinal */
+    uint64_t peers; /* one bit for each visible ordinal */
     struct context *next;
 };
 
@@ -94,7 +96,7 @@ struct stream {
     uint64_t id;
     uint64_t tail; /* when all submitted work is done, CLOCK_MONOTONIC ns */
     bool destroyed;
-    struct capture *capture; /* NULL: work runs and is not recorded */
+    struct capture *capture; /* NULL: the stream runs work instead of recording it */
     struct stream *next;
 };
 
@@ -104,34 +106,35 @@ struct event {
     unsigned flags;
     bool recorded;
     bool shared;   /* exported or imported */
-    struct mark *mark; /* its last record was in a capture: a place in a graph, not a time */
-    uint64_t own;  /* the time, unless it is shared */
+    struct mark *mark; /* not NULL: the last record was in a capture, and marks a place in a graph
+                        * instead of a time */
+    uint64_t own;  /* the time of an event that is not shared */
     uint64_t *time;
-    int fd; /* holds the shared time; -1 */
+    int fd; /* file with the time of a shared event; -1: none */
 };
 
 struct pool {
     uint32_t magic;
     int device; /* -1: host */
     bool is_default, destroyed;
-    bool shared;   /* exported */
-    bool imported; /* imported from another process, and not for allocations */
+    bool shared;   /* the pool is exported */
+    bool imported; /* the pool is imported from another process, and cannot allocate */
     CUmemPoolProps props;
     uint64_t threshold, used, used_high, reserved, reserved_high;
     uint64_t live;
     int reuse[3];
-    uint64_t access; /* bit per visible ordinal */
+    uint64_t access; /* one bit for each visible ordinal */
     struct pool *next;
 };
 
 struct driver {
-    pthread_mutex_t lock; /* guards all tables below */
+    pthread_mutex_t lock; /* protects all tables below */
     bool initialised;
     struct slot *slot;
-    int count; /* visible devices */
+    int count; /* number of visible devices */
     struct device device[MAX_DEVICES];
     uint64_t delta;      /* alias address = user address + delta */
-    uint64_t base, span; /* the user half */
+    uint64_t base, span; /* begin and size of the user half */
     uint64_t vmm_window, vmm_size;
     struct ranges vmm_free;
     struct allocation *allocation; /* sorted by address */
@@ -140,26 +143,31 @@ struct driver {
     struct stream *streams;
     struct pool *pools;
     uint64_t next_id;
-    uint32_t inflight;       /* calls past the gate; futex word of the lock's drain */
-    uint32_t closed;         /* futex word of callers waiting at the gate */
-    uint32_t suspend_state;  /* PROCESS_* as the calls of this process see it */
-    uint32_t captures;       /* streams in capture */
-    uint32_t sticky;         /* error that killed the context (illegal address, lost device) */
+    uint32_t inflight;       /* number of calls inside the gate; the lock waits on this futex word
+                              * until it is 0 */
+    uint32_t closed;         /* callers wait at the gate on this futex word */
+    uint32_t suspend_state;  /* the state PROCESS_* that the calls of this process see */
+    uint32_t captures;       /* number of streams in capture */
+    uint32_t sticky;         /* error that ended the contexts (illegal address, lost device) */
 };
 
 extern struct driver driver;
 
 /* ---- gate.c ---- */
-CUresult driver_check(void); /* initialised, and not the child of a fork()? */
-CUresult driver_sticky(void); /* the error that killed the contexts, if any */
+CUresult driver_check(void); /* whether the driver is initialised and this process is not the child
+                              * of a fork() */
+CUresult driver_sticky(void); /* the error that ended the contexts, or success */
 CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
-void gate_inside(int change); /* the thread begins or ends a host call: its own calls pass */
-bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: none) */
+void gate_inside(int change); /* the thread begins or ends a host call; in between its own calls
+                               * pass the gate */
+bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: no
+                                     * deadline) */
 void gate_open(void);
-bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call crashes */
+bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the process crashes in this
+                                * call */
 
-/* At the head of every call that reaches a device: waits while the process is locked. */
+/* The first line of every call that reaches a device: waits while the process is locked. */
 #define GATED                                                          \
     __attribute__((cleanup(gate_leave))) int gate_passed_ = 0;         \
     do {                                                               \
@@ -167,7 +175,7 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call
         if (gate_result_)                                              \
             return gate_result_;                                       \
     } while (0)
-/* At the head of every call that only reads tables of the driver. */
+/* The first line of every call that only reads tables of the driver. */
 #define CHECKED                                     \
     do {                                            \
         CUresult check_result_ = driver_check();    \
@@ -175,8 +183,8 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call
             return check_result_;                   \
     } while (0)
 
-/* Used before those two: argument checks that precede the check for cuInit, as in NVIDIA's
- * libraries (tests/driver_records). */
+/* Comes before GATED or CHECKED: checks of arguments that NVIDIA's libraries make before their
+ * check for cuInit (tests/driver_records). */
 #define REQUIRE(condition)                          \
     do {                                            \
         if (!(condition))                           \
@@ -187,42 +195,47 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the call
         if (!(condition))                           \
             return CUDA_ERROR_INVALID_HANDLE;       \
     } while (0)
-/* For most calls with a stream, but not copies, kernel launches, allocations, synchronise calls and cuStreamQuery. */
+/* For most calls with a stream. Copies, kernel launches, allocations, synchronise calls and
+ * cuStreamQuery do not have this check. */
 #define REQUIRE_STREAM(stream) REQUIRE_HANDLE(!stream_bad(stream))
 
 /* ---- context.c ---- */
 CUresult context_current(struct context **out);
-/* With the lock held: */
-/* Makes a context active: `*out` if it is an ended primary one, a new one if it is null. */
+/* Call these with the lock held: */
+/* Makes a context active. If `*out` is a primary context that has ended, makes it active again; if
+ * `*out` is null, makes a new one. */
 CUresult context_new(int device, unsigned flags, struct context **out);
 void context_end(struct context *c);
 bool context_valid(struct context *context);
-bool context_known(struct context *context); /* without the lock */
+bool context_known(struct context *context); /* call this without the lock */
 
 /* ---- arena.c: address space and bytes ---- */
 CUresult arena_init(void);
 CUresult arena_open_device(int device);
-void *arena_host(uint64_t user_address); /* the alias of a device address */
+void *arena_host(uint64_t user_address); /* the alias address of a device address */
 #define ARENA_PIECE 65536
-/* Writes many bytes to device memory, `repeated`: the same ARENA_PIECE bytes. False: write by the alias. */
+/* Writes many bytes to device memory. `repeated`: the same ARENA_PIECE bytes again and again.
+ * False: the caller must write through the alias. */
 bool arena_write(int device, uint64_t address, const char *from, uint64_t size, bool repeated);
 void arena_punch(int device, uint64_t file_offset, uint64_t size);
 void arena_poison(bool poisoned);
 CUresult arena_vmm_map(uint64_t address, uint64_t size, int fd, uint64_t file_offset);
 void arena_vmm_unmap(uint64_t address, uint64_t size);
-uint64_t ranges_take(struct ranges *ranges, uint64_t size, uint64_t align, uint64_t fixed); /* 0: none */
+/* Returns 0 if no range is large enough. */
+uint64_t ranges_take(struct ranges *ranges, uint64_t size, uint64_t align, uint64_t fixed);
 bool ranges_give(struct ranges *ranges, uint64_t start, uint64_t size);
 
 /* ---- memory.c ---- */
 struct allocation *allocation_find(uint64_t address);
-struct allocation *allocation_add(const struct allocation *a); /* NULL: out of host memory */
+struct allocation *allocation_add(const struct allocation *a); /* NULL: the host has no memory */
 void allocation_remove(struct allocation *a);
-/* Without `charge` (pool memory) the size is also not rounded up to device pages. */
+/* If `charge` is false (for pool memory), charges nothing, and does not round the size up to device
+ * pages. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out);
 void device_release(const struct allocation *a, bool charge);
-void host_release(const struct allocation *a); /* host or managed memory */
+void host_release(const struct allocation *a); /* for host or managed memory */
 void managed_count(int change);
-/* The place of the bytes; device: visible ordinal, or -1 for host memory. */
+/* Finds where the host has the bytes. `device`: visible ordinal, or -1 for host memory. */
 CUresult resolve(uint64_t address, uint64_t size, void **host, int *device);
 
 /* ---- pool.c ---- */
@@ -230,7 +243,7 @@ struct pool *pool_default(int device);
 void pools_trim_idle(void);
 CUresult pool_free(struct allocation *a);
 struct pool *pool_for_graphs(int device);
-CUresult pool_reserve(struct pool *pool, uint64_t bytes); /* room for `bytes` more in use */
+CUresult pool_reserve(struct pool *pool, uint64_t bytes); /* make room for `bytes` more in use */
 void pool_trim(struct pool *pool, uint64_t keep);
 
 /* ---- graph_memory.c ---- */
@@ -243,49 +256,54 @@ struct share;
 uint64_t vmm_mapped_bytes(uint64_t address, uint64_t *start);
 CUresult vmm_resolve(uint64_t address, uint64_t size, void **host, int *device);
 void vmm_poison(bool poisoned);
-CUresult vmm_import(const struct share *share, CUdeviceptr *out); /* maps the memory of another process */
+/* Maps memory of another process. */
+CUresult vmm_import(const struct share *share, CUdeviceptr *out);
 bool vmm_import_close(uint64_t address);
 
 /* ---- share.c ---- */
 enum { SHARE_IPC = 1, SHARE_EVENT, SHARE_VMM, SHARE_POOL, SHARE_POINTER };
 struct share {
     int device; /* visible ordinal */
-    bool own;   /* exported by this process */
+    bool own;   /* this process has exported it */
     int pid, fd;
-    uint64_t offset, size; /* in the memfd of the device */
+    uint64_t offset, size; /* place in the memfd of the device */
 };
 void shared_count(int change);
 void share_pack(CUipcMemHandle *out, int kind, int device, uint64_t offset, uint64_t size);
 CUresult share_file(int *out, int kind, int device, uint64_t offset, uint64_t size);
 CUresult share_unpack(const CUipcMemHandle *handle, int kind, struct share *out);
 CUresult share_read(int fd, int kind, struct share *out);
-int share_open(const struct share *share); /* the memfd; -1 */
+int share_open(const struct share *share); /* opens the memfd; -1: impossible */
 void event_unshare(struct event *event);
 
 /* ---- stream.c ---- */
 struct event *event_new(struct context *context, unsigned flags);
-bool stream_bad(CUstream handle); /* without the lock: the handle of no stream, nor of a default one */
+/* Returns whether the handle belongs to no stream, not even to a default one. Call this without the
+ * lock. */
+bool stream_bad(CUstream handle);
 CUresult stream_resolve(CUstream handle, struct stream **out);
 struct stream *stream_new(struct context *context, unsigned flags, int priority);
-/* Appends `duration` ns of work; returns when it will be done. */
+/* Adds `duration` ns of work at the end of the stream. Returns the time when this work will be
+ * done. */
 uint64_t stream_submit(struct stream *stream, uint64_t duration);
 uint64_t stream_tail(const struct stream *stream);
-uint64_t driver_tail(const struct context *context); /* NULL: of all contexts */
+uint64_t driver_tail(const struct context *context); /* NULL: over all contexts */
 
 /* The shape of a launch. */
 struct launch {
     unsigned grid[3], block[3];
-    unsigned shared;  /* bytes, beside the kernel's own */
-    bool cooperative; /* all blocks at once */
+    unsigned shared;  /* bytes of dynamic shared memory, without the kernel's own */
+    bool cooperative; /* all blocks exist at the same time */
 };
 
-/* ---- copy.c, launch.c: behind the gate, and never captured ---- */
+/* ---- copy.c, launch.c: calls that have passed the gate, and that are never captured ---- */
 CUresult copy_now(const CUDA_MEMCPY3D *p, CUstream stream);
 CUresult fill_now(const CUDA_MEMSET_NODE_PARAMS *p, CUstream stream);
 CUresult launch_now(CUfunction kernel, CUstream stream, const struct launch *launch, void **params);
 CUresult host_now(CUstream stream, void (*function)(void *), void *data);
 
-/* ---- capture.c: true if the call was recorded (or refused: see *result) instead of run ---- */
+/* ---- capture.c: each returns true if it has recorded the call, or refused it (see *result), so
+ * that the call does not run ---- */
 bool capture_copy(CUstream stream, const CUDA_MEMCPY3D *p, bool wait, CUresult *result);
 bool capture_fill(CUstream stream, const CUDA_MEMSET_NODE_PARAMS *p, bool wait, CUresult *result);
 bool capture_launch(CUstream stream, CUfunction kernel, const struct launch *launch, void **params,
@@ -294,15 +312,15 @@ bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresul
 bool capture_alloc(CUstream stream, size_t size, struct pool *pool, CUdeviceptr *out, CUresult *result);
 bool capture_free(CUstream stream, uint64_t address, CUresult *result);
 bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *result);
-/* For a call that a capture does not allow (NULL context: the call concerns the stream). */
+/* For a call that a capture does not allow. With a NULL context, the call concerns the stream. */
 bool capture_refuses(CUstream stream, const struct context *context, CUresult *result);
-void capture_drop(struct stream *stream); /* with the lock held: the stream ends */
+void capture_drop(struct stream *stream); /* call this with the lock held when the stream ends */
 void event_unmark(struct event *event);
 
 /* ---- kernels.c ---- */
-/* Runs a kernel, a built-in one or the text of its module; returns the modelled ns. */
+/* Runs a built-in kernel, or interprets the text of a kernel's module. Returns the modelled ns. */
 uint64_t kernel_run(CUfunction kernel, int device, const struct launch *launch, void **params, CUresult *result);
-CUresult kernel_check(CUfunction kernel, int device); /* can it run here? */
+CUresult kernel_check(CUfunction kernel, int device); /* whether the kernel can run here */
 
 /* ---- ptx/ ---- */
 CUresult kernel_compiled(CUfunction kernel, int device);

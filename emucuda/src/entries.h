@@ -1,13 +1,14 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * cuGetProcAddress: which symbol serves a name at a version of the API.
+ * cuGetProcAddress: which symbol it returns for a name and a version of the API.
  *
- * NAME is the public name, SINCE the version (1000 x major + 10 x minor) that introduced this
- * form of the call, SYMBOL what implements it, PER_THREAD its per-thread-stream variant. The
- * versions are those that NVIDIA's libraries use (tests/driver_records). Those of NVIDIA's
- * cudaTypedefs.h differ: cuGraphInstantiate is never cuGraphInstantiateWithFlags. A static table
- * rather than dlsym(): a library of the same SONAME may precede this one.
+ * NAME is the public name. SINCE is the version (1000 x major + 10 x minor) that introduced this
+ * form of the call. SYMBOL is the function that implements it, and PER_THREAD is its variant for
+ * per-thread streams. The versions are those that NVIDIA's libraries use (tests/driver_records).
+ * Those of NVIDIA's cudaTypedefs.h differ: cuGraphInstantiate is never cuGraphInstantiateWithFlags.
+ * The table is static, because dlsym() could find the symbol in a library of the same SONAME that
+ * comes before this one.
  */
 #ifndef ENTRY1
 #define ENTRY1(NAME, SINCE, SYMBOL) ENTRY(NAME, SINCE, SYMBOL, SYMBOL)

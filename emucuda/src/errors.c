@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Names and texts of the error codes, from drivers 550 and 555 (tests/driver_records). Later codes
- * have texts of our own.
+ * Names and texts of the error codes, from drivers 550 and 555 (tests/driver_records). For later
+ * codes the texts were written for this project.
  */
 #include "cuda_abi.h"
 
@@ -133,7 +133,7 @@ static int find(CUresult code)
     return -1;
 }
 
-/* As in the driver, a null `out` is a segmentation fault. */
+/* If `out` is null, this is a segmentation fault, as in the driver. */
 EXPORT CUresult cuGetErrorName(CUresult code, const char **name)
 {
     int i = find(code);

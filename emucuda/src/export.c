@@ -1,15 +1,17 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * cuGetExportTable. The tables through which NVIDIA's runtime reaches the driver are private to NVIDIA,
- * and are not here: that runtime reports that the driver is not usable. The emulation has a table of its
- * own, by which a program tells this driver from a real one, and finds the bytes of device memory.
+ * cuGetExportTable. NVIDIA's runtime reaches the driver through tables that are private to NVIDIA.
+ * The emulation does not have them, so that runtime reports that the driver is not usable. The
+ * emulation has a separate table. With it a program can tell this driver from a real one, and can
+ * find the bytes of device memory.
  */
 #include "driver.h"
 
 #include <string.h>
 
-/* What a built-in kernel may read and write on the host, inside its launch. NULL: not device memory. */
+/* Where the host can read and write bytes that a built-in kernel uses during its launch. NULL: the
+ * address is not device memory. */
 static void *bytes_at(uint64_t address, uint64_t size)
 {
     void *host = NULL;

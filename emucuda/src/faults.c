@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Injected faults: a table shared by all processes, read from `<state>/faults`, and a private
- * one from EMUCUDA_FAULTS.
+ * Injected faults. All processes share a table, which is read from `<state>/faults`. Each process
+ * also has a private table from EMUCUDA_FAULTS.
  *
  * One fault per line (or between ';'): NAME key=value ...
  *   pid=, device=, count=   the process and device that it strikes, and how often
@@ -93,7 +93,8 @@ static bool parse_fault(char *line, struct fault *out)
     return true;
 }
 
-/* `whose`: the variable with the text; NULL: a file, which Python has checked. */
+/* `whose`: the name of the environment variable that has the text. NULL: the text comes from the
+ * file, which Python has checked. */
 static void parse_table(char *text, struct fault_table *table, const char *whose)
 {
     char *save = NULL;
@@ -128,10 +129,11 @@ static bool same_fault_lost(const struct fault_table *table, unsigned device)
     return false;
 }
 
-/* With the lock held: reads the control file into the shared table. */
+/* With the lock held: reads the faults file into the shared table. */
 static void load_file(const struct stat *st, int fd)
 {
-    static struct fault_table table; /* protected by the machine lock within this process */
+    static struct fault_table table; /* of the threads of this process, only the one with the
+                                      * machine lock uses it */
     char *text = calloc(1, (size_t)st->st_size + 1);
     if (!text)
         return;
@@ -163,7 +165,7 @@ static void identify(const struct stat *st, uint64_t identity[3])
     identity[2] = (uint64_t)st->st_size;
 }
 
-/* With the lock held: whether the shared table is from this file. */
+/* With the lock held: whether the shared table was read from this version of the file. */
 static bool same_file(const struct stat *st)
 {
     uint64_t identity[3];
@@ -171,8 +173,9 @@ static bool same_file(const struct stat *st)
     return !memcmp(identity, machine->faults_identity, sizeof identity);
 }
 
-/* Python announces a change; noticing it costs one load. Calls that pass `look` (NVML and
- * checkpoint calls, where a stat() does not matter) also notice a file edited by hand. */
+/* Python announces a change of the file, and this function notices the announcement with one load.
+ * With `look` (NVML and checkpoint calls, where the time of a stat() does not matter) it also
+ * notices a file that was edited by hand. */
 static void refresh(bool look)
 {
     uint64_t touch = __atomic_load_n(&machine->faults_touch, __ATOMIC_ACQUIRE);
@@ -181,7 +184,7 @@ static void refresh(bool look)
     char path[4096];
     struct stat st;
     snprintf(path, sizeof path, "%s/faults", machine_state_dir());
-    if (lstat(path, &st)) /* an open() takes longer, and most calls find nothing new */
+    if (lstat(path, &st)) /* an open() would take longer, and most calls find nothing new */
         memset(&st, 0, sizeof st);
     machine_lock();
     if (!same_file(&st)) {
@@ -193,7 +196,8 @@ static void refresh(bool look)
         if (fd >= 0)
             close(fd);
     }
-    /* The value loaded before the look at the file: the next call sees a later change. */
+    /* Store the value that was loaded before the file was read, so that the next call notices a
+     * later change. */
     __atomic_store_n(&machine->faults_seen, touch, __ATOMIC_RELEASE);
     machine_unlock();
 }
@@ -208,7 +212,8 @@ bool faults_pending(void)
 static struct fault *search(struct fault_table *table, enum fault_kind kind, pid_t pid, int device,
                             const char *op)
 {
-    struct fault *found = NULL; /* a fault of this process comes before a fault of all processes */
+    struct fault *found = NULL; /* a fault for this process has priority over a fault for all
+                                 * processes */
     for (unsigned i = 0; i < table->count; i++) {
         struct fault *f = &table->fault[i];
         if (f->kind == kind && (f->pid < 0 || pid < 0 || f->pid == pid) &&

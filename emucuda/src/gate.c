@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The gate: every call that reaches a device passes here, and the checkpoint lock closes it.
+ * The gate. Every call that reaches a device passes it, and the checkpoint lock closes it.
  */
 #include "driver.h"
 
@@ -10,8 +10,8 @@
 
 struct driver driver = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
-/* A page that the kernel zeroes in the child of a fork(): a child has no device (the driver returns
- * CUDA_ERROR_NOT_INITIALIZED there). */
+/* The kernel zeroes this page in the child of a fork(). A child has no device, and the driver
+ * returns CUDA_ERROR_NOT_INITIALIZED there. */
 uint32_t *driver_alive;
 
 CUresult driver_check(void)
@@ -28,7 +28,7 @@ static void leave(void)
         futex_wake(&driver.inflight, false);
 }
 
-/* A lost device ends the contexts of the process permanently. */
+/* If a device is lost, the contexts of the process end permanently. */
 CUresult driver_sticky(void)
 {
     uint32_t error = __atomic_load_n(&driver.sticky, __ATOMIC_RELAXED);
@@ -42,7 +42,8 @@ CUresult driver_sticky(void)
     return CUDA_SUCCESS;
 }
 
-/* Inside a host call: the lock waits for its end, so a call that it makes must not wait for the lock. */
+/* Not 0 inside a host call. The lock waits for the end of the host call, so a call that the host
+ * function makes must not wait for the lock. */
 static __thread int inside;
 
 void gate_inside(int change) { inside += change; }
@@ -57,7 +58,7 @@ CUresult gate_enter(int *passed)
         if (inside || !__atomic_load_n(&driver.closed, __ATOMIC_SEQ_CST))
             break;
         leave();
-        /* As on the real driver, a signal does not end this wait. */
+        /* As in the real driver, a signal does not end this wait. */
         futex_wait(&driver.closed, 1, -1, false);
     }
     *passed = 1;
@@ -103,8 +104,9 @@ bool gate_close(uint64_t deadline)
 bool sync_returns_early(void)
 {
     uint32_t state = __atomic_load_n(&driver.suspend_state, __ATOMIC_ACQUIRE);
-    /* Observed on drivers 580 and 595 (gpunap, validation/FINDINGS.md): synchronising a suspended
-     * process is a segmentation fault inside libcuda. A device address is never accessible. */
+    /* Observed on drivers 580 and 595 (gpunap, validation/FINDINGS.md): a synchronise call of a
+     * suspended process causes a segmentation fault inside libcuda. Here a write to a device
+     * address causes the fault, because such an address is never accessible. */
     if (state == PROCESS_CHECKPOINTED || state == PROCESS_FAILED)
         *(volatile char *)driver.base = 0;
     return state != PROCESS_RUNNING;

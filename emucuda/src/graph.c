@@ -56,7 +56,7 @@ static void nodes_delete(struct node *first)
     }
 }
 
-/* Undoes a node that could not be completed. */
+/* Removes a node that could not be completed. */
 void node_drop_last(struct graph *g, struct node *node)
 {
     struct node *before = NULL;
@@ -145,7 +145,7 @@ static bool has_memory(const struct node *first)
     return false;
 }
 
-/* The checks of every call that adds a node. */
+/* The checks that every call that adds a node makes. */
 static CUresult check(const struct graph *g, CUgraphNode *const *out, const CUgraphNode *dependencies, size_t count)
 {
     CHECKED;
@@ -188,7 +188,7 @@ EXPORT CUresult cuGraphClone(CUgraph *out, CUgraph g)
     if (graph_bad(g) || !out)
         return CUDA_ERROR_INVALID_VALUE;
     if (has_memory(g->first))
-        return CUDA_ERROR_NOT_SUPPORTED; /* such graphs cannot be cloned */
+        return CUDA_ERROR_NOT_SUPPORTED; /* the driver cannot clone a graph with memory nodes */
     return graph_copy(g, out);
 }
 
@@ -234,7 +234,7 @@ EXPORT CUresult cuGraphAddMemcpyNode(CUgraphNode *out, CUgraph g, const CUgraphN
     if (!p || !context_known(context))
         return CUDA_ERROR_INVALID_VALUE;
     if (p->srcMemoryType == MEMORYTYPE_ARRAY || p->dstMemoryType == MEMORYTYPE_ARRAY)
-        return CUDA_ERROR_NOT_SUPPORTED; /* arrays hold no bytes here */
+        return CUDA_ERROR_NOT_SUPPORTED; /* an array's bytes cannot be read or written here */
     *out = node_add(g, NODE_MEMCPY);
     if (*out)
         (*out)->of.copy = *p;
@@ -275,7 +275,8 @@ EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode *out, CUgraph g, const CUgr
     if (graph_bad(child) || child == g)
         return CUDA_ERROR_INVALID_VALUE;
     if (has_memory(child->first))
-        return CUDA_ERROR_NOT_SUPPORTED; /* as on drivers before CUDA 12.9's child graph ownership */
+        /* As on drivers before CUDA 12.9, which brought ownership of child graphs. */
+        return CUDA_ERROR_NOT_SUPPORTED;
     struct graph *copy;
     CUresult result = graph_copy(child, &copy);
     if (result)
@@ -314,7 +315,7 @@ EXPORT CUresult cuGraphAddNode(CUgraphNode *out, CUgraph g, const CUgraphNode *d
     case NODE_KERNEL: return cuGraphAddKernelNode(out, g, d, n, &p->kernel);
     case NODE_MEMCPY: return cuGraphAddMemcpyNode(out, g, d, n, &p->memcpy.copyParams, p->memcpy.copyCtx);
     case NODE_MEMSET:
-        context = *(CUcontext *)(&p->memset + 1); /* version 2 of the structure has this field */
+        context = *(CUcontext *)(&p->memset + 1); /* the structure has this field since version 2 */
         return cuGraphAddMemsetNode(out, g, d, n, &p->memset, context);
     case NODE_HOST: return cuGraphAddHostNode(out, g, d, n, &p->host);
     case NODE_GRAPH: return cuGraphAddChildGraphNode(out, g, d, n, p->graph);

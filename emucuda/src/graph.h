@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Graphs. A node can depend only on existing nodes, so a launch runs nodes in the order in which
- * they were added.
+ * Graphs. A node can depend only on nodes that already exist. So a launch runs the nodes in the
+ * order in which they were added.
  */
 #ifndef EMUCUDA_GRAPH_H
 #define EMUCUDA_GRAPH_H
@@ -12,14 +12,14 @@
 enum node_type { NODE_KERNEL = 0, NODE_MEMCPY = 1, NODE_MEMSET = 2, NODE_HOST = 3, NODE_GRAPH = 4,
                  NODE_EMPTY = 5, NODE_ALLOC = 10, NODE_FREE = 11 };
 
-/* Memory of an allocation node: the address lives as long as the graphs that use it, the bytes from
- * a launch until they are freed. */
+/* Memory of an allocation node. The address lives as long as the graphs that use it. The bytes live
+ * from a launch until they are freed. */
 struct graph_memory {
     uint64_t address, size, extent;
     int device;
     bool live;
-    bool instantiated;   /* in use by one executable graph; a second one is refused */
-    unsigned references; /* one for each node, and one while `live` */
+    bool instantiated;   /* one executable graph uses it, and a second one is refused */
+    unsigned references; /* one for each node, and one more while `live` */
     CUmemPoolProps props;
     struct graph_memory *next;
 };
@@ -32,13 +32,13 @@ struct node {
         struct {
             struct kernel *kernel;
             struct launch shape;
-            char *values; /* the parameters, copied */
+            char *values; /* a copy of the parameters */
         } launch;
         CUDA_MEMCPY3D copy;
         CUDA_MEMSET_NODE_PARAMS fill;
         CUDA_HOST_NODE_PARAMS host;
         struct graph *child;
-        struct graph_memory *memory; /* NODE_ALLOC, NODE_FREE */
+        struct graph_memory *memory; /* for NODE_ALLOC and NODE_FREE */
     } of;
     struct node *next;
 };
@@ -54,15 +54,16 @@ static inline bool graph_bad(const struct graph *g) { return !g || g->magic != M
 /* ---- graph.c ---- */
 struct graph *graph_new(void);
 void graph_delete(struct graph *graph);
-struct node *node_add(struct graph *graph, int type); /* NULL: out of host memory */
-CUresult graph_copy(const struct graph *from, struct graph **to); /* memory nodes share their memory */
+struct node *node_add(struct graph *graph, int type); /* NULL: the host has no memory */
+/* The memory nodes of both graphs share their memory. */
+CUresult graph_copy(const struct graph *from, struct graph **to);
 void node_drop_last(struct graph *graph, struct node *node);
 CUresult node_set_launch(struct node *node, struct kernel *k, const struct launch *launch, void **params);
 
 /* ---- graph_memory.c ---- */
 CUresult graph_memory_node(struct graph *graph, const CUmemPoolProps *props, size_t size, struct node **out);
 CUresult graph_free_node(struct graph *graph, uint64_t address, struct node **out);
-/* With the lock held: */
+/* Call these with the lock held: */
 CUresult graph_memory_alloc(struct graph_memory *m, struct context *context);
 CUresult graph_memory_free(struct graph_memory *m);
 void graph_memory_unref(struct graph_memory *m);

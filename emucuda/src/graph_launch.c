@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Executable graphs. A launch does the work of the nodes in the call, one after the other, like
- * submitting each to the stream.
+ * Executable graphs. A launch does the work of the nodes during the call, one node after the other,
+ * as if the program had submitted each node to the stream.
  */
 #include "graph.h"
 
@@ -11,7 +11,7 @@
 struct executable {
     uint32_t magic;
     uint64_t flags;
-    struct graph *graph; /* its own copy */
+    struct graph *graph; /* a copy that belongs to this executable graph */
 };
 
 enum { AUTO_FREE_ON_LAUNCH = 1, UPLOAD = 2, DEVICE_LAUNCH = 4, NODE_PRIORITY = 8, FLAGS = 15 };
@@ -166,8 +166,9 @@ static CUresult run(const struct node *first, CUstream stream)
     return result;
 }
 
-/* Memory left by an earlier launch is an error, or is freed now if the instantiation requested
- * that. The launch takes its memory before it runs anything, so without memory it does nothing. */
+/* If an earlier launch has left memory allocated, returns an error, or frees that memory if the
+ * graph was instantiated with that flag. A launch takes its memory before it runs any node. So if
+ * there is no memory, it does nothing. */
 static CUresult prepare(struct executable *e)
 {
     CUresult result = CUDA_SUCCESS;
@@ -188,7 +189,8 @@ EXPORT CUresult cuGraphLaunch(CUgraphExec e, CUstream stream)
     CUresult result;
     if (executable_bad(e))
         return CUDA_ERROR_INVALID_VALUE;
-    if (capture_refuses(stream, NULL, &result)) /* it would need a child graph node */
+    if (capture_refuses(stream, NULL, &result)) /* to record this, the capture would need a child
+                                                 * graph node */
         return result;
     result = prepare(e);
     return result ? result : run(e->graph->first, stream);

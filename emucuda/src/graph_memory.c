@@ -1,15 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Memory of graphs. Adding an allocation node fixes the address; a launch (or upload) takes the
- * device memory from the pool that each device has for its graphs. The pool keeps its memory until
- * cuDeviceGraphMemTrim.
+ * Memory of graphs. When a program adds an allocation node, its address is fixed. A launch or an
+ * upload then takes the device memory from a pool: each device has one pool for its graphs. The
+ * pool keeps its memory until cuDeviceGraphMemTrim.
  */
 #include "graph.h"
 
 #include <stdlib.h>
 
-static struct graph_memory *memories; /* under driver.lock */
+static struct graph_memory *memories; /* driver.lock protects this list */
 
 static struct graph_memory *find(uint64_t address)
 {
@@ -47,7 +47,7 @@ CUresult graph_memory_node(struct graph *graph, const CUmemPoolProps *props, siz
     pthread_mutex_lock(&driver.lock);
     if (!result)
         result = arena_open_device(props->location.id);
-    if (!result) /* only address space */
+    if (!result) /* takes only address space, no bytes */
         result = device_allocate(props->location.id, (size + 511) / 512 * 512, false, &a);
     if (!result) {
         *m = (struct graph_memory){.address = a.address, .size = size, .extent = a.extent,
@@ -107,7 +107,8 @@ CUresult graph_memory_alloc(struct graph_memory *m, struct context *context)
     return CUDA_SUCCESS;
 }
 
-/* Frees the bytes and the entry in the table; the address stays while a graph uses it. */
+/* Frees the bytes and removes the entry from the table. The address stays as long as a graph uses
+ * it. */
 CUresult graph_memory_free(struct graph_memory *m)
 {
     struct allocation *a = allocation_find(m->address);
@@ -153,7 +154,7 @@ static CUresult attribute(CUdevice device, int which, uint64_t *value, bool set)
     if (!value || which < ATTR_USED || which > ATTR_RESERVED_HIGH)
         return CUDA_ERROR_INVALID_VALUE;
     if (set && (*value || which == ATTR_USED || which == ATTR_RESERVED))
-        return CUDA_ERROR_INVALID_VALUE; /* only high watermarks can be reset */
+        return CUDA_ERROR_INVALID_VALUE; /* a program can reset only the high watermarks */
     pthread_mutex_lock(&driver.lock);
     struct pool *p = driver.device[device].graph_pool;
     if (set && p && which == ATTR_USED_HIGH)

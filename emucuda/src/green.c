@@ -1,15 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Green contexts: separate contexts for memory and streams. Their number of multiprocessors is
- * recorded and changes nothing.
+ * Green contexts: separate contexts for memory and streams. The driver records their number of
+ * multiprocessors, but the number has no effect.
  */
 #include "driver.h"
 
 #include <stdlib.h>
 
 #define SMS 132u     /* the same as in cuDeviceGetAttribute */
-#define SMS_UNIT 8u  /* fewest in a partition, and the step of its size */
+#define SMS_UNIT 8u  /* the smallest size of a partition; each size is a multiple of it */
 
 struct resource_desc {
     unsigned sms;
@@ -73,7 +73,7 @@ EXPORT CUresult cuDevResourceGenerateDesc(CUdevResourceDesc *out, CUdevResource 
             return CUDA_ERROR_INVALID_VALUE;
         sms += resources[i].sm.smCount;
     }
-    *out = malloc(sizeof **out); /* the API has no call to free a descriptor */
+    *out = malloc(sizeof **out); /* never freed: the API has no call to free a descriptor */
     if (!*out)
         return CUDA_ERROR_OUT_OF_MEMORY;
     (*out)->sms = sms;
@@ -83,7 +83,7 @@ EXPORT CUresult cuDevResourceGenerateDesc(CUdevResourceDesc *out, CUdevResource 
 EXPORT CUresult cuGreenCtxCreate(CUgreenCtx *out, CUdevResourceDesc desc, CUdevice device, unsigned flags)
 {
     GATED;
-    if (!out || !desc || flags != 1) /* CU_GREEN_CTX_DEFAULT_STREAM is required */
+    if (!out || !desc || flags != 1) /* flags must be CU_GREEN_CTX_DEFAULT_STREAM */
         return CUDA_ERROR_INVALID_VALUE;
     if (device < 0 || device >= driver.count)
         return CUDA_ERROR_INVALID_DEVICE;

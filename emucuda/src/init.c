@@ -14,7 +14,8 @@
 extern uint32_t *driver_alive;
 static int init_result = -1;
 
-/* A device by index, UUID or an unambiguous beginning of a UUID; -1: no such device. */
+/* Returns a device by index, by UUID, or by the beginning of a UUID if only one UUID begins so. -1:
+ * no such device. */
 static int device_by_text(const char *text, size_t length)
 {
     if (length >= 4 && !strncasecmp(text, "GPU-", 4)) {
@@ -39,7 +40,7 @@ static int device_by_text(const char *text, size_t length)
     return length && index < machine->spec.count ? (int)index : -1;
 }
 
-/* The list ends at its first invalid entry; a device named twice hides all. */
+/* The list ends at its first invalid entry. A device that is named twice hides all devices. */
 static void choose_visible(void)
 {
     const char *text = getenv("CUDA_VISIBLE_DEVICES");
@@ -71,7 +72,8 @@ static void choose_visible(void)
 
 static void in_forked_child(void)
 {
-    /* Otherwise a surviving child would keep the parent's device memory alive. */
+    /* Close the files: a child that survives its parent would otherwise keep the parent's device
+     * memory alive. */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].fd >= 0)
             close(driver.device[i].fd);
@@ -111,7 +113,8 @@ static CUresult initialise(void)
     machine_device_file(true);
     for (int i = 0; i < driver.count; i++)
         machine_gpu_file(driver.device[i].physical);
-    /* Observed with 580.159.04: the restore thread is there, and a suspend frees 0 bytes. */
+    /* Observed with 580.159.04: after cuInit alone the process has its restore thread, and a
+     * suspend frees 0 bytes. */
     if (fault_active(FAULT_INIT_NOT_ENOUGH, getpid(), -1, NULL))
         return CUDA_SUCCESS;
     return service_start();
@@ -122,13 +125,14 @@ EXPORT CUresult cuInit(unsigned flags)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    /* In the child of a fork(): observed with 550 and 555 after a cuInit that found no device, and
-     * reported for all drivers after a successful cuInit. */
+    /* This is the child of a fork(). The second answer was observed with 550 and 555 after a cuInit
+     * that found no device. The first was reported for all drivers after a successful cuInit. */
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);
-    /* The answer "no device" is not final: 580.159.04 looks again, also at CUDA_VISIBLE_DEVICES. A conflict with
-     * another machine in the state directory is not final either. */
+    /* The answer "no device" is not final: 580.159.04 looks for devices again at the next call, and
+     * also reads CUDA_VISIBLE_DEVICES again. A conflict with another machine in the state directory
+     * is not final either. */
     if (init_result < 0 || init_result == CUDA_ERROR_SYSTEM_DRIVER_MISMATCH || init_result == CUDA_ERROR_NO_DEVICE)
         init_result = initialise();
     CUresult result = init_result;

@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Kernels. Those with these names are built in; the text of any other one is interpreted (ptx/).
+ * Kernels. The kernels with the names below are built in. The text of any other kernel is
+ * interpreted (ptx/).
  *
  *   emucuda_spin_ns(u64 ns)                      occupies the stream for that long
  *   emucuda_fill_u64(u64 *p, u64 n, u64 value)   p[i] = value
@@ -11,14 +12,14 @@
  *   emucuda_illegal_address()                    fails the context with error 700
  *   emucuda_host_call(u64 f, u64 x, u64 ns)      calls f(x) on the host, and counts as running for ns
  *
- * `kernels.py` holds real PTX of the same kernels, so that a program that uses them also runs
- * on hardware.
+ * `kernels.py` has real PTX of the same kernels (without emucuda_host_call), so that a program that
+ * uses them also runs on hardware.
  */
 #include "module.h"
 
 #include <string.h>
 
-#define LAUNCH_NS 3000ull /* about as short as kernels get on current boards */
+#define LAUNCH_NS 3000ull /* about the time of the shortest kernels on current boards */
 
 static uint64_t u64(void **params, int i)
 {
@@ -34,7 +35,7 @@ static uint32_t u32(void **params, int i)
     return value;
 }
 
-/* The bytes of `count` elements at the pointer in parameter `i`. */
+/* Finds the bytes of `count` elements at the pointer in parameter `i`. */
 static CUresult operand(void **params, int i, uint64_t count, unsigned unit, void **host)
 {
     uint64_t address = u64(params, i);
@@ -43,7 +44,7 @@ static CUresult operand(void **params, int i, uint64_t count, unsigned unit, voi
     if (address % unit || count > INT64_MAX / unit)
         return CUDA_ERROR_ILLEGAL_ADDRESS;
     pthread_mutex_lock(&driver.lock);
-    /* A kernel can use only memory that the driver knows, on the host too. */
+    /* A kernel can use only memory that the driver knows, also in host memory. */
     CUresult result = resolve(address, count * unit, host, NULL);
     if (!result && *host == (void *)address && !allocation_find(address))
         result = CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -103,8 +104,9 @@ static CUresult illegal_address(void **params)
     return CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 
-/* Work that a program computes on the host, in the place of a kernel: it is launched, captured and
- * replayed like one. Its function returns 0, or the error that the launch ends the context with. */
+/* Work that a program computes on the host instead of a kernel: the work is launched, captured and
+ * replayed like a kernel. Its function returns 0, or the error with which the launch ends the
+ * context. */
 static CUresult host_call(void **params)
 {
     CUresult (*function)(uint64_t) = (CUresult(*)(uint64_t))(uintptr_t)u64(params, 0);
@@ -125,7 +127,8 @@ static const struct {
     {"emucuda_host_call", 3, host_call},
 };
 
-/* The number of the built-in kernel; the count of all if it is not one. */
+/* The index of the built-in kernel. If the kernel is not built in, the number of built-in
+ * kernels. */
 static unsigned builtin(const struct kernel *k)
 {
     unsigned i = 0;

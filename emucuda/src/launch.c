@@ -35,7 +35,7 @@ CUresult launch_now(CUfunction k, CUstream stream, const struct launch *launch, 
         return result;
     uint64_t duration = kernel_run(k, device, launch, params, &result);
     if (result) {
-        /* As on hardware, the context is unusable from now on. */
+        /* As on hardware, the context cannot be used from now on. */
         __atomic_store_n(&driver.sticky, (uint32_t)result, __ATOMIC_RELAXED);
         return CUDA_SUCCESS;
     }
@@ -46,7 +46,8 @@ CUresult launch_now(CUfunction k, CUstream stream, const struct launch *launch, 
     return CUDA_SUCCESS;
 }
 
-/* Parameters may also come as one buffer: CU_LAUNCH_PARAM_BUFFER_POINTER (1), _SIZE (2), end (0). */
+/* Parameters may also come as one buffer, with the tags CU_LAUNCH_PARAM_BUFFER_POINTER (1), _SIZE
+ * (2) and end (0). */
 void **launch_params(CUfunction k, void **params, void **extra, void **list)
 {
     char *buffer = NULL;

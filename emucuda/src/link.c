@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The linker: its inputs are PTX, and its output is all of them, which a module takes as it takes PTX.
+ * The linker. Its inputs are PTX. Its output is the text of all inputs together, which a module
+ * loads like any PTX.
  */
 #include "driver.h"
 
@@ -14,7 +15,7 @@ enum { INPUT_PTX = 1, MAGIC_LINK = 0x6c6e6b31 };
 struct link {
     uint32_t magic;
     char *text;
-    size_t size; /* without the 0 at the end */
+    size_t size; /* length without the 0 at the end */
 };
 
 static bool link_bad(const struct link *l) { return !l || l->magic != MAGIC_LINK; }

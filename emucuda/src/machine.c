@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Creating, mapping and locking the shared machine file.
+ * Creates, maps and locks the shared machine file.
  */
 #include "machine.h"
 
@@ -37,7 +37,7 @@ uint64_t now_ns(void)
 
 void sleep_until(uint64_t ns)
 {
-    if (now_ns() >= ns) /* saves a system call, which takes 20 us */
+    if (now_ns() >= ns) /* without this check, each call would cost a system call of 20 us */
         return;
     struct timespec t = {(time_t)(ns / 1000000000ull), (long)(ns % 1000000000ull)};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &t, NULL) == EINTR)
@@ -77,10 +77,10 @@ void pci_bus_id(unsigned device, char *out, size_t size)
     snprintf(out, size, "00000000:%02X:00.0", device + 1);
 }
 
-/* Deterministic: a state directory always has the same devices. */
+/* The UUIDs are deterministic: a state directory always has the same devices. */
 static void make_uuid(unsigned device, uint8_t out[16])
 {
-    uint64_t h = 0xcbf29ce484222325ull; /* FNV-1a over the path, then a splitmix64 per half */
+    uint64_t h = 0xcbf29ce484222325ull; /* FNV-1a over the path, then splitmix64 for each half */
     for (const char *p = state_dir; *p; p++)
         h = (h ^ (uint8_t)*p) * 0x100000001b3ull;
     for (unsigned half = 0; half < 2; half++) {
@@ -122,7 +122,7 @@ static struct machine *map_file(const char *path)
     return NULL;
 }
 
-/* With the lock file held exclusively: no other process uses the machine. */
+/* The caller holds the lock file exclusively, so no other process uses the machine. */
 static struct machine *create_file(const char *path, const struct spec *spec)
 {
     char temporary[PATH_MAX + 16];
@@ -130,8 +130,8 @@ static struct machine *create_file(const char *path, const struct spec *spec)
     int fd = open(temporary, O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0)
         return NULL;
-    /* A user who may enter the directory may use the machine; the directory is private by
-     * default. */
+    /* Every user who may enter the directory may use the machine. By default the directory is
+     * private. */
     (void)!fchmod(fd, 0666);
     struct machine *m = MAP_FAILED;
     if (!ftruncate(fd, sizeof *m))
@@ -145,7 +145,8 @@ static struct machine *create_file(const char *path, const struct spec *spec)
     m->abi = MACHINE_ABI;
     m->size = sizeof *m;
     m->spec = *spec;
-    m->faults_touch = 1; /* faults may have been set before the machine existed */
+    m->faults_touch = 1; /* makes each process read the faults file: it may be older than the
+                          * machine */
     init_mutex(&m->lock);
     for (unsigned i = 0; i < spec->count; i++)
         make_uuid(i, m->uuid[i]);
@@ -170,7 +171,8 @@ static int prepare_state_dir(void)
     struct stat st;
     if (lstat(dir, &st))
         return -1;
-    /* A predictable name in a world-writable directory: trust only our own directory. */
+    /* The directory has a predictable name in a directory where everybody can write. So accept it
+     * only if it belongs to this user. */
     if (own && (!S_ISDIR(st.st_mode) || st.st_uid != geteuid()))
         return -1;
     if (!realpath(dir, resolved) || strlen(resolved) >= sizeof state_dir)
@@ -201,7 +203,8 @@ static int attach(const struct spec *spec)
             }
             munmap(m, sizeof *m);
         }
-        /* Another process may take the lock while it becomes a shared one: check again. */
+        /* Another process may take the lock while this one changes its exclusive lock to a shared
+         * one. So check the file again. */
         while (flock(lock_fd, LOCK_SH) && errno == EINTR)
             ;
         m = map_file(path);
@@ -218,8 +221,9 @@ static int attach(const struct spec *spec)
     return MACHINE_BAD;
 }
 
-/* POSIX locks of single bytes, apart from the flock() of the whole file: a fork() does not inherit them, an end or
- * an execve() gives them up, and F_GETLK answers with a number of the asking process's namespace. */
+/* POSIX locks of single bytes, independent of the flock() of the whole file. A child of a fork()
+ * does not inherit them, and the end of the process or an execve() releases them. F_GETLK returns
+ * the holder's pid as a number in the asking process's namespace. */
 static struct flock byte_of(unsigned slot)
 {
     return (struct flock){.l_type = F_WRLCK, .l_whence = SEEK_SET, .l_start = slot, .l_len = 1};
@@ -251,7 +255,7 @@ uint64_t machine_space(void)
     return found;
 }
 
-/* With open_mutex. `fd` is negative while the file is closed. */
+/* The caller holds open_mutex. `fd` is negative while the file is closed. */
 static void hold_file(int *fd, const char *name, bool open_it)
 {
     char path[PATH_MAX];
@@ -267,7 +271,7 @@ static void hold_file(int *fd, const char *name, bool open_it)
 }
 
 static int control_fd = -1;
-static int gpu_fd[MAX_DEVICES]; /* descriptor plus 1; 0: none */
+static int gpu_fd[MAX_DEVICES]; /* descriptor plus 1; 0: the file is closed */
 
 void machine_gpu_file(unsigned index)
 {

@@ -1,12 +1,12 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The emulated machine: everything that processes must agree on, in one shared file.
+ * The emulated machine: one shared file with everything on which all processes must agree.
  *
- * `<state>/machine` is mapped by every process that initialised CUDA or NVML. It holds the
- * devices, one slot per CUDA process (what it is charged for, its checkpoint mailbox) and the
- * injected faults. `<state>/lock` is held shared by every user of the machine and taken
- * exclusively only to (re)create it.
+ * Every process that initialised CUDA or NVML maps `<state>/machine`. The file holds the devices,
+ * one slot for each CUDA process (its charges and its checkpoint mailbox) and the injected faults.
+ * Every process that uses the machine holds a shared lock on `<state>/lock`. A process takes the
+ * lock exclusively only to create the machine, or to create it again.
  */
 #ifndef EMUCUDA_MACHINE_H
 #define EMUCUDA_MACHINE_H
@@ -25,31 +25,33 @@
 #define DRIVER_VERSION "580.159.04" /* the driver whose behaviour is emulated (tests/driver_records) */
 #define CUDA_VERSION 13000          /* its version of the API */
 #define MIB (1ull << 20)
-#define GRANULE (2 * MIB) /* size of a device page, as on the hardware */
+#define GRANULE (2 * MIB) /* size of a page of device memory, as on the hardware */
 
-/* What EMUCUDA_MACHINE asks for. Sizes in bytes, bandwidth in bytes/s (0: unlimited). */
+/* The machine that EMUCUDA_MACHINE describes. Sizes are in bytes, the bandwidth is in bytes/s (0:
+ * unlimited). */
 struct spec {
     uint64_t count;
     uint64_t memory;
     uint64_t context;
     uint64_t bandwidth;
     uint64_t reserved;
-    uint64_t profile; /* whose times to model, see spec.c; 0: as fast as the host */
+    uint64_t profile; /* number of the board whose times to model, see spec.c; 0: as fast as the
+                       * host */
 };
 
 /* Rates of a profile, bytes/s; 0: unlimited. */
 struct rates {
     uint64_t copies;  /* between host and device */
-    uint64_t memory;  /* of the device's memory */
+    uint64_t memory;  /* reads and writes of the device's own memory */
     uint64_t suspend; /* from the device into the process's own memory, which is pageable */
     uint64_t resume;
-    uint64_t begin_suspend, begin_resume; /* ns before the first byte */
+    uint64_t begin_suspend, begin_resume; /* ns that pass before the first byte moves */
 };
 const struct rates *spec_rates(const struct spec *spec);
 
-/* Parses "2x16GiB,context=256MiB". 0, or -1 with a sentence in `error`. */
+/* Parses "2x16GiB,context=256MiB". Returns 0, or -1 with a sentence in `error`. */
 int spec_parse(const char *text, struct spec *out, char *error, size_t error_size);
-/* Parses a size such as "1.5GiB" or "8GB/s" (`rate`). 0 or -1. */
+/* Parses a size such as "1.5GiB", with `rate` also "8GB/s". Returns 0 or -1. */
 int spec_size(const char *text, size_t length, bool rate, uint64_t *out);
 
 enum fault_kind {
@@ -60,7 +62,8 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
-    /* Quirks: the other behaviour, where that of all real drivers is not known. */
+    /* Quirks. Each is one of two possible behaviours, where nobody knows the behaviour of all real
+     * drivers. */
     FAULT_RESIDUE,
     FAULT_NVML_LESS,
     FAULT_NVML_WAITS,
@@ -81,17 +84,19 @@ enum fault_kind {
 
 struct fault {
     uint32_t kind;
-    uint32_t used;     /* times it struck */
-    uint64_t id;       /* identity of its line; `used` is kept when other lines are rewritten */
-    int64_t pid;       /* -1: any */
-    int64_t device;    /* machine index, -1: any */
-    int64_t count;     /* how often it may strike, -1: always */
+    uint32_t used;     /* how often the fault has struck */
+    uint64_t id;       /* identity of the fault's line in the file; other lines may change, and
+                        * `used` stays */
+    int64_t pid;       /* -1: any process */
+    int64_t device;    /* index in the machine, -1: any device */
+    int64_t count;     /* how often the fault may strike, -1: always */
     uint64_t bandwidth; /* slow-copies: bytes/s */
     uint64_t bytes;     /* bytes of device memory, for faults about a size */
-    uint64_t ms;        /* the delay of NVML */
-    int64_t number;     /* nvml-host-pids: the number in lists; -1: one unused here */
+    uint64_t ms;        /* delay of NVML's answer */
+    int64_t number;     /* nvml-host-pids: the pid that NVML lists; -1: a pid that no process here
+                         * has */
     uint32_t code;     /* CUresult or Xid to report, 0: the default */
-    char op[16];       /* hang: which call; "": any */
+    char op[16];       /* hang: the call that hangs; "": any call */
 };
 
 struct fault_table {
@@ -99,7 +104,7 @@ struct fault_table {
     struct fault fault[MAX_FAULTS];
 };
 
-/* A request of a checkpoint call to the service thread of its target. */
+/* A request of a checkpoint call to the service thread of the call's target. */
 enum request_op { OP_STATE = 1, OP_LOCK, OP_CHECKPOINT, OP_RESTORE, OP_UNLOCK };
 
 struct request {
@@ -107,8 +112,8 @@ struct request {
     uint32_t done;   /* futex word; the caller sleeps on it */
     uint32_t op;
     uint32_t timeout_ms;
-    uint32_t pairs; /* 0: no device map */
-    uint8_t map[MAX_DEVICES]; /* machine index to machine index */
+    uint32_t pairs; /* number of pairs in `map`; 0: no device map */
+    uint8_t map[MAX_DEVICES]; /* from machine index to machine index */
     int32_t result;
     uint32_t state; /* answer to OP_STATE */
 };
@@ -118,90 +123,100 @@ struct request {
 
 struct busy {
     uint64_t bucket[BUSY_BUCKETS]; /* (absolute bucket number << 32) | busy ns */
-    uint64_t from, until;          /* the longest interval still to come, CLOCK_MONOTONIC ns */
+    uint64_t from, until;          /* one long interval whose end is still to come, CLOCK_MONOTONIC
+                                    * ns */
 };
 
 struct slot {
-    int32_t pid; /* in the PID namespace of the process itself; 0: free */
+    int32_t pid; /* pid in the process's own PID namespace; 0: the slot is free */
     uint32_t uid;
-    uint64_t space; /* that namespace (its inode); 0: not known */
+    uint64_t space; /* inode of that namespace; 0: unknown */
     uint64_t start; /* start time of the process, in clock ticks since boot */
     uint32_t state; /* PROCESS_* */
-    int32_t service_tid; /* 0: no context yet */
-    uint32_t managed;    /* live managed allocations; a checkpoint needs 0 */
-    uint32_t shared;     /* live exports and imports; a checkpoint needs 0 */
-    uint64_t suspended; /* bytes held on the host while checkpointed */
-    uint64_t used[MAX_DEVICES]; /* bytes charged per device, context included */
-    uint64_t had[MAX_DEVICES];  /* while suspended: the earlier charge */
+    int32_t service_tid; /* thread that serves checkpoint calls; 0: not started yet */
+    uint32_t managed;    /* number of live managed allocations; a checkpoint is possible only at
+                          * 0 */
+    uint32_t shared;     /* number of live exports and imports; a checkpoint is possible only at
+                          * 0 */
+    uint64_t suspended; /* bytes that the host holds while the process is checkpointed */
+    uint64_t used[MAX_DEVICES]; /* bytes charged on each device, contexts included */
+    uint64_t had[MAX_DEVICES];  /* while suspended: the charge before the suspend */
     uint64_t suspended_at;      /* CLOCK_MONOTONIC ns */
-    uint64_t charged_at;        /* the first time; 0: never */
-    uint32_t moving;            /* a checkpoint or restore is copying */
-    uint32_t asleep;            /* futex word: from the checkpoint to the unlock; NVML waits for its end */
+    uint64_t charged_at;        /* when the process was charged first; 0: never */
+    uint32_t moving;            /* a checkpoint or a restore is copying now */
+    uint32_t asleep;            /* futex word: 1 from the lock to the unlock; the process's NVML
+                                 * calls wait until it is 0 */
     struct busy busy[MAX_DEVICES];
     struct request request;
-    pthread_mutex_t callers; /* one checkpoint call at a time; outlives the slot's owner */
+    pthread_mutex_t callers; /* allows one checkpoint call at a time; outlives the slot's owner */
 };
 
 struct machine {
     uint64_t magic;
     uint32_t abi;
     uint32_t size;
-    uint64_t faults_touch; /* offset 16: written by the Python side to announce a new file */
+    uint64_t faults_touch; /* at offset 16: Python writes here to announce that the faults file has
+                            * changed */
     struct spec spec;
-    uint64_t faults_seen;             /* faults_touch when the table was read */
-    uint64_t faults_identity[3];      /* inode, mtime, size of the file read */
+    uint64_t faults_seen;             /* value of faults_touch when the table was read */
+    uint64_t faults_identity[3];      /* inode, mtime and size of the file that was read */
     struct fault_table faults;
-    uint32_t xid_sequence[MAX_DEVICES]; /* counts losses of each device */
+    uint32_t xid_sequence[MAX_DEVICES]; /* counts how often each device was lost */
     uint32_t xid_code[MAX_DEVICES];
     pthread_mutex_t lock;
-    uint64_t used[MAX_DEVICES]; /* sum over the slots */
-    uint32_t slots; /* highest slot ever taken: the rest of the file stays sparse */
+    uint64_t used[MAX_DEVICES]; /* sum over all slots */
+    uint32_t slots; /* number of slots that were ever in use: the rest of the file stays sparse */
     uint8_t uuid[MAX_DEVICES][16];
     struct slot slot[MAX_SLOTS];
 };
 
 _Static_assert(offsetof(struct machine, faults_touch) == 16, "faults.py writes there");
 
-/* Maps the machine that the environment describes. Idempotent, thread-safe.
- * 0; or a reason: */
+/* Maps the machine that the environment describes. Idempotent, thread-safe. Returns MACHINE_OK, or
+ * why it failed: */
 enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };
 int machine_open(void);
 extern struct machine *machine; /* NULL until machine_open() succeeded */
 const char *machine_state_dir(void);
-/* Opens the machine's control file, `<state>/nvidiactl`, or closes it and the files of all GPUs. As
- * with /dev/nvidiactl, the driver cannot be replaced while a process has the file open. */
+/* Opens the machine's control file, `<state>/nvidiactl`, or closes it together with the files of
+ * all GPUs. The file plays the part of /dev/nvidiactl: while a process has it open, the driver
+ * cannot be replaced. */
 void machine_device_file(bool open_it);
 /* Opens the file of one GPU, `<state>/nvidia<index>`. The GPU cannot be reset while a process has
  * the file open. */
 void machine_gpu_file(unsigned index);
 
-/* A process holds the lock of its slot for life, so that those of other PID namespaces find it: as a driver in the
- * operating system knows it, whatever number it gives itself. */
+/* A process holds the lock of its slot until it ends, so that processes of other PID namespaces can
+ * find it. A driver in the operating system also knows a process independently of its number in its
+ * own namespace. */
 void machine_hold(unsigned slot);
-pid_t machine_holder(unsigned slot); /* its number here; 0: it has none here; -1: nobody holds the lock */
+pid_t machine_holder(unsigned slot); /* its pid here; 0: it has no pid in this namespace; -1: nobody
+                                      * holds the lock */
 uint64_t machine_space(void);        /* this process's PID namespace */
 
 void machine_lock(void);
 void machine_unlock(void);
-/* Without the lock: frees the bytes of processes that ended. */
+/* Call this without the lock. Frees the bytes of processes that have ended. */
 void machine_reap(void);
 
-struct slot *machine_slot_take(void);       /* the caller's own slot, created; NULL if full */
-struct slot *machine_slot_find(pid_t pid);  /* a live CUDA process, or NULL */
+struct slot *machine_slot_take(void);       /* takes a slot for the caller; NULL: no slot is free */
+struct slot *machine_slot_find(pid_t pid);  /* the slot of a live CUDA process, or NULL */
 bool slot_alive(const struct slot *slot);
-/* The process's number here, as the operating system translates it; 0: it has none here, or has ended. */
+/* The process's pid in this namespace, as the operating system translates it; 0: the process has no
+ * pid here, or has ended. */
 pid_t slot_number(const struct slot *slot);
-uint64_t process_start(pid_t pid); /* 0: no such process, or it is dead */
+uint64_t process_start(pid_t pid); /* 0: the process does not exist, or is dead */
 
-/* Moves `bytes` onto the slot's account. false: the device is full. */
+/* Charges `bytes` to the slot. Returns false if the device is full. */
 bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes);
 void machine_release(struct slot *slot, unsigned device, uint64_t bytes);
 uint64_t machine_free(unsigned device);
-uint64_t machine_capacity(void); /* bytes of one device that can be charged */
-void machine_wait_still(void); /* waits until no live process is being moved */
+uint64_t machine_capacity(void); /* the most bytes of one device that can be charged */
+void machine_wait_still(void); /* waits until no checkpoint or restore of a live process is
+                                * copying */
 void machine_wait_awake(void); /* waits until this process is not suspended */
 
-/* Utilisation: records and reads modelled kernel time. */
+/* Utilisation: record and read the modelled kernel time. */
 void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t until);
 unsigned busy_percent(const struct slot *slot, unsigned device, uint64_t now);
 
@@ -209,13 +224,15 @@ void uuid_text(const uint8_t uuid[16], char out[41]); /* "GPU-xxxxxxxx-..." */
 void device_name(char *out, size_t size);
 void pci_bus_id(unsigned device, char *out, size_t size);
 
-/* Faults. `device` < 0: for no particular device. Each hit reduces the count of a counted fault. */
+/* Faults. `device` < 0: no particular device. Each hit of a fault with a count reduces the
+ * count. */
 bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
-/* The same, without reducing the count. */
+/* The same, but does not reduce the count. */
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
-bool faults_pending(void); /* cheap: may any fault be set? */
+bool faults_pending(void); /* a cheap check whether any fault may be set */
 bool device_is_lost(unsigned device);
-/* What limits a copy: the machine's bandwidth, else its profile's rate; or a fault. 0: nothing. */
+/* The bandwidth of a copy: the machine's, or, if it has none, that of its profile; a fault may
+ * lower it. 0: unlimited. */
 uint64_t copy_bandwidth(unsigned device, uint64_t profile_rate);
 uint64_t device_residue(unsigned device); /* bytes in use that belong to no process */
 

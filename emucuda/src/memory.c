@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Allocations: device, host and managed memory, and the memory behind a pointer.
+ * Allocations of device, host and managed memory, and the memory that a pointer points to.
  */
 #include "driver.h"
 
@@ -12,7 +12,8 @@
 
 static uint64_t round_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
 
-static size_t position(uint64_t address) /* index of the first allocation behind `address` */
+static size_t position(uint64_t address) /* index of the first allocation that begins after
+                                          * `address` */
 {
     size_t low = 0, high = driver.allocations;
     while (low < high) {
@@ -60,8 +61,8 @@ void allocation_remove(struct allocation *a)
     memmove(a, a + 1, (driver.allocations - i) * sizeof *a);
 }
 
-/* As on hardware, memory comes in 2 MiB pages. Small allocations share pages, so each is charged
- * its size rounded up to 512 bytes. */
+/* As on hardware, device memory is allocated in 2 MiB pages. Small allocations share a page, so
+ * each is charged only its own size, rounded up to 512 bytes. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out)
 {
     struct device *d = &driver.device[device];
@@ -127,7 +128,7 @@ void host_release(const struct allocation *a)
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t size)
 {
     if (out)
-        *out = 0; /* in any case */
+        *out = 0; /* also if the call fails */
     GATED;
     struct context *c;
     struct allocation a;
@@ -173,7 +174,7 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
         result = CUDA_SUCCESS;
         if (a.kind == ALLOC_DEVICE || a.kind == ALLOC_POOL || a.kind == ALLOC_MANAGED ||
             a.kind == ALLOC_GRAPH) {
-            /* Freeing waits for the work that may still use the memory. */
+            /* A free waits for the work that may still use the memory. */
             uint64_t tail = driver_tail(a.context);
             pthread_mutex_unlock(&driver.lock);
             sleep_until(tail);
@@ -201,7 +202,8 @@ EXPORT CUresult cuMemFree_v2(CUdeviceptr address)
     return result;
 }
 
-/* ---- host and managed memory: plain anonymous pages, one address for both sides ---- */
+/* ---- host and managed memory: anonymous pages that host and device reach by the same address
+ * ---- */
 
 static CUresult host_allocate(void **out, size_t size, unsigned flags, int kind)
 {
@@ -335,7 +337,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
 EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr p)
 {
     if (!base && !size)
-        return CUDA_SUCCESS; /* without a requested result the driver checks nothing else */
+        return CUDA_SUCCESS; /* a call that asks for no result gets no other check in the driver */
     CHECKED;
     pthread_mutex_lock(&driver.lock);
     struct allocation *a = allocation_find(p);

@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Modules, libraries and kernels. Loading finds the entries of PTX text and their parameters;
- * kernels.c runs them, and ptx/ compiles their text at the first launch.
+ * Modules, libraries and kernels. When a module is loaded, this file finds the entries of its PTX
+ * text and their parameters. kernels.c runs the kernels, and ptx/ compiles the text of a kernel at
+ * its first launch.
  */
 #include "ptx/ptx.h"
 
@@ -14,7 +15,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-static struct module *modules; /* under driver.lock */
+static struct module *modules; /* driver.lock protects this list */
 
 static void module_free(struct module *m)
 {
@@ -31,14 +32,15 @@ static void module_free(struct module *m)
     free(m);
 }
 
-/* "(.param .u64 a, .param .align 8 .b8 b[16])" */
+/* Parses "(.param .u64 a, .param .align 8 .b8 b[16])". */
 static void parse_params(struct kernel *k, const char *p)
 {
     uint32_t end = 0;
     while (*p && *p != ')' && k->params < MAX_PARAMS) {
         uint32_t unit = 0, align = 0, many = 1;
         const char *stop = p + strcspn(p, ",)");
-        bool pointer = false; /* an alignment behind .ptr is of the memory that it points to */
+        bool pointer = false; /* after .ptr, .align is the alignment of the memory that the pointer
+                               * points to */
         for (const char *q = p; q < stop; q++) {
             unsigned number;
             if (!strncmp(q, ".ptr", 4))
@@ -63,7 +65,7 @@ static void parse_params(struct kernel *k, const char *p)
     }
 }
 
-/* Blanks comments out, so that an entry inside one is not found. */
+/* Replaces comments by blanks, so that no entry inside a comment is found. */
 static void strip_comments(char *text)
 {
     for (char *p = text; *p; p++) {
@@ -113,7 +115,7 @@ static CUresult load(struct module **out, const char *image)
 {
     if (!out || !image)
         return CUDA_ERROR_INVALID_VALUE;
-    /* A cubin (ELF) or a fat binary holds machine code, which cannot run here. */
+    /* A cubin (ELF) or a fat binary is machine code, which cannot run here. */
     if (!memcmp(image, "\x7f" "ELF", 4) || !memcmp(image, "\x50\xed\x55\xba", 4))
         return CUDA_ERROR_NO_BINARY_FOR_GPU;
     char *text = strdup(image);
@@ -125,7 +127,7 @@ static CUresult load(struct module **out, const char *image)
         result = parse_ptx(text, m);
     }
     if (!result) {
-        result = ptx_open(text, &m->ptx); /* takes the text */
+        result = ptx_open(text, &m->ptx); /* now the text belongs to m->ptx */
         text = NULL;
     }
     free(text);
@@ -262,7 +264,7 @@ EXPORT CUresult cuModuleGetLoadingMode(int *mode)
     CHECKED;
     if (!mode)
         return CUDA_ERROR_INVALID_VALUE;
-    *mode = 2; /* lazy */
+    *mode = 2; /* lazy loading */
     return CUDA_SUCCESS;
 }
 

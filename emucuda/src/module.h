@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Modules and kernels, for loading and launching.
+ * Modules and kernels, for the code that loads and launches them.
  */
 #ifndef EMUCUDA_MODULE_H
 #define EMUCUDA_MODULE_H
@@ -17,24 +17,27 @@ struct kernel {
     uint32_t params;
     uint32_t offset[MAX_PARAMS], size[MAX_PARAMS];
     int dynamic_shared;
-    struct code *code[MAX_DEVICES]; /* compiled for a launch on the device: ptx/ */
-    uint64_t storage[MAX_DEVICES];  /* where its module's variables were */
+    struct code *code[MAX_DEVICES]; /* the kernel compiled for a launch on that device: ptx/ */
+    uint64_t storage[MAX_DEVICES];  /* where the variables of the kernel's module were at that
+                                     * time */
     struct kernel *next;
 };
 
 struct module {
     uint32_t magic;
     unsigned count;
-    struct kernel *kernels; /* in the order of the text */
+    struct kernel *kernels; /* the kernels in the order of the text */
     struct ptx *ptx;
     pthread_mutex_t compiling;
     struct module *next;
 };
 
-/* launch.c: the parameters as a list, made in `list` if they came as a buffer. */
+/* launch.c: returns the parameters as a list. If they came as a buffer, makes the list in
+ * `list`. */
 void **launch_params(CUfunction k, void **params, void **extra, void **list);
 
-bool launch_bad(const struct launch *launch); /* launch.c */
+bool launch_bad(const struct launch *launch); /* launch.c: whether the shape of the launch is
+                                               * invalid */
 
 static inline bool kernel_bad(const struct kernel *k) { return !k || k->magic != MAGIC_KERNEL; }
 

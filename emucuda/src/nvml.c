@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML: the library itself, and finding devices.
+ * NVML: initialising the library, and finding devices.
  */
 #include "nvml.h"
 
@@ -61,7 +61,8 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
 EXPORT nvmlReturn nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 EXPORT nvmlReturn nvmlInit(void) { return nvmlInitWithFlags(0); }
 
-/* An extra call is an error since 580; before, it was none (tests/driver_records). */
+/* Since driver 580 one shutdown too many is an error; before, it was none
+ * (tests/driver_records). */
 EXPORT nvmlReturn nvmlShutdown(void)
 {
     pthread_mutex_lock(&init_mutex);
@@ -125,7 +126,7 @@ EXPORT nvmlReturn nvmlSystemGetDriverVersion(char *out, unsigned length)
     return text(out, length, DRIVER_VERSION);
 }
 
-/* Also works before nvmlInit. */
+/* This call also works before nvmlInit. */
 EXPORT nvmlReturn nvmlSystemGetNVMLVersion(char *out, unsigned length)
 {
     return text(out, length, "13." DRIVER_VERSION);
@@ -153,7 +154,9 @@ EXPORT nvmlReturn nvmlSystemGetProcessName(unsigned pid, char *out, unsigned len
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
         return NVML_ERROR_NOT_FOUND;
-    ssize_t n = read(fd, out, length - 1); /* the program, up to its first NUL */
+    ssize_t n = read(fd, out, length - 1); /* the file has the program's name and then its
+                                            * arguments; NVML reports the text up to the first
+                                            * NUL */
     close(fd);
     out[n > 0 ? n : 0] = 0;
     return n > 0 ? NVML_SUCCESS : NVML_ERROR_NOT_FOUND;
@@ -175,7 +178,7 @@ EXPORT nvmlReturn nvmlDeviceGetHandleByIndex_v2(unsigned i, nvmlDevice *out)
     REQUIRE(out && i < machine->spec.count);
     if (fault_active(FAULT_DEVICE_LOST, -1, (int)i, NULL))
         return NVML_ERROR_GPU_IS_LOST;
-    machine_gpu_file(i); /* a handle opens its GPU's file */
+    machine_gpu_file(i); /* a handle keeps the file of its GPU open */
     *out = nvml_handle(i);
     return NVML_SUCCESS;
 }
@@ -192,7 +195,7 @@ EXPORT nvmlReturn nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice *out)
     for (unsigned i = 0; i < machine->spec.count; i++) {
         char name[41];
         uuid_text(machine->uuid[i], name);
-        machine_gpu_file(i); /* "NVML may initialize additional GPUs as it searches", says its manual */
+        machine_gpu_file(i); /* its manual: "NVML may initialize additional GPUs as it searches" */
         if (!strcasecmp(name, uuid))
             return nvmlDeviceGetHandleByIndex_v2(i, out);
     }

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Shared by the NVML modules.
+ * Declarations that the NVML files share.
  */
 #ifndef EMUCUDA_NVML_H
 #define EMUCUDA_NVML_H
@@ -13,8 +13,9 @@ struct nvml_device {
     unsigned index;
 };
 
-nvmlReturn nvml_check(void);                     /* initialised? */
-nvmlReturn nvml_device(nvmlDevice d, unsigned *index); /* a valid handle, not lost? */
+nvmlReturn nvml_check(void);                     /* whether NVML is initialised */
+nvmlReturn nvml_device(nvmlDevice d, unsigned *index); /* whether the handle is valid and its device
+                                                        * not lost */
 nvmlDevice nvml_handle(unsigned index);
 
 #define INITIALISED                            \

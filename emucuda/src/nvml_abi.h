@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The part of the NVML ABI that the emulated driver serves, written for this project from the
- * published NVML API reference (https://docs.nvidia.com/deploy/nvml-api/).
+ * The part of the NVML ABI that the emulated driver implements. It was written for this project
+ * from the published NVML API reference (https://docs.nvidia.com/deploy/nvml-api/).
  */
 #ifndef EMUCUDA_NVML_ABI_H
 #define EMUCUDA_NVML_ABI_H

@@ -1,13 +1,14 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML: the board. Plausible constants of a data-centre GPU; none of them is measured.
+ * NVML: the board. The values are plausible constants of a data-centre GPU; none of them was
+ * measured.
  */
 #include "nvml.h"
 
 #include <string.h>
 
-/* Answers one unsigned value that does not depend on the device. */
+/* Defines a call that returns one unsigned value, the same for all devices. */
 #define CONSTANT(name, value)                             \
     EXPORT nvmlReturn name(nvmlDevice d, unsigned *out)   \
     {                                                     \
@@ -52,7 +53,7 @@ EXPORT nvmlReturn nvmlDeviceGetPowerUsage(nvmlDevice d, unsigned *out)
 {
     DEVICE(d);
     REQUIRE(out);
-    *out = 75000 + 5000 * busy(index); /* mW: idle to near the limit */
+    *out = 75000 + 5000 * busy(index); /* mW: from idle power to nearly the limit */
     return NVML_SUCCESS;
 }
 
@@ -64,7 +65,7 @@ EXPORT nvmlReturn nvmlDeviceGetTemperature(nvmlDevice d, int sensor, unsigned *o
     return NVML_SUCCESS;
 }
 
-/* {version, sensor, temperature} */
+/* `value` is {version, sensor, temperature}. */
 EXPORT nvmlReturn nvmlDeviceGetTemperatureV(nvmlDevice d, unsigned *value)
 {
     DEVICE(d);
@@ -164,8 +165,8 @@ EXPORT nvmlReturn nvmlDeviceGetP2PStatus(nvmlDevice a, nvmlDevice b, int kind, i
     return NVML_SUCCESS;
 }
 
-/* Features that other boards have. Calls that appear nowhere are absent from the library, and a
- * client gets "function not found". */
+/* Features that only other boards have. A call that no file of this folder defines is not in the
+ * library, and a client gets "function not found". */
 #define ABSENT(name)                                                             \
     EXPORT nvmlReturn name(nvmlDevice d, void *a, void *b, void *c)              \
     {                                                                            \

@@ -1,20 +1,21 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML: event sets. Their only event is a critical Xid when a device is lost.
+ * NVML: event sets. They report only one event: the critical Xid of a device that is lost.
  */
 #include "nvml.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-/* How soon a waiting set notices an injected loss. Each broker waits all the time, and there may be
- * dozens on one test machine: a shorter pause costs each of them more than its samples. */
+/* The time after which a waiting set notices an injected loss. Every broker waits in such a set all
+ * the time, and one test machine may run dozens of brokers. With a shorter pause, this wait would
+ * cost each broker more processor time than its samples do. */
 #define POLL_NS 50000000ull
 
 struct event_set {
     uint64_t magic;
-    uint64_t registered; /* bit per device */
+    uint64_t registered; /* one bit for each device */
     uint32_t seen[MAX_DEVICES];
 };
 
@@ -56,7 +57,7 @@ EXPORT nvmlReturn nvmlDeviceRegisterEvents(nvmlDevice d, unsigned long long type
     if (types & ~EVENT_XID)
         return NVML_ERROR_NOT_SUPPORTED;
     if (types) {
-        set->seen[index] = machine->xid_sequence[index]; /* only later events */
+        set->seen[index] = machine->xid_sequence[index]; /* report only events after this one */
         set->registered |= 1ull << index;
     }
     return NVML_SUCCESS;
@@ -64,7 +65,8 @@ EXPORT nvmlReturn nvmlDeviceRegisterEvents(nvmlDevice d, unsigned long long type
 
 static bool poll_events(struct event_set *set, nvmlEventData *out)
 {
-    fault_active(FAULT_DEVICE_LOST, -1, -1, NULL); /* reads a changed control file */
+    fault_active(FAULT_DEVICE_LOST, -1, -1, NULL); /* this reads the faults file again if it has
+                                                    * changed */
     for (unsigned i = 0; i < machine->spec.count; i++) {
         if (!(set->registered >> i & 1) || set->seen[i] == machine->xid_sequence[i])
             continue;

@@ -23,7 +23,7 @@ EXPORT nvmlReturn nvmlDeviceGetMemoryInfo_v2(nvmlDevice d, nvmlMemory_v2 *out)
     return NVML_SUCCESS;
 }
 
-/* The first version has no `reserved`: those bytes count as used. */
+/* The first version of this call has no field `reserved`, so those bytes count as used. */
 EXPORT nvmlReturn nvmlDeviceGetMemoryInfo(nvmlDevice d, nvmlMemory *out)
 {
     DEVICE(d);
@@ -43,7 +43,7 @@ EXPORT nvmlReturn nvmlDeviceGetBAR1MemoryInfo(nvmlDevice d, nvmlMemory *out)
     return NVML_SUCCESS;
 }
 
-/* The quirks that change a list of processes. */
+/* The quirks that change NVML's list of processes. */
 struct view {
     bool late, lag, keeps, less;
     struct fault late_by, lag_by, kept, missing;
@@ -62,13 +62,13 @@ static struct view view_of(unsigned index)
 
 static bool about(const struct fault *f, const struct slot *s) { return f->pid < 0 || f->pid == slot_number(s); }
 
-/* Whether a process is listed, and with how many bytes. */
+/* Whether NVML lists a process, and with how many bytes. */
 static bool listed(const struct slot *s, unsigned index, const struct view *v, uint64_t *bytes)
 {
     *bytes = s->used[index];
     if (!s->pid || !(*bytes || s->had[index]))
         return false;
-    if (s->had[index]) { /* suspended: not listed, by default */
+    if (s->had[index]) { /* by default NVML does not list a suspended process */
         bool kept = v->keeps && about(&v->kept, s);
         if (v->lag && about(&v->lag_by, s) && v->now - s->suspended_at < v->lag_by.ms * 1000000u)
             *bytes = s->had[index];
@@ -82,10 +82,12 @@ static bool listed(const struct slot *s, unsigned index, const struct view *v, u
     return true;
 }
 
-/* Above the largest process number of Linux (PID_MAX_LIMIT): a host's number that no process here has. */
+/* Larger than every pid of Linux (PID_MAX_LIMIT): so the sum stands for a pid of the host that no
+ * process here has. */
 #define HOST_NUMBERS (1 << 22)
 
-/* The number that NVML lists for a process: from the caller's PID namespace, or from the host's. */
+/* The pid that NVML lists for a process: its pid in the caller's PID namespace, or with the quirk
+ * nvml-host-pids its pid on the host. */
 static unsigned number_of(unsigned pid, unsigned index)
 {
     struct fault fault;
@@ -94,7 +96,8 @@ static unsigned number_of(unsigned pid, unsigned index)
     return fault.number < 0 ? pid + HOST_NUMBERS : (unsigned)fault.number;
 }
 
-/* Processes with a context on the device, with their bytes. A suspended process has none. */
+/* The processes with a context on the device, and their bytes. By default a suspended process is
+ * not among them. */
 static unsigned processes(unsigned index, nvmlProcessInfo *out, unsigned room)
 {
     unsigned count = 0;
@@ -107,7 +110,7 @@ static unsigned processes(unsigned index, nvmlProcessInfo *out, unsigned room)
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
         pid_t pid = listed(s, index, &view, &bytes) ? slot_number(s) : 0;
-        if (!pid) /* a process without a number here is not listed */
+        if (!pid) /* a process that has no pid in this namespace is not listed */
             continue;
         if (count < room)
             out[count] = (nvmlProcessInfo){(unsigned)pid, bytes, 0xffffffffu, 0xffffffffu};
@@ -189,7 +192,7 @@ static uint64_t wall_us(void)
     return (uint64_t)t.tv_sec * 1000000ull + (uint64_t)t.tv_nsec / 1000;
 }
 
-/* One sample per process with work in the last second. */
+/* Returns one sample for each process that had work in the last second. */
 static unsigned samples(unsigned index, nvmlProcessUtilizationSample *out, unsigned room)
 {
     unsigned count = 0;
@@ -223,7 +226,7 @@ EXPORT nvmlReturn nvmlDeviceGetProcessUtilization(nvmlDevice d, nvmlProcessUtili
     unsigned room = out ? *count : 0;
     *count = samples(index, out, room);
     if (!*count)
-        return NVML_ERROR_NOT_FOUND; /* like the driver when nothing ran */
+        return NVML_ERROR_NOT_FOUND; /* as the driver does if no work ran */
     return *count > room ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 

@@ -1,18 +1,19 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The _ptsz and _ptds variants: the same calls, but a null stream is the per-thread stream.
+ * The _ptsz and _ptds variants. They are the same calls, except that a null stream is the
+ * per-thread stream.
  */
 #include "cuda_abi.h"
 
-/* Wraps `name`, whose last parameter is the stream. */
+/* Defines the variant of `name`, whose last parameter is the stream. */
 #define LAST(name, parameters, ...)                                           \
     extern CUresult name parameters;                                          \
     EXPORT CUresult name##_ptsz parameters                                    \
     {                                                                         \
         return name(__VA_ARGS__, stream ? stream : STREAM_PER_THREAD);        \
     }
-/* The same, with the stream first. */
+/* The same for a call whose first parameter is the stream. */
 #define FIRST(name, parameters, ...)                                          \
     extern CUresult name parameters;                                          \
     EXPORT CUresult name##_ptsz parameters                                    \

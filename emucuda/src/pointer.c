@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The memory behind a pointer.
+ * Queries about the memory that a pointer points to.
  */
 #include "driver.h"
 
@@ -14,7 +14,8 @@ enum {
     ATTR_MEMPOOL_HANDLE, ATTR_MAPPING_SIZE, ATTR_MAPPING_BASE, ATTR_BLOCK_ID, ATTR_HW_DECOMPRESS,
 };
 
-/* A copy of the allocation, or a made-up one for a VMM map; false: an unknown pointer. */
+/* Returns a copy of the allocation. For a VMM mapping it fills in an allocation that does not
+ * exist. False: the pointer is unknown. */
 static bool describe(uint64_t address, struct allocation *out)
 {
     struct allocation *a = allocation_find(address);
@@ -84,8 +85,8 @@ EXPORT CUresult cuPointerGetAttribute(void *data, int which, CUdeviceptr address
     return result;
 }
 
-/* For an unknown pointer this call succeeds and returns zeros: callers use it to ask whether a
- * pointer is CUDA memory. */
+/* For an unknown pointer this call succeeds and returns zeros, because callers use it to find out
+ * whether a pointer is CUDA memory. */
 EXPORT CUresult cuPointerGetAttributes(unsigned count, int *which, void **data, CUdeviceptr address)
 {
     CHECKED;

@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Stream-ordered allocation. A pool reserves device memory in 2 MiB pages as its use grows. As in
- * the driver, it frees what exceeds its release threshold at the next synchronise call.
+ * Stream-ordered allocation. A pool reserves device memory in 2 MiB pages when it needs more. As in
+ * the real driver, at the next synchronise call it frees the memory that exceeds its release
+ * threshold.
  */
 #include "driver.h"
 
@@ -28,7 +29,7 @@ static struct pool *pool_new(int device, const CUmemPoolProps *props)
     return p;
 }
 
-/* With the lock held. */
+/* Call this with the lock held. */
 struct pool *pool_default(int device)
 {
     struct device *d = &driver.device[device];
@@ -43,7 +44,8 @@ struct pool *pool_default(int device)
     return d->default_pool;
 }
 
-/* The pool of the device's graphs, which keeps its memory until a trim. With the lock held. */
+/* The pool for the device's graphs. It keeps its memory until a trim. Call this with the lock
+ * held. */
 struct pool *pool_for_graphs(int device)
 {
     struct device *d = &driver.device[device];
@@ -99,7 +101,7 @@ CUresult pool_reserve(struct pool *p, uint64_t bytes)
     return CUDA_SUCCESS;
 }
 
-/* With the lock held. The caller removes the allocation. */
+/* Call this with the lock held. The caller removes the allocation. */
 CUresult pool_free(struct allocation *a)
 {
     struct pool *p = a->pool;
@@ -225,7 +227,7 @@ EXPORT CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
     return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* Runs `body` with the lock held if the pool is valid. */
+/* If the pool is valid, runs `body` with the lock held. */
 #define WITH_POOL(pool, body)                                                     \
     do {                                                                          \
         pthread_mutex_lock(&driver.lock);                                         \
@@ -413,10 +415,10 @@ EXPORT CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool)
               else driver.device[device].current_pool = pool);
 }
 
-/* CUDA 13: by location and kind of memory. */
+/* The calls of CUDA 13, which ask for a pool by location and kind of memory. */
 static CUresult location_pool(CUmemoryPool *out, CUmemLocation *location, int type, bool current)
 {
-    static struct pool *host_pools[2]; /* pinned, managed */
+    static struct pool *host_pools[2]; /* of pinned and of managed memory */
     CHECKED;
     if (!out || !location || (type != MEM_ALLOCATION_PINNED && type != MEM_ALLOCATION_MANAGED))
         return CUDA_ERROR_INVALID_VALUE;

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * cuGetProcAddress in both its forms.
+ * Both forms of cuGetProcAddress.
  */
 #include "cuda_abi.h"
 #include "machine.h"
@@ -11,7 +11,7 @@
 
 #define FLAGS (PROC_LEGACY_STREAM | PROC_PER_THREAD_STREAM)
 
-/* Only addresses are taken here, so the types do not matter. */
+/* This file only takes the functions' addresses, so their types do not matter. */
 #define ENTRY(NAME, SINCE, SYMBOL, PER_THREAD) \
     extern void SYMBOL(void);                  \
     extern void PER_THREAD(void);
@@ -32,12 +32,12 @@ static const struct entry {
     {"cuGetProcAddress", 12000, (void (*)(void))cuGetProcAddress_v2, (void (*)(void))cuGetProcAddress_v2},
 };
 
-/* Since 580 the driver refuses a version above its own, for any name. This comparison is signed: -1, which
- * means the newest, passes. */
+/* Since 580 the driver refuses a version above its own, for any name. The comparison is signed, so
+ * -1, which means the newest version, passes. */
 static bool refused(int version, uint64_t flags) { return flags > FLAGS || version > CUDA_VERSION; }
 
-/* The address of a name at a version, or NULL. NVIDIA's libraries compare versions unsigned, and
- * have the variants for per-thread streams since CUDA 7 (tests/driver_records). */
+/* The address of a name at a version, or NULL. NVIDIA's libraries compare versions as unsigned
+ * numbers. They have had variants for per-thread streams since CUDA 7 (tests/driver_records). */
 static void *lookup(const char *name, int version, uint64_t flags, int *status)
 {
     const bool per_thread = flags & PROC_PER_THREAD_STREAM;
@@ -58,7 +58,7 @@ static void *lookup(const char *name, int version, uint64_t flags, int *status)
     return !best ? NULL : (void *)(per_thread ? best->per_thread : best->symbol);
 }
 
-/* A null name or a null `out` is a segmentation fault, as in the driver. */
+/* If `name` or `out` is null, this is a segmentation fault, as in the driver. */
 EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
 {
     int found;
@@ -67,10 +67,11 @@ EXPORT CUresult cuGetProcAddress_v2(const char *name, void **out, int version, u
     *out = lookup(name, version, flags, &found);
     if (status)
         *status = found;
-    return CUDA_SUCCESS; /* also for an unknown name */
+    return CUDA_SUCCESS; /* the result is success even for an unknown name */
 }
 
-/* The form of CUDA 11 returns an error for an unknown name and leaves `out` alone. */
+/* CUDA 11's form of this call. For an unknown name it returns an error and leaves `out`
+ * unchanged. */
 EXPORT CUresult cuGetProcAddress(const char *name, void **out, int version, uint64_t flags)
 {
     int found;

@@ -2,8 +2,9 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * The driver's own thread in a CUDA process. It performs the checkpoint calls of other processes.
- * Because it runs in the target, the calls behave as on hardware: a stopped target hangs them, a
- * killed one ends them, and a posted request completes after the death of its caller.
+ * The thread runs in the target process, so the calls behave as on hardware: if the target is
+ * stopped, they hang; if the target is killed, they end; and a posted request completes even if its
+ * caller dies.
  */
 #include "driver.h"
 
@@ -17,7 +18,7 @@ static void set_state(uint32_t state)
     __atomic_store_n(&driver.slot->state, state, __ATOMIC_RELEASE);
 }
 
-/* Whether the process's own NVML calls block. Not while it is only locked: not known of a real driver. */
+/* Sets whether the process's own NVML calls block. They block from the lock to the unlock. */
 static void asleep(bool on)
 {
     __atomic_store_n(&driver.slot->asleep, on, __ATOMIC_RELEASE);
@@ -36,7 +37,7 @@ static CUresult do_lock(uint32_t timeout_ms)
         sleep_until(deadline);
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_READY;
     }
-    /* Endless work, and a lock that ignores its time-out. */
+    /* The quirk: work that does not end, and a lock that ignores its time-out. */
     while (fault_active(FAULT_LOCK_IGNORES_TIMEOUT, getpid(), -1, NULL)) {
         deadline = 0;
         sleep_until(now_ns() + 5000000);
@@ -64,10 +65,11 @@ static CUresult do_checkpoint(void)
 
 static CUresult do_restore(const struct request *request)
 {
-    static bool lost; /* restore-hides-loss */
+    static bool lost; /* used by the quirk restore-hides-loss */
     bool fatal = false;
     if (lost || driver.suspend_state == PROCESS_FAILED)
-        return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: 304 from then on */
+        return CUDA_ERROR_OPERATING_SYSTEM; /* NVIDIA/cuda-checkpoint #44: every later restore
+                                             * returns 304 */
     if (driver.suspend_state != PROCESS_CHECKPOINTED)
         return CUDA_ERROR_ILLEGAL_STATE;
     moving(true);
@@ -116,7 +118,7 @@ static CUresult perform(struct request *r)
 static void *serve(void *started)
 {
     struct request *r = &driver.slot->request;
-    /* Announce the thread only once it can serve requests. */
+    /* Announce the thread only when it can serve requests. */
     __atomic_store_n(&driver.slot->service_tid, (int32_t)syscall(SYS_gettid), __ATOMIC_RELEASE);
     __atomic_store_n((uint32_t *)started, 1, __ATOMIC_RELEASE);
     futex_wake(started, false);
@@ -133,7 +135,7 @@ static void *serve(void *started)
     return NULL;
 }
 
-/* With the lock held, for every context: the first context starts the thread. */
+/* Called with the lock held for every context. The first call starts the thread. */
 CUresult service_start(void)
 {
     static uint32_t started;
@@ -142,7 +144,7 @@ CUresult service_start(void)
     sigset_t all, old;
     if (started)
         return CUDA_SUCCESS;
-    sigfillset(&all); /* signals belong to the program's own threads */
+    sigfillset(&all); /* signals must go to the program's own threads */
     pthread_sigmask(SIG_SETMASK, &all, &old);
     pthread_attr_init(&attr);
     pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);

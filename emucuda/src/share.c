@@ -1,12 +1,12 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Device memory shared between processes: CUDA IPC, exported VMM memory, exported pools; and
- * events. A handle records which process has the bytes, and where; the importer maps them from there,
- * while the exporter lives. The exporter is charged for the bytes.
+ * Device memory and events that processes share: CUDA IPC, exported VMM memory, exported pools. A
+ * handle records which process has the bytes, and where. The importing process maps the bytes from
+ * there, as long as the exporting process lives. The exporting process is charged for the bytes.
  *
- * A process with a live export or import cannot be suspended, as with drivers before 610 (README of
- * NVIDIA/cuda-checkpoint).
+ * A process with a live export or import cannot be suspended. Real drivers before 610 have the same
+ * limit (README of NVIDIA/cuda-checkpoint).
  */
 #include "driver.h"
 
@@ -22,9 +22,9 @@ struct record {
     uint32_t magic;
     int32_t kind;
     int32_t pid;
-    int32_t fd;     /* descriptor of the device's memory, in that process */
-    uint64_t start; /* start time of that process: process numbers are reused */
-    uint32_t device; /* of the machine */
+    int32_t fd;     /* descriptor of the device's memory in that process */
+    uint64_t start; /* start time of that process, because a pid may be used again */
+    uint32_t device; /* index in the machine */
     uint32_t unused;
     uint64_t offset, size;
 };
@@ -130,7 +130,7 @@ EXPORT CUresult cuIpcOpenMemHandle_v2(CUdeviceptr *out, CUipcMemHandle handle, u
     if (!result)
         result = share_unpack(&handle, SHARE_IPC, &share);
     if (!result && share.own)
-        result = CUDA_ERROR_INVALID_CONTEXT; /* only another process may open it */
+        result = CUDA_ERROR_INVALID_CONTEXT; /* only another process may open the handle */
     if (result)
         return result;
     pthread_mutex_lock(&driver.lock);
@@ -153,7 +153,7 @@ EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address)
     return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* ---- events: the time of one is in a page that its processes share ---- */
+/* ---- events: the processes that share an event share a page with its time ---- */
 
 static uint64_t *time_map(int fd)
 {
@@ -196,7 +196,7 @@ EXPORT CUresult cuIpcGetEventHandle(CUipcMemHandle *out, CUevent e)
     GATED;
     if (e->magic != MAGIC_EVENT)
         return CUDA_ERROR_INVALID_HANDLE;
-    if (!(e->flags & EVENT_INTERPROCESS) || (e->shared && e->fd < 0)) /* an imported one */
+    if (!(e->flags & EVENT_INTERPROCESS) || (e->shared && e->fd < 0)) /* an imported event */
         return CUDA_ERROR_INVALID_VALUE;
     pthread_mutex_lock(&driver.lock);
     CUresult result = e->shared ? CUDA_SUCCESS : event_share(e);
@@ -216,7 +216,7 @@ EXPORT CUresult cuIpcOpenEventHandle(CUevent *out, CUipcMemHandle handle)
     if (!result)
         result = share_unpack(&handle, SHARE_EVENT, &share);
     if (!result && share.own)
-        result = CUDA_ERROR_INVALID_CONTEXT; /* only another process may open it */
+        result = CUDA_ERROR_INVALID_CONTEXT; /* only another process may open the handle */
     if (result)
         return result;
     int fd = share_open(&share);

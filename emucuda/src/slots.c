@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The processes that use the machine, and what each is charged.
+ * The processes that use the machine, and the bytes that each process is charged.
  */
 #include "machine.h"
 
@@ -26,7 +26,7 @@ uint64_t process_start(pid_t pid)
     if (n <= 0)
         return 0;
     buffer[n] = 0;
-    char *p = strrchr(buffer, ')'); /* the name may contain anything, even parentheses */
+    char *p = strrchr(buffer, ')'); /* the process's name may contain anything, even parentheses */
     if (!p)
         return 0;
     char state = 0;
@@ -35,7 +35,7 @@ uint64_t process_start(pid_t pid)
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu",
                &state, &threads, &start) != 3)
         return 0;
-    /* A zombie has freed its memory, unless only the first of several threads ended. */
+    /* A zombie has freed its memory, except if only the first of several threads has ended. */
     if ((state == 'Z' || state == 'X') && threads <= 1)
         return 0;
     return start ? start : 1;
@@ -58,13 +58,14 @@ bool slot_alive(const struct slot *slot)
         return machine_holder((unsigned)(slot - machine->slot)) >= 0;
     if (process_start(slot->pid) != slot->start)
         return false;
-    /* execve() keeps the pid and the start time but ends the driver's thread and
-     * frees the device memory. */
+    /* An execve() keeps the pid and the start time, but ends the driver's thread and frees the
+     * device memory. */
     int tid = slot->service_tid;
     return !tid || !syscall(SYS_tgkill, slot->pid, tid, 0) || errno != ESRCH;
 }
 
-/* If a process dies with the lock, the sums may be half updated; the slots are right. */
+/* Computes the sums again. If a process dies while it holds the lock, the sums may be half updated,
+ * but the slots are right. */
 static void recount(void)
 {
     memset(machine->used, 0, sizeof machine->used);
@@ -92,8 +93,8 @@ static void free_slot(struct slot *slot)
     __atomic_store_n(&slot->pid, 0, __ATOMIC_RELEASE);
 }
 
-/* Reads /proc without the lock: if a signal stops this process, it must not block all others.
- * */
+/* Reads /proc without the lock: if a signal stops this process meanwhile, it must not block all
+ * others. */
 static void reap_slot(struct slot *slot)
 {
     int32_t pid = __atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE);
@@ -119,7 +120,7 @@ struct slot *machine_slot_take(void)
     uint64_t start = process_start(pid);
     machine_reap();
     machine_lock();
-    /* A slot that this process already has is from before an execve(). */
+    /* If this process already has a slot, the slot is from before an execve(). */
     for (unsigned i = 0; i < machine->slots; i++)
         if (machine->slot[i].pid == pid && is_near(&machine->slot[i]))
             free_slot(&machine->slot[i]);
@@ -166,7 +167,7 @@ bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes)
 {
     uint64_t capacity = machine_capacity() - device_residue(device);
     bool fits = false;
-    /* If the device is full, a process may have just died: reap, and try once more. */
+    /* If the device is full, a process may have just died. So reap, and try once more. */
     for (int attempt = 0; attempt < 2 && !fits && bytes <= capacity; attempt++) {
         if (attempt)
             machine_reap();
@@ -210,15 +211,17 @@ void machine_wait_still(void)
     }
 }
 
-/* Observed with 580.159.04: each NVML call of a locked or suspended process blocks in the driver until the process is
- * unlocked, and then returns normally. As with CUDA calls, a signal does not end this wait. */
+/* Observed with 580.159.04: if a process is locked or suspended, each of its NVML calls blocks in
+ * the driver until the process is unlocked, and then returns normally. As with CUDA calls, a signal
+ * does not end this wait. */
 void machine_wait_awake(void)
 {
     pid_t pid = getpid();
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
         while (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) == pid && __atomic_load_n(&s->asleep, __ATOMIC_ACQUIRE) &&
-               slot_alive(s)) /* not left by this process before an execve() */
+               /* If the slot is alive, this process has not left it by an execve(). */
+               slot_alive(s))
             futex_wait(&s->asleep, 1, -1, true);
     }
 }
@@ -229,7 +232,7 @@ void busy_record(struct slot *slot, unsigned device, uint64_t from, uint64_t unt
 {
     struct busy *busy = &slot->busy[device];
     if (until - from > BUSY_BUCKET_NS * BUSY_BUCKETS / 2) {
-        busy->from = from; /* too long for the ring: stored as one interval */
+        busy->from = from; /* too long for the ring, so stored as one interval */
         busy->until = until;
         return;
     }

@@ -1,23 +1,26 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The grammar of EMUCUDA_MACHINE. `machine.py` parses the same grammar for better messages;
- * a test compares the two on good and bad strings.
+ * The grammar of EMUCUDA_MACHINE. `machine.py` parses the same grammar to give better messages. A
+ * test compares the two parsers on valid and invalid strings.
  */
 #include "machine.h"
 
 #include <stdio.h>
 #include <string.h>
 
-#define MAX_MEMORY (1ull << 40)       /* of one device */
-#define MAX_TOTAL (16ull << 40)       /* of the machine: its address space is needed twice */
-#define MIN_BANDWIDTH 1000000ull      /* of copies, in bytes/s: a user who writes 8 means GB/s */
+#define MAX_MEMORY (1ull << 40)       /* bytes of one device */
+#define MAX_TOTAL (16ull << 40)       /* bytes of all devices: the driver needs twice this much
+                                       * address space */
+#define MIN_BANDWIDTH 1000000ull      /* of copies, in bytes/s: refuses a plain 8, which means 8
+                                       * GB/s */
 #define DEFAULT_CONTEXT (64 * MIB)
 
-/* Copies and memory as published: PCIe 5.0 and 4.0 x16, HBM3 and GDDR6X. Suspend and resume as reported
- * of the driver's checkpoint calls, which use pageable memory: on an H100, 5 GB/s and (of other boards)
- * 7 GB/s; on an RTX 4090, 4 and 7 GB/s. Copies, suspends and resumes of the H200 were measured by this project,
- * the latter under its guard (benchmarks/results/gpu-h200-*). `machine.py` has the names. */
+/* The rates of copies and of device memory are the published ones: PCIe 5.0 and 4.0 x16, HBM3 and
+ * GDDR6X. The rates of suspend and resume are those that were reported for the driver's checkpoint
+ * calls, which use pageable memory: 5 GB/s on an H100, and 7 GB/s on other boards; 4 and 7 GB/s on
+ * an RTX 4090. This project measured copies, suspends and resumes of the H200, the suspends and
+ * resumes under its guard (benchmarks/results/gpu-h200-*). `machine.py` has the same names. */
 static const struct {
     const char *name;
     struct rates rates;
@@ -155,7 +158,7 @@ int spec_parse(const char *text, struct spec *out, char *error, size_t error_siz
     return 0;
 }
 
-/* For the tests, which compare this parser with Python's. */
+/* The tests call this function to compare this parser with Python's. */
 __attribute__((visibility("default"))) int emucuda_parse(const char *text, uint64_t out[6]);
 int emucuda_parse(const char *text, uint64_t out[6])
 {

@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Streams and events. Data moves when work is submitted; only the modelled time at which the work
- * counts as done is asynchronous. Synchronise calls, queries, events and the checkpoint lock's drain
- * use that time.
+ * Streams and events. Data moves when work is submitted. Only the time at which the work counts as
+ * done is modelled. Synchronise calls, queries, events and the checkpoint lock, which waits for
+ * running work, use that time.
  */
 #include "driver.h"
 
@@ -21,7 +21,8 @@ struct stream *stream_new(struct context *context, unsigned flags, int priority)
     return s;
 }
 
-/* One per thread and context, created at first use. They live until the process ends. */
+/* There is one such stream for each thread and context. It is created at its first use, and lives
+ * until the process ends. */
 static struct stream *per_thread(struct context *context)
 {
     static __thread struct stream *cache;
@@ -48,7 +49,8 @@ bool stream_bad(CUstream handle)
 {
     if (is_default(handle))
         return false;
-    /* Without the lock, which the child of a fork() may have inherited from a thread that it does not have. */
+    /* Check this without the lock: in the child of a fork(), a thread that exists only in the
+     * parent may hold the lock, and never release it. */
     if (driver_check())
         return !driver.initialised;
     pthread_mutex_lock(&driver.lock);
@@ -57,7 +59,7 @@ bool stream_bad(CUstream handle)
     return !known;
 }
 
-/* With the lock held. */
+/* Call this with the lock held. */
 CUresult stream_resolve(CUstream handle, struct stream **out)
 {
     if (is_default(handle)) {
@@ -76,7 +78,8 @@ CUresult stream_resolve(CUstream handle, struct stream **out)
 
 static bool is_legacy(const struct stream *s) { return s == s->context->legacy; }
 
-/* The legacy stream and the blocking streams of its context wait for one another. */
+/* When all work of the stream is done. The legacy stream and the blocking streams of its context
+ * wait for one another. */
 uint64_t stream_tail(const struct stream *stream)
 {
     uint64_t tail = stream->tail;
@@ -90,8 +93,8 @@ uint64_t stream_tail(const struct stream *stream)
     return tail;
 }
 
-/* Lazy loading: at the first work the driver takes memory for code, if memory is free. No call
- * allocates it. */
+/* Lazy loading: at a process's first work the driver takes memory for code, if memory is free. The
+ * program makes no call to allocate this memory. */
 static void load_code(struct device *d)
 {
     struct fault code;
@@ -150,7 +153,8 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
     for (struct stream **link = &driver.streams; *link; link = &(*link)->next)
         if (*link == stream && !is_legacy(stream)) {
-            /* Its work continues; the legacy stream takes over the completion time. */
+            /* The stream's work continues. From now on the legacy stream has its completion
+             * time. */
             if (stream->context->legacy->tail < stream->tail)
                 stream->context->legacy->tail = stream->tail;
             capture_drop(stream);
@@ -164,7 +168,7 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     return result;
 }
 
-/* Runs `body` with the resolved stream `s` under the lock; returns `result`. */
+/* Resolves the stream `s` and runs `body` under the lock. Returns `result`. */
 #define WITH_STREAM(handle, body)                         \
     do {                                                  \
         struct stream *s;                                 \
@@ -205,7 +209,9 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
     CUresult refused;
     if (capture_refuses(stream, NULL, &refused))
         return refused;
-    sync_returns_early(); /* crashes as a synchronise call does, but a locked process gets a true answer */
+    /* In a suspended process this crashes, as a synchronise call does. A locked process gets a true
+     * answer. */
+    sync_returns_early();
     WITH_STREAM(stream, result = now_ns() >= stream_tail(s) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
 
@@ -257,7 +263,7 @@ EXPORT CUresult cuStreamGetDevice(CUstream stream, CUdevice *device)
     WITH_STREAM(stream, *device = s->context->device);
 }
 
-/* A host function runs after all earlier work. */
+/* Runs a host function after all earlier work of the stream. */
 CUresult host_now(CUstream stream, void (*function)(void *), void *data)
 {
     struct stream *s;
@@ -380,7 +386,8 @@ EXPORT CUresult cuEventQuery(CUevent e)
 
 static CUresult event_wait_time(CUevent e, uint64_t *time)
 {
-    GATED; /* the call blocks while locked, but its wait does not delay the drain */
+    GATED; /* the call blocks here while the process is locked, but the lock does not wait for the
+            * call's own wait */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->mark)

@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Values that a stream writes to memory. PyTorch looks for these names, with those of its
- * expandable segments, and uses none of them if one is missing. Calls that wait for a value are not
- * emulated: work is done in the call that submits it, so the value would never come.
+ * Calls by which a stream writes values to memory. PyTorch looks these names up together with those
+ * of its expandable segments, and uses none of them if one is missing. Calls that wait for a value
+ * are not emulated. Work is done during the call that submits it, so the value would never come.
  */
 #include "driver.h"
 
@@ -28,7 +28,8 @@ EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr to, uint64_
     return result ? result : cuMemsetD32Async(to + 4, (uint32_t)(value >> 32), 1, stream);
 }
 
-/* The same functions under the names that their earlier forms and per-thread variants have. */
+/* Defines the same functions under their other names: those of the earlier forms and of the
+ * per-thread variants. */
 #define NAMES(bits)                                                                                          \
     EXPORT CUresult cuStreamWriteValue##bits(CUstream s, CUdeviceptr to, uint##bits##_t v, unsigned flags)    \
     {                                                                                                        \

@@ -1,11 +1,11 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Moving the bytes of this process between its devices and its host memory.
+ * Moves the bytes of this process between its devices and its host memory.
  *
- * As with the real driver, the copy is anonymous memory of the process itself. Bytes move in
- * pieces of 2 MiB, and each piece is freed on one side as soon as it is on the other, so host memory
- * never holds two copies. Pages that were never touched do not exist.
+ * As with the real driver, the copy is anonymous memory of the process itself. Bytes move in pieces
+ * of 2 MiB. After a piece was copied, its old place is freed at once, so the host never holds two
+ * copies of all bytes. Pages that were never touched do not exist.
  */
 #include "driver.h"
 
@@ -25,10 +25,12 @@ struct piece {
 
 static struct piece *pieces;
 static size_t piece_count, piece_room;
-static uint64_t owed[MAX_DEVICES]; /* per visible device: bytes charged before */
+static uint64_t owed[MAX_DEVICES]; /* for each visible device: bytes that were charged before the
+                                    * suspend */
 static uint64_t kept[MAX_DEVICES]; /* the part of these bytes that stayed on the device */
 
-/* Limits the copy to the machine's bandwidth: sleeps until `bytes` may have passed. */
+/* Limits the copy to the machine's bandwidth: sleeps until the time that `bytes` need has
+ * passed. */
 static void pace(uint64_t start, uint64_t bytes, uint64_t bandwidth)
 {
     if (bandwidth)
@@ -116,7 +118,7 @@ static bool device_out(int device, uint64_t start, uint64_t *moved)
     for (off_t at = 0;;) {
         off_t data = lseek(fd, at, SEEK_DATA);
         if (data < 0)
-            return errno == ENXIO; /* no more data */
+            return errno == ENXIO; /* ENXIO: no more data */
         off_t hole = lseek(fd, data, SEEK_HOLE);
         for (at = data; at < hole;) {
             uint32_t size = (uint32_t)(hole - at < (off_t)GRANULE ? hole - at : (off_t)GRANULE);
@@ -134,9 +136,9 @@ CUresult suspend_out(void)
     struct fault fault;
     uint64_t moved = 0, start = now_ns();
     if (__atomic_load_n(&driver.slot->managed, __ATOMIC_ACQUIRE))
-        return CUDA_ERROR_NOT_SUPPORTED; /* CRIU plugins/cuda/README.md: no UVM */
+        return CUDA_ERROR_NOT_SUPPORTED; /* no managed memory: CRIU plugins/cuda/README.md */
     if (__atomic_load_n(&driver.slot->shared, __ATOMIC_ACQUIRE))
-        return CUDA_ERROR_NOT_SUPPORTED; /* share.c */
+        return CUDA_ERROR_NOT_SUPPORTED; /* no exports and imports: see share.c */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].charged && fault_active(FAULT_DEVICE_LOST, getpid(), (int)driver.device[i].physical, NULL))
             return CUDA_ERROR_LAUNCH_FAILED;
@@ -147,7 +149,7 @@ CUresult suspend_out(void)
     arena_poison(true);
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].fd >= 0 && !device_out(i, start, &moved)) {
-            all_in(false, &moved); /* no host memory: undo everything */
+            all_in(false, &moved); /* the host has no memory: undo everything */
             arena_poison(false);
             return CUDA_ERROR_OUT_OF_MEMORY;
         }
@@ -171,15 +173,15 @@ CUresult suspend_out(void)
     return CUDA_SUCCESS;
 }
 
-/* With the lock held. */
+/* Call this with the lock held. */
 static void charge(uint32_t physical, int64_t bytes)
 {
     driver.slot->used[physical] += (uint64_t)bytes;
     machine->used[physical] += (uint64_t)bytes;
 }
 
-/* Charges the owed bytes on the mapped devices. If one is full, keeps the other charges, or with
- * `nothing` undoes them. */
+/* Charges the owed bytes on the devices of the map. If one device is full, undoes the other charges
+ * if `nothing`, and otherwise keeps them. */
 static bool charge_all(const uint32_t *target, bool nothing)
 {
     bool fits = true;
@@ -217,7 +219,7 @@ static void uncharge_all(const uint32_t *target, uint64_t moved)
     machine_unlock();
 }
 
-/* The extra bytes of a restored process, if the device has room. */
+/* Charges the extra bytes of a restored process, if the device has room. */
 static void charge_more(void)
 {
     struct fault fault;

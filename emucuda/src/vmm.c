@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Virtual memory management: address ranges, physical memory, and the maps between them.
+ * Virtual memory management: address ranges, physical memory, and the mappings of memory into
+ * ranges.
  */
 #include "driver.h"
 
@@ -10,15 +11,16 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* A handle (CUmemGenericAllocationHandle) is the address of one of these. */
+/* A handle (CUmemGenericAllocationHandle) is the address of such a struct. */
 struct physical {
     int device;
-    uint64_t offset; /* in the memfd of the device */
+    uint64_t offset; /* place in the memfd of the device */
     uint64_t size;
-    unsigned references; /* owners and maps together */
-    unsigned owners;     /* handles that the caller must still release */
-    int foreign;         /* the memfd of the exporting process; -1: our own memory */
-    bool shared;         /* exported */
+    unsigned references; /* number of handles and mappings together */
+    unsigned owners;     /* number of handles that the caller must still release */
+    int foreign;         /* the memfd of the exporting process; -1: the memory is this process's
+                          * own */
+    bool shared;         /* the memory is exported */
     CUmemAllocationProp prop;
     struct physical *next;
 };
@@ -27,7 +29,8 @@ struct map {
     uint64_t address, size;
     struct physical *physical;
     bool accessible;
-    uint64_t imported; /* its address for the caller, if one call imported and mapped it */
+    uint64_t imported; /* the address that the caller knows, if one call both imported and mapped
+                        * the memory */
     struct map *next;
 };
 
@@ -37,7 +40,7 @@ struct reservation {
 };
 
 static struct physical *physicals;
-static struct map *maps; /* all three under driver.lock */
+static struct map *maps; /* driver.lock protects these three lists */
 static struct reservation *reservations;
 
 static struct physical *physical_find(uint64_t handle)
@@ -92,7 +95,7 @@ uint64_t vmm_mapped_bytes(uint64_t address, uint64_t *start)
 
 CUresult vmm_resolve(uint64_t address, uint64_t size, void **host, int *device)
 {
-    /* A copy sees neighbouring maps as one range. */
+    /* For a copy, neighbouring mappings are one range. */
     for (uint64_t at = address; at < address + size || at == address;) {
         struct map *m = map_at(at);
         if (!m || !m->accessible)
@@ -369,7 +372,7 @@ static CUmemAllocationProp prop_of(int device)
                                  .location = {MEM_LOCATION_DEVICE, device}};
 }
 
-/* Maps whole pages; the address is the start of the memory in them. */
+/* Maps whole pages. The address that it returns is the start of the memory inside these pages. */
 CUresult vmm_import(const struct share *share, CUdeviceptr *out)
 {
     struct share pages = *share;

@@ -17,25 +17,25 @@ c.DockerSpawner.network_name = os.environ.get("HUB_NETWORK", "hub")
 c.DockerSpawner.image = os.environ.get("SERVER_IMAGE", "quay.io/jupyter/base-notebook:latest")
 c.DockerSpawner.remove = True
 
-# Docker makes the folder, the broker finds it there and serves the user's socket in it. The name
-# of the folder is the user's name in the pool, so it must be the Hub's own name of the user.
+# Docker makes the user's folder. The broker finds the folder and makes the user's socket in it. The
+# name of the folder is the user's name in the pool, so it must be the user's name in the Hub.
 c.DockerSpawner.volumes = {
     "/run/gpupool/users/{raw_username}": {"bind": "/run/gpupool", "mode": "ro"},
 }
 c.DockerSpawner.environment = {
-    # The kernel "Pooled GPU": nothing needs to be in the image.
+    # Jupyter finds the kernel "Pooled GPU" here. The image needs no package of the pool.
     "JUPYTER_PATH": "/run/gpupool/inside/share/jupyter",
-    # All GPUs: the pool chooses among them.
+    # The container sees all GPUs, because the pool chooses among them.
     "NVIDIA_VISIBLE_DEVICES": "all",
     "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
 }
 c.DockerSpawner.extra_host_config = {"runtime": "nvidia"}
-# The state of a suspended kernel is in the memory of its container: leave room for it.
+# The state of a suspended kernel is in the memory of its container, so leave room for it.
 c.DockerSpawner.mem_limit = "64G"
 
 
 def check_name(spawner):
-    """Refuse a user whose name cannot be that of a folder."""
+    """Refuse a user whose name cannot be the name of a folder."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}", spawner.user.name):
         raise ValueError(f"{spawner.user.name!r} cannot be a user of the GPU pool")
 

@@ -1,4 +1,4 @@
-"""For the machine's broker: kernels in containers, each user with a socket of their own."""
+"""For the machine's broker: kernels run in containers, and each user has their own socket."""
 
 c = get_config()
 

@@ -2,27 +2,28 @@
 # Distributed under the terms of the Modified BSD License.
 """JupyterHub on one machine whose users share its GPUs through the machine's pool.
 
-The pool itself is a service: ``jupyter gpupool install-service``. This file adds what JupyterHub
-has to know. Choose an authenticator for your site, too; the default one asks PAM.
+The pool itself is a service: ``jupyter gpupool install-service``. This file contains the settings
+that JupyterHub needs for it. Choose an authenticator for your site, too; the default authenticator
+asks PAM.
 """
 
 from pathlib import Path
 
 c = get_config()
 
-# Server and kernels of a user run as the user's account: by it the broker knows who they are.
-# SystemdSpawner and SudoSpawner do the same. Leave this line out where the Hub has one of them
-# already, as The Littlest JupyterHub does.
+# The server and the kernels of a user run under the user's account, by which the broker identifies
+# the user. With SystemdSpawner and SudoSpawner they do, too. Leave this line out if the Hub already
+# has one of these spawners, as The Littlest JupyterHub has.
 c.JupyterHub.spawner_class = "jupyterhub.spawner.LocalProcessSpawner"
 
-# Several servers for a user are one user to the pool: they share one quota.
+# A user may have several servers. For the pool they belong to one user, and share one quota.
 c.JupyterHub.allow_named_servers = True
 
-# Servers, and what their kernels have on a GPU, outlive a restart of the Hub.
+# Servers, kernels and the kernels' state on the GPU survive a restart of the Hub.
 c.JupyterHub.cleanup_servers = False
 
-# The broker may ask who is in which group and role, see hub_groups.py. What other files of the
-# Hub's configuration put into these lists stays.
+# The broker may ask the Hub for the groups and roles of users, see hub_groups.py. The lines below
+# add to these lists and keep the entries of other configuration files of the Hub.
 TOKEN = Path("/etc/gpupool/hub-token")
 c.JupyterHub.services.append({"name": "gpupool", "api_token": TOKEN.read_text().strip()})
 c.JupyterHub.load_roles.extend(
@@ -32,7 +33,7 @@ c.JupyterHub.load_roles.extend(
             "scopes": ["read:users:groups", "read:roles:users"],
             "services": ["gpupool"],
         },
-        # A role without rights in the Hub: it only chooses a group of the pool.
+        # This role gives no rights in the Hub. It only chooses a group of the pool.
         {"name": "gpu-course", "scopes": ["self"], "users": []},
     ]
 )

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A NumPy array on the GPU, for the notebooks beside this file.
 
-It uses NVIDIA's cuda-core and cuda-bindings, and two small kernels as PTX text, which run on real
-and emulated GPUs. Nothing here asks the pool for anything.
+It uses NVIDIA's cuda-core and cuda-bindings, and two small CUDA kernels as PTX text, which run on
+real and emulated GPUs. No code here uses the pool's own functions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CUDAError(RuntimeError):
 
 
 def call(answer: tuple[Any, ...]) -> Any:
-    """Return the value of a driver call; raise :class:`CUDAError` where it failed."""
+    """Return the value of a driver call; raise :class:`CUDAError` if the call failed."""
     code, *values = answer
     if code != driver.CUresult.CUDA_SUCCESS:
         raise CUDAError(code)
@@ -39,9 +39,9 @@ class GPUArray:
     Parameters
     ----------
     array:
-        What to copy; C-contiguous.
+        The array to copy; it must be C-contiguous.
     device:
-        CUDA ordinal.
+        The CUDA ordinal of the device.
     """
 
     def __init__(self, array: np.ndarray, device: int = 0) -> None:
@@ -73,7 +73,7 @@ class GPUArray:
         return found
 
     def copy(self) -> GPUArray:
-        """Return a copy on the same device, made by the device."""
+        """Return a copy on the same device. The device makes the copy."""
         self.device.set_current()
         other = object.__new__(GPUArray)
         other._address = 0
@@ -84,7 +84,7 @@ class GPUArray:
         return other
 
     def fill(self, value: int) -> GPUArray:
-        """Set every byte to ``value``, by the device."""
+        """Set every byte to ``value``. The device does this."""
         self.device.set_current()
         call(driver.cuMemsetD8(self._address, value, self.nbytes))
         return self
@@ -106,7 +106,7 @@ _KERNELS: dict[tuple[int, str], Any] = {}
 
 
 def _kernel(device: Device, name: str) -> Any:
-    """Return a kernel of the module, loaded once for each device."""
+    """Return a CUDA kernel of the PTX module, which is loaded once for each device."""
     key = (device.device_id, name)
     if key not in _KERNELS:
         _KERNELS[key] = ObjectCode.from_ptx(PTX.encode()).get_kernel(name)

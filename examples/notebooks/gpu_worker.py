@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A program that uses the GPU; started by some of the notebooks beside this file."""
+"""A program that uses the GPU; some of the notebooks beside this file start it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpu_array import GPUArray, total
 
 
 def square_sum(count: int) -> int:
-    """Return 0 + 1 + 4 + ... + (count - 1) squared, summed up on the GPU; ``count`` < 65,536."""
+    """Return the sum of n * n for n from 0 to ``count`` - 1, from the GPU; ``count`` < 65,536."""
     return total(GPUArray(np.arange(count, dtype=np.uint32) ** 2))
 
 

@@ -6,17 +6,17 @@
 ``app``                 the process: options, start in the right order, reload, end
 ``assembly``            every part, constructed in order of dependence
 ``configuration``       the configuration in force
-``reload``              what changes it: SIGHUP, the calendar; whether the machine can keep it
-``timekeeper``          the calendar: each change once, at its instant
+``reload``              changes it at SIGHUP and by the calendar; checks it on this machine
+``timekeeper``          applies each change of the calendar once, on time
 ``shared``              limits that several machines share; loaded in a cluster only
-``demand``              what sessions want of such limits; loaded in a cluster only
+``demand``              what sessions want of these limits; loaded in a cluster only
 ``cluster_views``       what all machines have, for people; loaded in a cluster only
 ``membership``          which group a user is in
-``nss``                 the machine's users and Unix groups, asked in threads
+``nss``                 asks for the machine's users and Unix groups in threads
 ``core``                what all parts share: pool, sessions, journal, clock
 ``runner``              gives the pool an event, writes the journal, performs the actions
 ``sessions``            what the broker knows of each kernel besides the pool's record
-``stirs``               changes without a journal row, told to readers of the status
+``stirs``               tells readers of the status about changes without a journal row
 ``lifecycle``           what ends a session or its waits
 ``transport/auth``      the peer of a connection, and what that user may do
 ``transport/listener``  the socket's file, and accepting connections
@@ -30,7 +30,7 @@
 ``messages/guard``      attach, grow, home, page, land; answers to threads that wait
 ``messages/people``     request, release, keep, status, why, hour, journal, watch, ping
 ``messages/admin``      recall, prioritise, end
-``messages/relay``      what both ask of the pool, and the answer
+``messages/relay``      requests of people and admins to the pool, and its answers
 ``messages/elsewhere``  elsewhere; loaded in a cluster only
 ``messages/remote``     place, order, orders, perform, performed; loaded in a cluster only
 ``hosting``             kernels for servers on other machines; loaded in a cluster only
@@ -42,26 +42,26 @@
 ``gpu/landing``         processes that initialised CUDA on another GPU than their slice's
 ``gpu/monitor``         samples of devices and host memory -> events
 ``gpu/samples``         the last sample
-``gpu/accounting``      what samples teach: overhead, overuse, the driver's own memory
+``gpu/accounting``      learns overhead, overuse and the driver's own memory from samples
 ``gpu/health``          devices that failed
 ``gpu/maintenance``     pause, drain, resume, retest
 ``gpu/setaside``        kernels without a slice, suspended for a pause
 ``gpu/refusals``        when a state that the driver refuses to restore counts as lost
 ``pages/setup``         whether new kernels run under the guard, and their variables for it
 ``pages/control``       the shared pages, kept equal to the pool's records
-``pages/translation``   whose numbers those in a page are, where processes have their own
+``pages/translation``   translates the numbers of processes in containers
 ``pages/activity``      use of devices, read from the pages -> holds; compute time slices
 ``pages/hints``         home devices and room to grow
-``pages/quiesce``       waiting until no call is on its way into the driver
+``pages/quiesce``       waits until no call is on its way into the driver
 ``hostmemory``          host memory that a suspend may take
 ``pressure``            warns sessions and the pool when host memory becomes short
 ``store/journal``       SQLite: current records for a restart, rows for the reports
 ``store/journal_file``  which file is the journal, and whether this broker may use it
 ``store/history``       pages of the journal for clients, and trimming
-``store/usage``         what users and groups have used, over restarts
+``store/usage``         what users and groups have used, kept over restarts
 ``store/records``       records to JSON and back
 ``store/recovery``      journal + driver -> the pool as it was before a kill
-``store/files``         start record; files put back, and left-over files removed
+``store/files``         the start record; restores files, and removes left-over files
 ``metrics``             switches ``figures`` on and off, and serves them
 ``ratelimit``           limits on what one user or one cause may take
 ``environment``         the driver that the broker sees, its files and limits

@@ -23,11 +23,14 @@ class _Reader:
             self._descriptor = -1
 
     def tell(self, error: Exception) -> None:
-        """Report why the start fails: without a report, something outside killed the broker."""
+        """Report why the start fails.
+
+        If the caller gets no report, something outside has killed the broker.
+        """
         message = f"The GPU pool broker ended by an error: {type(error).__name__}: {error}"[:500]
         found = {"ok": False, "code": Code.START_FAILED, "message": message}
         try:
-            # Once the broker serves, the pipe is closed, and its number may be another file's.
+            # After the start, the broker has closed the pipe, and another file may have its number.
             if os.path.samestat(os.fstat(self._descriptor), self._pipe):
                 os.write(self._descriptor, json.dumps(found).encode() + b"\n")
         except OSError:

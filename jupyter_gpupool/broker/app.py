@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The broker's process: configuration, start in the right order, signals, end.
 
-The end of the broker ends no session: attached sessions stay attached, suspended ones stay
-suspended in their processes, and the journal tells the next broker about both.
+No session ends when the broker ends. Attached sessions stay attached, and suspended sessions stay
+suspended in their processes. The journal tells the next broker about all of them.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ if TYPE_CHECKING:
     # Loaded only where containers are served.
     from .transport.usersockets import UserSockets
 
-#: Seconds that driver calls under way may still take when the broker ends. The next broker
-#: finishes or undoes a longer one: see ``recovery``.
+#: When the broker ends, it waits this many seconds for driver calls under way. The next broker
+#: finishes or undoes a call that takes longer: see ``recovery``.
 FINISH = 1.5
 
-#: Seconds for operations to end before the broker ends their workers.
+#: Seconds that the broker waits for operations to end, before it ends their workers.
 CLOSE = 0.5
 
 #: A broker that does not linger still waits this many seconds for the client that started it.
 LEAST_LINGER = 2.0
 
-#: Most seconds between two checks for a service of the machine that replaces this broker.
+#: Most seconds between two checks whether a service of the machine replaces this broker.
 LOOK_ASIDE = 5.0
 
-#: Seconds for which a thread may compute while the event loop wants to run.
+#: Seconds for which a thread may go on computing while the event loop waits to run.
 SWITCH = 0.0005
 
 #: Seconds between two clean-ups of the journal.
@@ -79,13 +79,14 @@ class BrokerApp:
     Parameters
     ----------
     config_files, overrides:
-        See :func:`jupyter_gpupool.config.load_timetable`; read again on SIGHUP.
+        See :func:`jupyter_gpupool.config.load_timetable`. SIGHUP makes the broker read them again.
     socket:
         Overrules the configuration; "" leaves it to :func:`jupyter_gpupool.endpoint.find_socket`.
     ending:
         Takes the signals.
     command:
-        The command that starts this broker again, without its socket; empty if only the caller can.
+        The command that starts this broker again, without its socket. It is empty if only the
+        caller can start the broker.
     take_over:
         Whether to take over sessions whose kernels look for their broker at another socket.
     open_devices:
@@ -116,7 +117,7 @@ class BrokerApp:
         Raises
         ------
         GPUPoolError
-            If it cannot start.
+            If the broker cannot start.
         """
         self._ending.attach()
         raise_descriptor_limit(_LOG)
@@ -124,7 +125,7 @@ class BrokerApp:
             supervisor = Supervisor()
             claim = Claim(self.path, supervisor.listening(self.path))
             stack.callback(claim.close)
-            # Nothing starts a broker again after a request to end, even if it ends by force.
+            # After a request to end, nothing may start this broker again, even if it ends by force.
             self._ending.before_force(self.start_record.forget)
             self._ending.before_force(claim.close)
             tidy_due = asyncio.Event()
@@ -146,15 +147,16 @@ class BrokerApp:
             reload.check()
             stack.callback(reload.close)
             await self._ending.unless_asked(broker.recovery.run(str(self.path)))
-            # Modules live as long as the broker; without them a full collection takes a millisecond
-            # of the event loop instead of twenty.
+            # Modules live as long as the broker. Without them, a full garbage collection stops the
+            # event loop for one millisecond instead of twenty.
             gc.collect()
             gc.freeze()
-            # A thread that computes (the text of metrics, a page of history) may otherwise keep the
-            # event loop waiting for 5 ms each time: measured, a median of 7 ms instead of 0.7.
+            # Without this, a thread that computes (the text of metrics, a page of history) may keep
+            # the event loop waiting for 5 ms each time. In a measurement, the median delay was 7 ms
+            # without it and 0.7 ms with it.
             sys.setswitchinterval(SWITCH)
-            # The monitor starts only now. Earlier it would take the sessions' processes for foreign
-            # ones.
+            # The monitor starts only now. Before the recovery, it would take the sessions'
+            # processes for foreign processes.
             broker.monitor.start()
             broker.maintenance.go_on()
             server = Server(broker.router, _LOG)
@@ -201,7 +203,10 @@ class BrokerApp:
     def _open_journal(
         self, stack: AsyncExitStack, on_long: Callable[[], None]
     ) -> tuple[JournalLock, Journal, str]:
-        """Return this machine's journal (no other broker has it), its lock, and a note on it."""
+        """Return this machine's journal, its lock, and a note on its place.
+
+        No other broker uses this journal.
+        """
         state_dir = self.configuration.settings.state_dir
         where = place(state_dir, self.path)
         if where.note:
@@ -222,7 +227,11 @@ class BrokerApp:
     async def _find(
         self, stack: AsyncExitStack, journal: Journal, service: Devices
     ) -> list[Device]:
-        """Return the machine's devices: tested, or untouched while an admin has paused the pool."""
+        """Return the machine's devices.
+
+        The broker tests them first. While an admin has paused the pool, the broker does not touch
+        them.
+        """
         stack.push_async_callback(service.close, CLOSE)
         paused = untouchable(journal)
         known = devices_from_text(journal.meta("devices")) if paused else {}
@@ -240,8 +249,9 @@ class BrokerApp:
     def _known(self, journal: Journal) -> dict[str, Device]:
         """Return the devices that need no self-test, because an earlier broker tested them.
 
-        Only while sessions of that broker may live: a test takes the memory of a CUDA context. If
-        that memory is granted to one of them, its resume may fail, which ends the session.
+        There are such devices only while sessions of that broker may live. A self-test takes the
+        memory of a CUDA context. If that memory is granted to one of the sessions, the session's
+        resume may fail, which ends the session.
         """
         if not journal.records() or journal.meta("boot") != boot_id():
             return {}
@@ -269,7 +279,7 @@ class BrokerApp:
         emulated = emulated_folder(self.path, journal)
         users = UserSockets(
             self.path.with_name("users"), self.path.name, broker.router, broker.content, _LOG,
-            # Stands for the devices, which a container's runtime adds.
+            # This folder stands for the device files, which a container's runtime adds.
             mounts=(emulated.name,) if self.configuration.settings.emulate else (),
         )  # fmt: skip
         users.prepare()
@@ -322,7 +332,7 @@ class BrokerApp:
             if core.journal.seq != written:
                 written = core.journal.seq
                 await asyncio.to_thread(core.journal.tidy)
-            due.clear()  # this clean-up covers requests that came meanwhile
+            due.clear()  # this clean-up also serves the requests that came during it
             if loop.time() - checked >= TIDY:
                 checked = loop.time()
                 for problem in core.pool.self_check():
@@ -335,8 +345,9 @@ class BrokerApp:
         sessions = broker.core.sessions
         while True:
             since = max(sessions.changed_at, broker.router.last_connection)
-            # A broker without a GPU need not wait: the next one may have a better configuration.
-            # Nor need a broker that stands aside: new kernels go to the machine's service.
+            # A broker without a GPU does not wait, because the next broker may have a better
+            # configuration. A broker that stands aside does not wait, because new kernels go to the
+            # machine's service.
             needed = broker.health.devices and not self.configuration.stands_aside()
             usual = self.configuration.settings.linger if needed else 0.0
             linger = max(LEAST_LINGER, usual)
@@ -366,7 +377,7 @@ class BrokerApp:
         if not self.configuration.settings.emulate or self.configuration.machine_wide:
             return
         if journal.records() or journal.set_aside or journal.problem:
-            return  # sessions may use them: a lost journal does not show that they ended
+            return  # a lost journal does not show whether sessions still use the devices
         remove_emulated(self.path, journal.path)
 
     async def _end(self, broker: Broker) -> None:
@@ -422,7 +433,7 @@ def main(
     if not options.debug:
         for handler in logging.getLogger().handlers:
             handler.addFilter(LogLimit())
-    # Bounds how long the thread that reads the journal can delay the event loop.
+    # Limits the time for which the thread that reads the journal can delay the event loop.
     sys.setswitchinterval(0.001)
     wake_soon()
 
@@ -450,7 +461,7 @@ def main(
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}
-            listens = str(error.details.get("socket", ""))  # the broker to join
+            listens = str(error.details.get("socket", ""))  # the broker that the caller can join
             report(options.ready_fd, {**failure, "next_step": error.next_step, "socket": listens})
         print(f"jupyter gpupool broker: {error}", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""All parts of one broker, constructed in order of dependence: each part gets those that it uses.
+"""Constructs all parts of one broker, each part after the parts that it uses.
 
 The parts form one cycle, which this module closes: parts give the pool events (``core.handle``),
 and the runner calls parts to perform what the pool decides.
@@ -89,7 +89,8 @@ class Broker:
     usage: UsageBook
     router: Router
     content: Content | None
-    #: Returns the rules with what other machines have of them.
+    #: Returns the rules. What this machine may not use of the shared limits counts as used
+    #: elsewhere.
     limits: Callable[[PoolSettings], PoolSettings]
 
 
@@ -104,7 +105,7 @@ async def assemble(
     journal_note: str,
     log: logging.Logger,
 ) -> Broker:
-    """Return the broker of those opened devices that ``find`` returns.
+    """Return a broker for the opened devices that ``find`` returns.
 
     ``alone_since`` is a monotonic time after which no other broker can have used the sessions in
     the journal.
@@ -132,7 +133,8 @@ async def assemble(
         DeviceOptions(
             log=log.getChild("devices"),
             env={**os.environ, **machine_environment(settings, socket, journal.path, os.environ)},
-            # A user may start a broker inside a kernel, where the pool has set variables.
+            # A user may start a broker inside a kernel, in whose environment the pool has set
+            # variables.
             given=without_guard(os.environ),
             wanted=settings.devices,
             lock_timeout=settings.lock_timeout,
@@ -154,7 +156,7 @@ async def assemble(
     content = content_inside(settings, socket) if configuration.machine_wide else None
     guarded = [device.uuid for device in devices if device.tier == "guarded"]
     folder, problem = _page_folder(configuration)
-    # Without a guard no session is guarded, so no method of GuardedDevices is called.
+    # Without a guard no session is guarded, so nothing calls a method of GuardedDevices.
     guardable = service.guard or cast(GuardedDevices, service)
     context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
     pages = ControlPages(folder, core.sessions, configuration, log, context_bytes=context_bytes)
@@ -259,7 +261,7 @@ async def assemble(
 
 
 def _own(settings: PoolSettings) -> PoolSettings:
-    """Return the rules of a machine that shares none."""
+    """Return the rules unchanged: this machine shares no limit with other machines."""
     return settings
 
 
@@ -270,7 +272,7 @@ def _guard_problem(service: Devices) -> str:
 
 
 def _page_folder(configuration: Configuration) -> tuple[Path, str]:
-    """Return the folder for pages, and why it cannot be made, or ""."""
+    """Return the folder for pages, and the reason if the broker cannot make it, or ""."""
     socket = configuration.socket
     try:
         return page_folder(socket, machine_wide=configuration.machine_wide), ""
@@ -284,8 +286,8 @@ def _links(configuration: Configuration, pages: Path, journal: Path) -> Path:
 
     Without the links a new process would run without the guard. So a user's own broker keeps them
     beside its journal, where a logout does not delete them. The machine's broker keeps them in the
-    folder of pages, which all users may enter; so does a broker whose path has a space or colon,
-    which LD_PRELOAD cannot have.
+    folder of pages, which all users may enter. A user's own broker does the same if the path beside
+    its journal has a space or a colon, which LD_PRELOAD does not allow.
     """
     lasting = journal.with_suffix(".guard")
     plain = not set(str(lasting)) & set(": \t\n")

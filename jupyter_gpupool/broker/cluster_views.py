@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """What all machines of the cluster have, for people who ask this broker.
 
-Only the ledger knows that. The broker's next report asks for it, and the ledger's answer to the
-report has it, so no user needs access to Ray. Without an answer this machine still shows its own
-part.
+Only the ledger knows what all machines have. The broker asks the ledger in its next report, and the
+ledger's answer to the report contains a view of the cluster, so no user needs access to Ray.
+Without an answer, the broker still shows what its own machine has.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ from .transport.connection import Connection
 View = Mapping[str, Any]
 Give = Callable[[View | None], None]
 
-#: Seconds for which a view is shown again: any local user may ask, as often as they like.
+#: Seconds for which the broker shows the same view again: any local user may ask, as often as they
+#: like.
 FRESH = 1.0
-#: Seconds in which the ledger must answer; then the request is answered without it.
+#: Seconds within which the ledger must answer. After that, the broker answers the request without
+#: the ledger's view.
 PATIENCE = 5.0
 
 
 def summary_of(core: Core, data: tuple[str, ...]) -> Summary:
-    """Return what this machine has; ``data`` are the folders on disks of its own."""
+    """Return what this machine has; ``data`` names the folders on its own disks."""
     views = core.pool.device_views()
     return Summary(
         len(views), sum(bool(view.drained_reason) for view in views),
@@ -44,7 +46,10 @@ def summary_of(core: Core, data: tuple[str, ...]) -> Summary:
 
 
 def keys_for(user: str, core: Core, settings: PoolSettings) -> set[tuple[str, ...]]:
-    """Return the limits that count a user's sessions here, and always the user's own."""
+    """Return the keys of the limits that count sessions of ``user`` here.
+
+    The key of the user's own limits is always among them.
+    """
     owners = {s.owner for s in core.sessions if s.owner.name == user}
     found: set[tuple[str, ...]] = {("user", user)}
     found.update(key[:2] for owner in owners for key in keys_of(settings, owner))
@@ -52,7 +57,7 @@ def keys_for(user: str, core: Core, settings: PoolSettings) -> set[tuple[str, ..
 
 
 class ClusterViews:
-    """The last view of the cluster, and those who wait for the next one.
+    """The last view of the cluster, and the requests that wait for the next view.
 
     Parameters
     ----------
@@ -74,7 +79,7 @@ class ClusterViews:
     def look(
         self, connection: Connection, request: int | None, give: Give, *, connected: bool
     ) -> None:
-        """Give a view for a request: now, or once the ledger has sent one."""
+        """Call ``give`` with a view: now, or as soon as the ledger has sent one."""
         if not connected or time.monotonic() - self._at < FRESH:
             self._answer(give)
             return
@@ -84,7 +89,7 @@ class ClusterViews:
         self._ask()
 
     def arrived(self, view: Mapping[str, Any]) -> None:
-        """Take a view of the ledger, and answer all who wait for it."""
+        """Store a view that the ledger sent, and answer all requests that wait for one."""
         self._view, self._at = view, time.monotonic()
         waiting, self._waiting = self._waiting, []
         for _, _, give, timer in waiting:
@@ -98,7 +103,7 @@ class ClusterViews:
             self._waiting.remove(row)
 
     def close(self) -> None:
-        """Cancel all timers: no waiting request gets an answer any more."""
+        """Cancel all timers. The requests that still wait get no answer."""
         for _, _, _, timer in self._waiting:
             timer.cancel()
         self._waiting.clear()
@@ -121,7 +126,7 @@ def visible(
 ) -> Mapping[str, Any] | None:
     """Return a view with the limits in ``keys`` and the sessions of ``user`` only.
 
-    With None for ``keys``, it has all of them.
+    If ``keys`` is None, return the whole view.
     """
     if view is None or keys is None:
         return view

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The configuration in force. Every part reads it here, so that a change reaches all at once.
+"""The configuration in force. Every part reads it here, so a change reaches all parts at once.
 
-A change is a reload of the files, or a schedule that begins or ends.
+The configuration changes when the broker reloads the files, and when a schedule begins or ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..endpoint import MACHINE_SOCKET, find_socket, is_usual_socket, machine_ser
 from .transport.auth import Access, Peer
 from .transport.listener import is_machine_wide
 
-#: Seconds for which an answer about schedules may be given again.
+#: Seconds for which the broker may give the same answer about schedules again.
 SCHEDULE_LASTS = 5.0
 
 
@@ -46,7 +46,7 @@ class Configuration:
     ) -> None:
         self._files = [*files]
         self._overrides = overrides
-        #: What the files say, at all times.
+        #: The whole content of the files: the settings and all schedules.
         self.timetable = self.read()
         self._schedule: tuple[float, dict[str, Any] | None] = (0.0, None)
         now = time.time()
@@ -60,9 +60,9 @@ class Configuration:
         self.access = self._access()
 
     def read(self) -> Timetable:
-        """Read the files again, and return what they say now; nothing is changed by that.
+        """Return what the files say now. The configuration in force does not change.
 
-        It takes a while, and another thread may call it.
+        This takes a while, so another thread may call it.
 
         Raises
         ------
@@ -83,18 +83,20 @@ class Configuration:
         return late
 
     def follow_calendar(self, now: float) -> bool:
-        """Work with the schedules of ``now``; return whether anything is other than before."""
+        """Put the schedules of ``now`` in force; return whether anything has changed."""
         same = self.timetable.rules(now) == self.rules
-        # After a step of the clock, a class may open at another time under the same schedules.
+        # After a step of the clock, a priority class may open at another time, although the
+        # schedules in force are still the same.
         if same and self.timetable.classes_open(now) == self.settings.pool.classes_open:
             return False
         self._enter(now)
         return True
 
     def schedule(self, now: float) -> dict[str, Any] | None:
-        """Return the schedules in force, and when others are, for status; None if there are none.
+        """Return the schedules in force and the next change, for ``status``.
 
-        It may be a few seconds old: it is in every answer to ``status``.
+        The result is None if no schedule is configured. It may be a few seconds old, because
+        every answer to ``status`` contains it.
         """
         timetable = self.timetable
         if not timetable.base.schedules:
@@ -122,7 +124,10 @@ class Configuration:
         return replace(settings, pool=replace(settings.pool, classes_open=opens))
 
     def shown(self, peer: Peer) -> dict[str, Any]:
-        """Return the configuration in force as ``peer`` may see it; a server may read another."""
+        """Return the configuration in force, as far as ``peer`` may see it.
+
+        A Jupyter Server may have read another configuration.
+        """
         return shown(self.settings, private=self.access.is_admin(peer))
 
     def stands_aside(self) -> bool:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The data that every part of the broker uses: the pool, the sessions, the journal, the clock.
 
-Everything happens in one thread, the event loop's. A part gives the pool an event with
-:meth:`Core.handle`; ``runner`` is behind that, and performs what the pool decides.
+Everything happens in one thread, the thread of the event loop. A part gives the pool an event with
+:meth:`Core.handle`. This calls ``runner``, which performs what the pool decides.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .stirs import Stirs
 from .store.journal import Journal, Row
 from .store.records import journaled, slices_to_json
 
-#: Seconds for which a changed hold may be missing in the journal. A restart does not need it: the
-#: pool takes no slice before the session's agent has had time to reconnect (see ``recovery``).
+#: A changed hold reaches the journal within this many seconds. A restart does not need it earlier:
+#: the pool takes no slice before the session's agent has had time to reconnect (see ``recovery``).
 FLUSH_AFTER = 0.25
 
-#: The least step of the time of day that counts, in seconds: the two clocks never run at exactly
-#: the same speed.
+#: The broker ignores a step of the time of day that is shorter than this many seconds: the time of
+#: day and the monotonic clock never run at exactly the same speed.
 CLOCK_STEP = 1.0
 
 #: Receives an answer: (refusal or None, note for people).
@@ -40,11 +40,11 @@ RowReader = Callable[[Row], None]
 
 
 class Clock:
-    """Seconds since the epoch; they never go back, even over a restart."""
+    """A clock in seconds since the epoch. It never goes back, even over a restart of the broker."""
 
     def __init__(self, not_before: float = 0.0) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
-        #: By how much the time of day is ahead of :meth:`now`, as the pool knows it.
+        #: Seconds by which the time of day is ahead of :meth:`now`, as the pool knows it.
         self.ahead = 0.0
 
     def now(self) -> float:
@@ -52,10 +52,10 @@ class Clock:
         return time.monotonic() + self._offset
 
     def follow(self) -> float:
-        """Return by how much the time of day has stepped: somebody has set it, or the machine
-        slept.
+        """Return by how many seconds the time of day has stepped since the last call, or 0.
 
-        ``ahead`` then has the step; it ignores steps below :data:`CLOCK_STEP`.
+        A step means that somebody has set the clock, or that the machine slept. This method adds
+        the step to ``ahead``. It ignores steps below :data:`CLOCK_STEP`.
         """
         step = time.time() - self.time_of_day()
         if abs(step) < CLOCK_STEP:
@@ -74,9 +74,9 @@ class Core:
     Parameters
     ----------
     handle:
-        Gives the pool an event and performs what it decides: :meth:`runner.Runner.handle`. A call
-        from within a call (an action that fails at once is an event, too) makes the event wait for
-        its turn.
+        Gives the pool an event and performs what the pool decides: :meth:`runner.Runner.handle`. If
+        a part calls it during another call, the event waits for its turn. An action that fails at
+        once causes such an event.
     """
 
     def __init__(
@@ -101,7 +101,8 @@ class Core:
         self.changes: dict[str, int] = {}
         #: Set whenever ``changes`` grows.
         self.changed = asyncio.Event()
-        #: The state of each session that is not detached; most are detached, and cost nothing here.
+        #: The state of each session that is not detached. Most sessions are detached, and cost
+        #: nothing here.
         self.busy: dict[str, str] = {}
         #: Grows with each change that a snapshot of the pool may show.
         self.version = 0
@@ -110,7 +111,7 @@ class Core:
         self._flush: asyncio.TimerHandle | None = None
         self._rows = RowBudget()
         self._readers: list[RowReader] = []
-        #: Changes that write no row.
+        #: Changes for which the journal gets no row.
         self.stirs = Stirs()
         self._stopped = False
 
@@ -118,7 +119,7 @@ class Core:
 
     @property
     def ahead(self) -> float:
-        """By how much the time of day is ahead of :attr:`now`, as the pool knows it."""
+        """Seconds by which the time of day is ahead of :attr:`now`, as the pool knows it."""
         return self._clock.ahead
 
     def record(self, session: str) -> SessionRecord | None:
@@ -126,14 +127,14 @@ class Core:
         return self.pool.record(session) if session in self.pool else None
 
     def view(self) -> PoolView:
-        """Return the pool as it is now: reads all sessions."""
+        """Return the pool as it is now. This reads all sessions."""
         return self.pool.view(self.now())
 
     def follow_clock(self) -> None:
         """Tell the pool by how much the time of day is ahead, if that has changed.
 
-        Parts call this before each request, too: after a machine has woken up, no timer fires at
-        once, and yesterday's budget must not refuse what today's allows.
+        Parts also call this before each request. After a machine has woken up, timers do not fire
+        at once, and yesterday's budget must not refuse what today's budget allows.
         """
         if step := self._clock.follow():
             way = "forward" if step > 0 else "back"
@@ -146,11 +147,11 @@ class Core:
         self._replies[rid] = reply
 
     def forget(self, rid: str) -> bool:
-        """Drop an expected answer; return True if it was still missing."""
+        """Drop an expected answer; return True if the pool had not given it yet."""
         return self._replies.pop(rid, None) is not None
 
     def answered(self, rid: str, refusal: Refusal | None, note: str) -> None:
-        """Pass the pool's answer on."""
+        """Pass the pool's answer to the function that expects it."""
         reply = self._replies.pop(rid, None)
         if reply is not None:
             reply(refusal, note)
@@ -208,7 +209,7 @@ class Core:
             self.flush_later()
 
     def note_missing(self, *, all_of_them: bool = False) -> None:
-        """Write one row per user about those of their rows that were too many to write."""
+        """Write one row for each user with too many rows; it counts the rows left out."""
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},
@@ -217,7 +218,7 @@ class Core:
             )  # fmt: skip
 
     def dirty(self, session: str) -> None:
-        """Write the session's record, and what is kept beside it, with the next commit."""
+        """Write the session's record, and what the broker keeps beside it, with the next commit."""
         self.version += 1
         self._dirty.add(session)
         self.flush_later()
@@ -232,7 +233,7 @@ class Core:
         self._dirty.add(session)
 
     def commit(self) -> None:
-        """Write all that is due now."""
+        """Write and commit all pending changes now."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
@@ -248,7 +249,7 @@ class Core:
         self.journal.commit()
 
     def stop(self) -> None:
-        """Write pending changes; from now on only :meth:`commit` writes."""
+        """Write pending changes. From now on, only :meth:`commit` writes."""
         self._stopped = True
         self.stirs.stop()
         self.note_missing(all_of_them=True)

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the sessions of this machine have, wait for and will use again, of limits that are shared.
+"""The amounts of shared limits that this machine's sessions have, wait for and will use again.
 
-GPU-seconds of a day do not come back. The machine borrows them in parts while its users have
-sessions, those of the next day shortly before it begins.
+A GPU-second that is used up does not become free again. So the machine borrows the GPU-seconds of a
+day in parts, while its users have sessions. Shortly before the next day begins, it borrows
+GPU-seconds of that day.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from ..cluster.overlay import RESOURCES, budgets_of, keys_of, seconds_used, wind
 from ..pool.model import Charge, PoolSettings
 from .core import Core
 
-#: GPU-seconds that a machine with a session of a user or group keeps beyond what is used up; and as
-#: many for each GPU that the sessions have: more than they use until the broker looks again.
+#: A machine with a session of a user or group keeps PART GPU-seconds more than are used up, and
+#: EACH more for each GPU that the sessions have. The sessions use less than this until the broker
+#: looks again.
 PART, EACH = 300, 60
-#: What it keeps is a multiple of this, so that not each second of use needs a message; a session
-#: that may not run without GPU-seconds waits for as many.
+#: The number of GPU-seconds that the machine keeps is a multiple of this, so that not every second
+#: of use needs a message. A session that may not run without GPU-seconds waits for this many.
 STEP = 60
-#: Seconds before a window begins in which the machine borrows for it.
+#: The machine borrows GPU-seconds for a window this many seconds before the window begins.
 AHEAD = 60.0
 
 
@@ -35,7 +37,7 @@ class Demands(NamedTuple):
 
     uses: Mapping[Key, Demand]
     waits: Sequence[Mapping[Key, int]]
-    #: No session has a slice.
+    #: Whether no session has a slice.
     is_empty: bool
 
 
@@ -49,7 +51,7 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         # Leave out the many users who have used no GPU since the window began.
         since = core.now() - (now - found[0])
         spent = seconds_used(rules, core.pool.usage(core.now(), since), now)
-    #: By key with a window: the GPUs that its sessions have.
+    #: For each key with a window: the number of GPUs that its sessions have.
     gpus = Counter[Key]()
     for session in core.sessions:
         if session.id not in core.pool:
@@ -62,7 +64,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
         lacks = (0, 0, 0)
         if slices:
-            # What is guaranteed is needed; growth comes out of what the machine keeps.
+            # The session needs its guaranteed memory. Growth beyond it comes out of what the
+            # machine keeps.
             lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
         elif core.busy.get(session.id) == "queued":
             state = core.pool.record(session.id).suspended_bytes
@@ -72,7 +75,7 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         for key in keys:
             used[key] += _of(key, have)
             keep[key] += _of(key, again)
-        # Shortly before a window begins, its key is another one than that of now.
+        # Shortly before a window begins, the key for that window differs from the present key.
         for key in {*daily, *budgets_of(rules, session.owner, now + AHEAD)}:
             gpus[key] += len(slices)
         if not any(lacks):

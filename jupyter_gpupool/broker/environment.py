@@ -24,10 +24,10 @@ def machine_environment(
 ) -> dict[str, str]:
     """Return the variables that, added to ``base``, show a process the pool's GPUs.
 
-    None for the real driver.
+    The real driver needs no variables.
 
-    This module alone chooses between the real and the emulated driver: the rest of
-    the code cannot tell them apart, and NVIDIA's own client libraries find either driver here.
+    Only this module chooses between the real and the emulated driver. The rest of the code cannot
+    tell them apart, and NVIDIA's own client libraries find either driver here.
     """
     if not settings.emulate:
         return {}
@@ -36,8 +36,8 @@ def machine_environment(
     folder = emulated_folder(socket, journal)
     folder.mkdir(mode=0o700, exist_ok=True)
     if is_machine_wide(socket):
-        # Every user's processes write the files of the emulated devices, so all may enter the
-        # folder; only this broker's own processes may create files there.
+        # Every user's processes write the files of the emulated devices, so all users may enter the
+        # folder. Only this broker's own processes may create files there.
         folder.chmod(0o711)
     try:
         return emulation.environment(settings.emulate, folder, base)
@@ -48,7 +48,7 @@ def machine_environment(
 
 
 def content_inside(settings: BrokerSettings, socket: Path) -> Content | None:
-    """Return what containers have of this machine; None if no container is served."""
+    """Return what containers get of this machine, or None if the broker serves no container."""
     if not settings.user_sockets:
         return None
     if not settings.emulate:
@@ -68,7 +68,7 @@ def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
 
 
 def version_file(settings: BrokerSettings, socket: Path, journal: Path) -> Path | None:
-    """Return the version file of the emulated driver's kernel module; None: use the real one.
+    """Return the version file of the emulated driver's kernel module; None for the real driver.
 
     The emulated driver has no module, so the file exists only where a test makes it.
     """
@@ -76,7 +76,10 @@ def version_file(settings: BrokerSettings, socket: Path, journal: Path) -> Path 
 
 
 def emulated_folder(socket: Path, journal: Path) -> Path:
-    """Return the folder of the emulated devices: beside the socket, or safe from a logout."""
+    """Return the folder of the emulated devices.
+
+    It is beside the socket. If a logout would remove the folder there, it is beside the journal.
+    """
     lasting = journal.with_suffix(".emulated")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if lasting.exists():
@@ -94,18 +97,18 @@ def remove_emulated(socket: Path, journal: Path) -> None:
 
 
 def report(descriptor: int, message: Mapping[str, object]) -> None:
-    """Report the result of the start to the process that started us, once, as a line of JSON."""
+    """Report the result of the start, once, as a line of JSON, to the process that asked for it."""
     try:
         os.write(descriptor, json.dumps(message).encode() + b"\n")
         os.close(descriptor)
     except OSError:
-        pass  # that process did not wait
+        pass  # that process no longer waits
 
 
-#: The broker logs a limit of open files that is lower than this.
+#: The broker logs a warning if its limit of open files is lower than this.
 FEW_DESCRIPTORS = 1024
 
-#: Most open files that a broker needs: three for each of thousands of sessions.
+#: The most open files that a broker needs: three for each of thousands of sessions.
 DESCRIPTORS = 1 << 16
 
 
@@ -113,7 +116,7 @@ def raise_descriptor_limit(log: logging.Logger) -> None:
     """Raise the limit of open files as far as allowed: a session takes two or three."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
-        hard = max(soft, DESCRIPTORS)  # above nr_open the kernel would refuse it
+        hard = max(soft, DESCRIPTORS)  # the kernel refuses a limit above nr_open
     for most in (max(hard, DESCRIPTORS), hard):  # only root may have more than the hard limit
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

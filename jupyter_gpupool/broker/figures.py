@@ -3,12 +3,12 @@
 """What the broker's ``/metrics`` reports on the whole pool, in Prometheus' units and conventions.
 
 Gauges are the pool's own accounts at the time of the request. Counters and histograms count rows of
-the journal as the broker writes them, from the time that metrics are on. A figure that could not be
-read, or was not read for a while, is absent, never 0.
+the journal when the broker writes them; they begin when metrics are switched on. If the broker
+could not read a figure, or has not read it for a while, the figure is absent, never 0.
 
-Every user of the machine may read this, so it names devices and priority classes, and no person,
-kernel or session. The names differ from those of the server extension
-(``server/server_metrics.py``), which counts the kernels of one server: the two must not be added.
+Every user of the machine may read the figures, so they name devices and priority classes, but no
+person, kernel or session. The server extension (``server/server_metrics.py``) counts the kernels of
+one server. Its metrics have other names, because nobody must add them to the broker's.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ PREFIX = "jupyter_gpupool_"
 
 LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 
-#: Why a session left its slice. ``waiting`` stands for every preemption of an idle kernel,
-#: ``preempted`` for those of kernels in use.
+#: Why a session left its slice. ``waiting`` stands for every preemption of an idle kernel, and
+#: ``preempted`` for every preemption of a kernel in use.
 CAUSES = ("idle", "release", "waiting", "preempted")
 
-#: Seconds for which a page is served again: any local user may ask, as often as they like.
+#: Seconds for which the broker serves the same page again: any local user may ask, as often as they
+#: like.
 FRESH = 0.5
 
 OPENMETRICS = "application/openmetrics-text"
@@ -64,12 +65,13 @@ OPENMETRICS = "application/openmetrics-text"
 #: Seconds between two measurements of the event loop's delay.
 BEAT = 1.0
 
-#: By default each series gets a second one with the time it began, which nobody needs.
+#: By default, the library adds to each series a second series with the time when the first one
+#: began. Nobody needs the second one.
 _leave_out_created: Callable[[], None] = disable_created_metrics
 
 
 class Figures:
-    """The metrics, in their own registry, not the process's default one.
+    """The metrics, in their own registry, which is not the process's default registry.
 
     ``node`` is the name of this machine in its cluster, or "".
     """
@@ -85,7 +87,7 @@ class Figures:
         self._turn = asyncio.Lock()
         self._paged_at = float("-inf")
         self._beat: asyncio.TimerHandle | None = None
-        #: Why each session that is leaving its devices leaves them.
+        #: For each session that is leaving its devices: why it leaves them.
         self._causes: dict[str, str] = {}
         self.durations = Durations(f"{PREFIX}device_", self.registry)
         self.suspends = self._counter(
@@ -110,7 +112,7 @@ class Figures:
         self._accounts = _Accounts()
         self.registry.register(self._accounts)
         ProcessCollector(namespace=f"{PREFIX}broker", registry=self.registry)
-        # Each series begins at 0: without that, rates miss the first event.
+        # Each series begins at 0. Without this first value, rates miss the first event.
         for view in core.pool.device_views():
             uuid = view.device.uuid
             for family in (*self.durations.all, self.resumes, self.migrations):
@@ -124,7 +126,7 @@ class Figures:
     # ------------------------------------------------------------------ what happens
 
     def observe(self, row: Row) -> None:
-        """Take a row of the journal into the counters."""
+        """Count a row of the journal."""
         self.attached.observe(row)
         device = row.device or ""
         self.durations.observe(row.kind, device, row.seconds, row.detail)
@@ -169,7 +171,7 @@ class Figures:
         self._beat = loop.call_at(due, beat)
 
     def stop(self) -> None:
-        """Stop both."""
+        """Stop counting rows and measuring the delay."""
         self._core.stop_reading(self._observe_safely)
         if self._beat is not None:
             self._beat.cancel()
@@ -183,8 +185,9 @@ class Figures:
     async def page(self, new_format: bool) -> tuple[bytes, str]:
         """Return the figures, at most ``FRESH`` seconds old, and their content type.
 
-        ``new_format``: OpenMetrics, else the text format of Prometheus. The accounts are read at
-        once, here; the text, which takes ten times as long, is written in a thread.
+        If ``new_format`` is true, the format is OpenMetrics, otherwise the text format of
+        Prometheus. The event loop reads the accounts. A thread writes the text, which takes ten
+        times as long.
         """
         async with self._turn:
             now = asyncio.get_running_loop().time()
@@ -193,7 +196,8 @@ class Figures:
                 self._paged_at = now
             if new_format not in self._pages:
                 self.read()
-                # Two fixed formats: a client's Accept header must not become a key of the cache.
+                # The cache has one key for each of the two formats. A client's Accept header must
+                # not become a key.
                 encode, kind = choose_encoder(OPENMETRICS if new_format else "")
                 self._pages[new_format] = await asyncio.to_thread(encode, self.registry), kind
             return self._pages[new_format]
@@ -213,15 +217,16 @@ class _Accounts(Collector):
 
 
 class Attached:
-    """Seconds for which kernels had slices, by device, from the rows of transitions.
+    """For each device, the seconds for which kernels had slices, from the rows of transitions.
 
-    It reads the pool's record when a row is written, because a row names only one device.
+    This class reads the pool's record when the broker writes a row, because a row names only one
+    device.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._done: dict[str, float] = {}
-        #: By session: since when it has its slices, and on which devices.
+        #: For each session with slices: since when it has them, and on which devices.
         self._open: dict[str, tuple[float, tuple[str, ...]]] = {}
         now = core.now()
         for view in core.pool.device_views():
@@ -230,7 +235,7 @@ class Attached:
             self._look(session, now)
 
     def observe(self, row: Row) -> None:
-        """Note a transition."""
+        """Note a transition of a session."""
         if row.kind in ("state", "close"):
             self._look(row.session, row.time)
 
@@ -248,7 +253,7 @@ class Attached:
             self._open.pop(session, None)
 
     def family(self) -> Metric:
-        """Return the seconds until now."""
+        """Return the seconds of each device until now."""
         family = CounterMetricFamily(
             f"{PREFIX}device_attached_seconds",
             "Seconds for which kernels had a slice of the device, summed over kernels",
@@ -264,7 +269,7 @@ class Attached:
 
 
 class Gauges:
-    """The pool as it is now."""
+    """The gauges of the pool as it is now."""
 
     def __init__(self, core: Core, samples: Samples, node: str) -> None:
         self._core = core
@@ -321,7 +326,7 @@ _DEVICE = (
 
 
 def _figures(view: DeviceView, sample: DeviceSample | None) -> dict[str, float | None]:
-    """Return the figures of a device, None for those without a recent reading."""
+    """Return the figures of a device. A figure without a recent reading is None."""
     percent = sample.utilisation if sample else None
     return {
         "up": 0 if view.drained_reason else 1,
@@ -361,27 +366,29 @@ def _info(name: str, what: str, values: dict[str, str]) -> InfoMetricFamily:
     return InfoMetricFamily(f"{PREFIX}{name}", what, value=values)
 
 
-#: Connections at once. One more closes the oldest: a scraper's own is the newest.
+#: The most connections at the same time. A further connection closes the oldest one, because a
+#: scraper's own connection is the newest.
 MOST = 32
 
-#: Seconds from connecting to having the answer.
+#: Seconds within which a connection must have its answer.
 DEADLINE = 5.0
 
-#: Bytes of a request's head.
+#: The most bytes in the head of a request.
 MAX_HEAD = 16 << 10
 
 TEXT = "text/plain; charset=utf-8"
 
-#: Returns the page and its content type; asked for OpenMetrics (True) or Prometheus' text format.
+#: Takes True for OpenMetrics, or False for Prometheus' text format. Returns the page and its
+#: content type.
 MetricsPage = Callable[[bool], Awaitable[tuple[bytes, str]]]
 
 
 class Endpoint:
-    """Serves ``page`` at ``port`` of 127.0.0.1, from the broker's event loop, and nothing else.
+    """Serves only ``page``, at ``port`` of 127.0.0.1, from the broker's event loop.
 
-    Any local user may connect. So a connection has one request without a body, few connections are
-    open at once, and none stays open for longer than a healthy scrape takes. Nothing here waits for
-    a client.
+    Any local user may connect. So a connection may send only one request, without a body. Only a
+    few connections are open at the same time, and none stays open for longer than a healthy scrape
+    takes. Nothing here waits for a client.
 
     Raises
     ------
@@ -432,11 +439,11 @@ class Endpoint:
 
 
 class _MetricsServer(HTTPServer):
-    """Ends connections that take too long or are too many."""
+    """An HTTP server that closes slow connections, and the oldest one if there are too many."""
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Set up; see :class:`tornado.util.Configurable`."""
-        #: When each open connection is closed, oldest first.
+        #: The timer that closes each open connection. The oldest connection is the first.
         self._deadlines: dict[IOStream, asyncio.TimerHandle] = {}
         super().initialize(*args, **kwargs)
 

@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels that this machine runs for servers on other machines, as the users who ask for them.
+"""Kernels that this machine runs for servers on other machines.
 
-An order comes in a credential that names its user and this machine. The broker itself opens no file
-of a user: a program does that as the user, and becomes the kernel, see ``cluster/kernel_host.py``.
-The kernel opens its session by itself, as one that a client starts here would.
+Each kernel runs as the user who asks for it. An order comes in a credential, which names the user
+and this machine. The broker itself opens no file of a user. A program that runs as the user opens
+the files, and then becomes the kernel, see ``cluster/kernel_host.py``. The kernel opens its own
+session, like a kernel that a client starts on this machine.
 """
 
 from __future__ import annotations
@@ -34,30 +35,35 @@ from .core import Core
 from .sessions import Death
 from .transport.auth import Peer
 
-#: Seconds in which the program that becomes a kernel must have done so, and a signal be sent.
+#: Seconds within which the program that becomes a kernel must answer, and seconds within which a
+#: signal must be sent.
 PATIENCE, SIGNAL_PATIENCE = 50.0, 10.0
-#: Seconds for the end of a killed program: one that waits for a file system may end much later.
+#: Seconds to wait for the end of a killed program. A program that waits for a file system may end
+#: much later.
 END_PATIENCE = 2.0
 
-#: Orders of one user, and of all, that threads carry out; credentials that threads check.
+#: The most orders of one user, and of all users, that threads carry out at the same time; and the
+#: most credentials that threads check at the same time.
 MOST_OF_USER, MOST, MOST_CHECKS = 8, 64, 64
 
-#: Most bytes of that program's answer: it is the user's process.
+#: The most bytes of that program's answer. The program is the user's process, so it may send
+#: anything.
 MOST_BYTES = 1 << 17
-#: Ended kernels whose exit codes are known.
+#: The number of ended kernels whose exit codes the broker keeps.
 KEPT = 1000
 
-#: What a user may ask this broker about a kernel here from another machine.
+#: The requests about a kernel here that a user may send this broker from another machine.
 _TOLD = frozenset({"release", "keep", "request", "why", "elsewhere"})
 
-#: Isolated: no variable of an account, and nothing in a folder, adds to what it imports.
+#: Python runs in isolated mode (-I), so that no environment variable of an account, and nothing in
+#: a folder, adds to what the program imports.
 PROGRAM = (sys.executable, "-I", "-m", "jupyter_gpupool.cluster.kernel_host")
 #: Capabilities to become another user, and their numbers in linux/capability.h.
 _NEEDED = {"CAP_SETGID": 6, "CAP_SETUID": 7}
 _KILL = "import os, sys; os.killpg(int(sys.argv[1]), int(sys.argv[2]))"
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-#: What an order may ask for.
+#: The signals that an order may ask for.
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGUSR1, signal.SIGUSR2,
                       signal.SIGHUP, signal.SIGQUIT, signal.SIGCONT, signal.SIGSTOP})  # fmt: skip
 
@@ -76,14 +82,14 @@ class Account:
 
 
 def switch_to(account: Account) -> tuple[list[str], dict[str, Any]]:
-    """Return words before a command, and arguments of ``Popen``, that run it as a user."""
+    """Return words to put before a command, and arguments of ``Popen``, to run it as a user."""
     if os.geteuid() != 0:
         return [], {}
     return [], {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
 
 
 def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
-    """Refuse to start kernels where a service leaves this broker no right to become a user."""
+    """Refuse to start kernels if this broker's service leaves it no right to become a user."""
     if os.geteuid() != 0:
         return
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text(), re.MULTILINE)
@@ -100,7 +106,7 @@ def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
 
 
 def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
-    """Send a line; return the answering line, or the part of it that came before ``deadline``."""
+    """Send a line; return the line of the answer, or the part that came before ``deadline``."""
     found = b""
     with suppress(OSError):
         link.settimeout(max(0.01, deadline - time.monotonic()))
@@ -115,9 +121,9 @@ def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
 
 
 def looked(status: Mapping[str, Any], kernels: Iterable[Any]) -> Mapping[str, Any]:
-    """Return the part of the pool that concerns some kernels of its viewer."""
+    """Return the part of a status that concerns some kernels of the user who asks."""
     wanted = {name for name in kernels if isinstance(name, str)}
-    # An admin sees the sessions of all users.
+    # The status of an admin has the sessions of all users.
     sessions = [
         session for session in status["sessions"]
         if session["owner"] == status["user"] and session.get("kernel_id") in wanted
@@ -135,15 +141,15 @@ def looked(status: Mapping[str, Any], kernels: Iterable[Any]) -> Mapping[str, An
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program that was not reaped, and all in its process group; wait a short time.
+    """Kill a program that nobody has reaped, and its whole process group; wait a short time.
 
-    The program runs as its user: it may be stopped, ignore the end of its input, and have children
-    that keep its output open.
+    The program runs as its user. So it may be stopped, it may ignore the end of its input, and it
+    may have children that keep its output open.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
-    # `subprocess` reaps a later end when it starts the next program.
+    # If the process ends later, `subprocess` reaps it when it starts the next program.
     with suppress(subprocess.TimeoutExpired):
         process.wait(END_PATIENCE)
 
@@ -174,13 +180,15 @@ class Hosting:
         self._configuration = configuration
         self._node = node
         self._authenticator = authenticator
-        #: By user and kernel: the processes that this broker has started.
+        #: By user and kernel: the process that this broker has started.
         self._started: dict[tuple[int, str], subprocess.Popen[bytes]] = {}
-        #: The kernels that start now, and whether they are to end at once.
+        #: The kernels that are starting now, and whether each of them must end as soon as it has
+        #: started.
         self._starting: dict[tuple[int, str], bool] = {}
-        #: By process id; each reaps its process.
+        #: By process id: waits for the end of the process, and then reaps it.
         self._deaths: dict[int, Death] = {}
-        #: Orders in threads, by user; -1 for credentials whose user is not known yet.
+        #: The number of orders in threads, by user; -1 is for credentials whose user is not known
+        #: yet.
         self._working: Counter[int] = Counter()
 
     async def perform(self, credential: str) -> Message:
@@ -228,7 +236,7 @@ class Hosting:
         raise RefusedError(f"There is no order {str(do)[:40]!r}.", code=Code.UNKNOWN_TYPE)
 
     async def _look(self, uid: int, kernels: Any) -> Mapping[str, Any]:
-        """Return the sessions of a user's kernels, in the fields of ``status``, and their GPUs."""
+        """Return a user's sessions of these kernels, as ``status`` has them, and their GPUs."""
         if not isinstance(kernels, list) or len(kernels) > MOST_LOOKED:
             raise RefusedError(
                 f"An order may ask for at most {MOST_LOOKED} kernels.", code=Code.BAD_REQUEST
@@ -243,9 +251,10 @@ class Hosting:
         self._deaths.clear()
 
     async def _in_thread(self, uid: int, work: Callable[[], _T]) -> _T:
-        """Return what ``work`` returns in a thread of its own, which nothing waits for at the end.
+        """Run ``work`` in a thread of its own; return its result.
 
-        A user's files, processes and account are on systems that may hang, so threads are counted.
+        When the broker ends, it does not wait for the thread. A user's files, processes and account
+        are on systems that may hang, so the broker limits the number of these threads.
         """
         in_all = self._working.total() - self._working[-1]
         own = self._working[uid]
@@ -304,13 +313,13 @@ class Hosting:
             self._deaths[process.pid] = Death(known, reap)
 
     def _forget_old(self) -> None:
-        """Remember the exit codes of the last kernels only."""
+        """Keep only the exit codes of the last kernels that ended."""
         ended = [key for key, process in self._started.items() if process.poll() is not None]
         for key in ended[:-KEPT]:
             del self._started[key]
 
     def _poll(self, key: tuple[int, str]) -> dict[str, Any]:
-        """Return whether a kernel runs; if it has ended, its exit code where that is known."""
+        """Return whether a kernel runs, and its exit code if it has ended and the code is known."""
         if key in self._starting:
             return {"running": True, "code": None}
         process = self._started.get(key)
@@ -320,7 +329,7 @@ class Hosting:
         return {"running": self._recovered(key) is not None, "code": None}
 
     def _recovered(self, key: tuple[int, str]) -> ProcessId | None:
-        """Return the process of a kernel that a broker before this one has started."""
+        """Return the process of a living kernel that an earlier broker has started, or None."""
         for session in self._core.sessions:
             process = session.process
             if (session.uid, session.kernel_id) == key and process is not None and alive(process):
@@ -334,7 +343,7 @@ class Hosting:
         if key in self._starting:
             if number not in (signal.SIGKILL, signal.SIGTERM):
                 raise RefusedError("This kernel has not started yet.", code=Code.AGAIN)
-            # Its server has lost the answer, or does not want it any more.
+            # The kernel's server has lost the answer, or no longer wants the kernel.
             self._starting[key] = True
             return {"running": True}
         process = self._started.get(key)
@@ -351,7 +360,10 @@ class Hosting:
     # ------------------------------------------------------------------ in a thread
 
     def _kill_as(self, uid: int, pid: int, number: int) -> None:
-        """Send a signal with the rights of a user: a kernel's children may be others' processes."""
+        """Send a signal with the rights of a user.
+
+        The children of a kernel may be processes of other users.
+        """
         account = self._account(uid)
         prefix, switch = switch_to(account)
         process = subprocess.Popen(
@@ -372,7 +384,7 @@ class Hosting:
     def _run_as(
         self, uid: int, order: Message
     ) -> tuple[Mapping[str, Any], subprocess.Popen[bytes]]:
-        """Have the program carry out an order as its user; return its answer, and its process."""
+        """Run the program as a user to carry out an order; return its answer and its process."""
         account = self._account(uid)
         check_rights(self._node)
         prefix, switch = switch_to(account)
@@ -383,8 +395,8 @@ class Hosting:
             "address": self._address() if order["do"] == "start" else "",
         }
         line = encode(message)
-        # It may wait for a file system that hangs, and it is its user's: nothing below waits for
-        # it without a limit.
+        # The program may wait for a file system that hangs, and it belongs to its user. So nothing
+        # below waits for it without a limit.
         deadline = time.monotonic() + PATIENCE
         ours, theirs = socket.socketpair()
         try:
@@ -430,10 +442,11 @@ class Hosting:
         return {k: v for k, v in answer.items() if k not in ("type", "v", "id")}, process
 
     def _account(self, uid: int) -> Account:
-        """Return the account of a user, for whom a kernel may be started here."""
+        """Return the account of a user; refuse a user for whom this broker may start no kernel."""
         own = os.geteuid()
         if uid == 0 or own not in (0, uid):
-            # A kernel of root could do everything here. A user's own broker cannot become another.
+            # A kernel of root could do everything here. A user's own broker cannot become another
+            # user.
             raise RefusedError(
                 f"The broker of {self._node} starts no kernel for user id {uid}.",
                 code=Code.NOT_ALLOWED,
@@ -462,13 +475,14 @@ class Hosting:
         })  # fmt: skip
 
     def _address(self) -> str:
-        """Return the address of this machine that the others know."""
+        """Return the address at which other machines reach this machine."""
         configured = self._configuration.settings.cluster_address
         if configured:
             return configured
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                # Sends nothing: only asks which address a packet to elsewhere would have.
+                # This sends nothing. It only finds the source address of a packet to another
+                # network.
                 probe.connect(("192.0.2.1", 9))
                 return str(probe.getsockname()[0])
             except OSError:

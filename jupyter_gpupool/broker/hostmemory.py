@@ -14,16 +14,16 @@ from ..units import format_bytes
 
 _T = TypeVar("_T")
 
-#: A suspend leaves the reserve and this part of it free (one eighth). With less, the next few
-#: bytes would make memory short again, and the state would go back and forth.
+#: A suspend leaves the reserve free, and in addition this part of the reserve (one eighth). With
+#: less, the next few bytes would make memory short again, and the state would move back and forth.
 SLACK = 8
 
 
 class HostRoom:
     """The room for suspended state: each level's free memory, less the part that must stay free.
 
-    Suspends under way count: no figure shows their copies yet, and two of them must not both take
-    the same bytes. A thread reads the files.
+    The bytes of suspends under way count as taken: no figure of the system shows their copies yet,
+    and two suspends must not both take the same bytes. A thread reads the system's files.
     """
 
     def __init__(
@@ -31,12 +31,12 @@ class HostRoom:
     ) -> None:
         self.host = host or Host()
         self._reserve = reserve
-        #: By session: the bytes of its suspend under way, and the levels that they count in.
+        #: For each session with a suspend under way: its bytes, and the levels in which they count.
         self._going: dict[str, tuple[int, frozenset[str]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-host")
 
     async def read(self, work: Callable[[], _T]) -> _T:
-        """Run ``work``, which reads files, in the thread for that; return its result."""
+        """Run ``work``, which reads files, in the thread that reads; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
@@ -50,14 +50,14 @@ class HostRoom:
         return self._reserve().of(level.limit, machine=level.group is None)
 
     def most(self, level: Level) -> int:
-        """Return the bytes that suspended state could take of a level that holds nothing else."""
+        """Return the most bytes of suspended state that fit into an otherwise empty level."""
         return max(0, level.limit - self._margin(level))
 
     def machine(self) -> int:
         """Return the bytes that suspends may take within the limits of the broker itself.
 
-        These are the machine's memory and the broker's cgroup, which in a container also holds the
-        kernels. Suspends under way are not counted. Reads files.
+        These limits are the machine's memory and the broker's cgroup. In a container, this cgroup
+        also holds the kernels. The result ignores suspends under way. This method reads files.
         """
         return max(0, min(level.free - self._margin(level) for level in self.host.levels()))
 
@@ -74,7 +74,8 @@ class HostRoom:
     async def take(self, session: str, pid: int, size: int) -> tuple[str, bool]:
         """Set ``size`` bytes aside for a suspend of process ``pid``, until :meth:`give`.
 
-        Return why not, or "", and whether a limit forbids it even with nothing else there.
+        Return why this is refused, or "", and whether a limit would refuse it even if memory were
+        empty.
         """
         try:
             levels = await self.read(lambda: self.host.levels(pid))
@@ -86,7 +87,8 @@ class HostRoom:
         never = self.never(levels, size)
         if never:
             return never, True
-        # No await from here on: two suspends that were read at once are counted in turn.
+        # No await from here on: two suspends that have read the levels at the same time must count
+        # one after the other.
         tightest = min(levels, key=self._spare)
         if size and size > self._spare(tightest):
             return self._refusal(tightest, size), False
@@ -94,11 +96,11 @@ class HostRoom:
         return "", False
 
     def give(self, session: str) -> None:
-        """Note that the suspend is over: the figures include its copy, or it made none."""
+        """Note that the suspend is over. The figures include its copy, or it made no copy."""
         self._going.pop(session, None)
 
     def never(self, levels: list[Level], size: int) -> str:
-        """Return why ``size`` bytes of state can never be suspended below these levels, or ""."""
+        """Return why ``size`` bytes of state can never be suspended within these levels, or ""."""
         least = min(levels, key=self.most)
         return self._refusal(least, size) if size > self.most(least) else ""
 

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The last hour of the devices and of the queue, one point for each minute; kept in memory.
+"""The last hour of the devices and the queue, in memory, with one point for each minute.
 
-A minute in which the broker read nothing (no session was open, or it did not run) is null, so a
-graph has a gap there.
+A minute is null if the broker read nothing in it, because no session was open or the broker did not
+run. A graph then has a gap there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ..pool.model import DeviceView
 from .core import Core
 from .gpu.samples import Samples
 
-#: Seconds of one point, and the number of points: the last one is the present minute.
+#: The seconds that one point covers, and the number of points. The last point is the present
+#: minute.
 STEP, KEPT = 60, 60
 
 #: The figures of a device.
@@ -24,7 +25,7 @@ FIGURES = ("granted", "used", "utilisation")
 
 
 class DeviceLook(NamedTuple):
-    """The figures of one device at one instant; None where it was not read."""
+    """The figures of one device at one instant. A figure that the broker did not read is None."""
 
     granted: int
     used: int | None
@@ -49,7 +50,7 @@ class _Mean:
 @dataclass
 class _Minute:
     number: int
-    #: By device and figure.
+    #: By device and figure: the mean.
     devices: dict[str, dict[str, _Mean]] = field(default_factory=dict)
     queue: int = 0
 
@@ -68,7 +69,7 @@ class Hour:
         self._minutes: deque[_Minute] = deque(maxlen=KEPT)
 
     def take(self, now: float, devices: Mapping[str, DeviceLook], queue: int) -> None:
-        """Count one look at the pool."""
+        """Add the figures of one look at the pool."""
         number = int(now // STEP)
         if not self._minutes or self._minutes[-1].number < number:
             self._minutes.append(_Minute(number))
@@ -97,7 +98,7 @@ class Hour:
 
 
 class HourBook:
-    """Fills an :class:`Hour` with what the broker knows, and answers for it."""
+    """Fills an :class:`Hour` with the broker's figures, and returns what it shows."""
 
     def __init__(self, core: Core, samples: Samples) -> None:
         self._core = core
@@ -110,7 +111,10 @@ class HourBook:
         self._hour.take(self._core.now(), found, self._waiting())
 
     def count_queue(self) -> None:
-        """Count the queue when a session has come to wait: most waits are shorter than a look."""
+        """Count the queue; call this when a session begins to wait.
+
+        Most waits are shorter than the time between two looks.
+        """
         self._hour.take(self._core.now(), {}, self._waiting())
 
     def _waiting(self) -> int:

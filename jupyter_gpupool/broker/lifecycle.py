@@ -20,12 +20,13 @@ from .transport.connection import Connection
 #: Seconds for which the holds of a disconnected agent are kept while its process lives.
 GRACE = 10.0
 
-#: Seconds from open to launched. Then the session ends: its server may have been killed.
+#: Seconds from ``open`` to ``launched``. After that the session ends, because its server may have
+#: been killed.
 LAUNCH_TIMEOUT = 30.0
 
 
 class Lifecycle:
-    """Turns ends of processes and connections into pool events."""
+    """Turns the end of a process or a connection into an event for the pool."""
 
     def __init__(self, core: Core, log: logging.Logger) -> None:
         self._core = core
@@ -39,7 +40,7 @@ class Lifecycle:
         return record
 
     def expect_launch(self, session: LiveSession) -> None:
-        """End the session if no process comes."""
+        """End the session if the server does not launch its process in time."""
         session.launch_timer = asyncio.get_running_loop().call_later(
             LAUNCH_TIMEOUT, self.end, session, f"no kernel came in {LAUNCH_TIMEOUT:g} s"
         )
@@ -49,7 +50,7 @@ class Lifecycle:
         session.death = processes.Death(process, lambda: self.end(session, "its process has ended"))
 
     def start_grace(self, session: LiveSession, seconds: float = GRACE) -> None:
-        """Keep the session's holds for a while: its agent may come back and name the true ones."""
+        """Keep the session's holds for a while. Its agent may reconnect and name its true holds."""
         if session.grace is not None:
             session.grace.cancel()
         session.grace = asyncio.get_running_loop().call_later(seconds, self._grace_over, session)
@@ -69,7 +70,7 @@ class Lifecycle:
         )  # fmt: skip
 
     def agent_gone(self, session: LiveSession) -> None:
-        """Drop what its agent waits for, and keep its holds while it may reconnect."""
+        """End the waits of the session's agent, and keep its holds while it may reconnect."""
         session.agent = None
         if session.yielding is not None and not session.yielding[1].done():
             session.yielding[1].set_result((False, None))
@@ -90,7 +91,7 @@ class Lifecycle:
             self.cancel(session, hold)
 
     def cancel(self, session: LiveSession, hold: str) -> None:
-        """Drop a hold; if it waits, its request ends with the error ``cancelled``."""
+        """Drop a hold. A request that waits for it ends with the error ``cancelled``."""
         wait = session.waits.pop(hold, None)
         if wait is not None:
             wait.refuse(RefusedError("The wait was cancelled.", code=Code.CANCELLED))
@@ -99,7 +100,7 @@ class Lifecycle:
         )
 
     def end(self, session: LiveSession, reason: str) -> None:
-        """End the session for this reason. Harmless if it has ended."""
+        """End the session for this reason. Do nothing if it has already ended."""
         if self._core.sessions.find(session.id) is session:
             self._core.handle(
                 e.SessionEnded(now=self._core.now(), session=session.id, reason=reason)

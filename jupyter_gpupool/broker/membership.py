@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which group a user is in: the rules of the configuration, Unix groups and Hub groups.
+"""Finds a user's groups, by the rules of the configuration, Unix groups and Hub groups.
 
 Unix groups come from NSS, Hub groups from a function of the admin. Both may ask the network and
-hang there. So a thread asks; a session is opened when the answer is there, or without it after
-PATIENCE seconds.
+hang there. So a thread asks them. The broker opens a session when it has the answers, or without
+them after PATIENCE seconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from . import nss
 from .configuration import Configuration
 from .transport.auth import User, owner_of
 
-#: Seconds for which an answer counts: a user who joins a Unix group need not wait longer.
+#: Seconds for which an answer is valid. A user who joins a Unix group need not wait longer than
+#: this.
 LASTS = 300.0
 
 #: Seconds that the opening of a session waits for NSS.
 PATIENCE = 5.0
 
-#: Threads that ask at once.
+#: The most threads that ask at the same time.
 MOST_THREADS = 4
 
 
@@ -37,7 +38,7 @@ MOST_THREADS = 4
 class _KnownGroups:
     unix_groups: frozenset[str] = frozenset()
     hub_groups: frozenset[str] = frozenset()
-    #: Loop time.
+    #: The loop time until which these groups are valid.
     until: float = 0.0
     #: Whether all sources have answered; if not, groups may be missing.
     sure: bool = False
@@ -47,7 +48,7 @@ _NOTHING = _KnownGroups()
 
 
 def _names(found: Iterable[str]) -> frozenset[str]:
-    """Return the answer of the admin's function, checked."""
+    """Return the names that the admin's function returned; refuse anything but a list of names."""
     names = [found] if isinstance(found, str) else [*found]
     if isinstance(found, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"c.GPUPool.hub_groups returned {found!r}, which is no list of names")
@@ -55,7 +56,9 @@ def _names(found: Iterable[str]) -> frozenset[str]:
 
 
 class Memberships:
-    """Establishes the owner of a session. A session may choose among its user's groups."""
+    """Finds the owner of a session: a user and a group. A session may choose among its user's
+    groups.
+    """
 
     def __init__(
         self,
@@ -72,20 +75,20 @@ class Memberships:
         self._threads = asyncio.Semaphore(MOST_THREADS)
 
     def forget(self) -> None:
-        """Ask for each user's groups again: the configuration was read again."""
+        """Ask for each user's groups again, because the configuration was read again."""
         self._known = {uid: replace(known, until=0.0) for uid, known in self._known.items()}
 
     def is_known(self, uid: User) -> bool:
-        """Return whether :meth:`owner` needs no :meth:`learn` first."""
+        """Return whether :meth:`owner` works now, without a call of :meth:`learn` before it."""
         if not self._asks():
             return True
         known = self._known.get(uid)
         return known is not None and known.until > asyncio.get_running_loop().time()
 
     async def learn(self, uid: User, settings: BrokerSettings | None = None) -> None:
-        """Find the groups of a user; after PATIENCE seconds, what was known stays.
+        """Find the groups of a user. After PATIENCE seconds, keep the groups known before.
 
-        ``settings``: with the function of these, which are not in force yet.
+        ``settings`` are settings that are not in force yet: this method then asks their function.
         """
         task = self._under_way.get(uid) or self._begin(uid, settings)
         done, _ = await asyncio.wait([task], timeout=PATIENCE)
@@ -103,15 +106,15 @@ class Memberships:
         found = _KnownGroups(hub_groups=before.hub_groups if hub else frozenset(), sure=True)
         async with self._threads:
             try:
-                # A Hub user needs no account here, so an account of the same name may be another
-                # person's.
+                # A Hub user needs no account on this machine, so an account of the same name may
+                # belong to another person.
                 unix = (
                     await nss.ask(lambda: self._unix_groups(uid))
                     if isinstance(uid, int)
                     else frozenset[str]()
                 )
                 found = replace(found, unix_groups=unix)
-            except Exception:  # of a module of NSS; the session is opened all the same
+            except Exception:  # an error in a module of NSS; the session opens anyway
                 self._log.exception("The Unix groups of user id %s cannot be read", uid)
                 found = replace(found, sure=False)
             if hub is not None:
@@ -119,7 +122,7 @@ class Memberships:
                 try:
                     names = await nss.ask(lambda: _names(hub(name)))
                     found = replace(found, hub_groups=names)
-                except Exception:  # of the admin's function
+                except Exception:  # an error in the admin's function
                     self._log.exception("The Hub groups of %s cannot be read", name)
                     found = replace(found, sure=False)
         self._note(uid, found, LASTS)
@@ -128,7 +131,7 @@ class Memberships:
         self._known[uid] = replace(found, until=asyncio.get_running_loop().time() + lasts)
 
     def is_sure(self, uid: User) -> bool:
-        """Return whether :meth:`groups` is all that there is to know."""
+        """Return whether the answer of :meth:`groups` is complete."""
         known = self._known.get(uid)
         return (known is not None and known.sure) or not self._asks()
 
@@ -137,7 +140,7 @@ class Memberships:
         return any(rule.asks for rule in members)
 
     def learn_soon(self, uid: User) -> None:
-        """Begin :meth:`learn` if the groups of a user are not known; nothing waits for it."""
+        """Start :meth:`learn` if the groups of a user are not known; do not wait for it."""
         if not self.is_known(uid) and uid not in self._under_way:
             self._begin(uid)
 
@@ -148,12 +151,12 @@ class Memberships:
         return task
 
     def groups(self, uid: User) -> tuple[str, ...]:
-        """Return the groups of a user by what is known; the first counts without a choice."""
+        """Return the known groups of a user. The first one counts if the session chooses none."""
         known, members = self._known.get(uid, _NOTHING), self._configuration.settings.members
         return groups_of(members, owner_of(uid).name, known.unix_groups, known.hub_groups)
 
     def owner(self, uid: User, chosen: str = "") -> Owner:
-        """Return the user with the group that counts: the ``chosen`` one, else the first.
+        """Return the user with the group that counts: the ``chosen`` group, or else the first one.
 
         Raises
         ------

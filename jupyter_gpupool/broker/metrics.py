@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Switches the metrics of the whole pool on and off, by ``c.GPUPool.metrics_port``.
 
-When off, ``figures`` is not imported and nothing is counted. When on, figures come from
-the pool's accounts and from each row of the journal; the broker serves them on loopback.
+While metrics are off, the broker does not import ``figures`` and counts nothing. While they are on,
+figures come from the pool's accounts and from each row of the journal, and the broker serves them
+on loopback.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Metrics:
-    """The metrics of one broker. ``port`` is their port; 0: they are not served."""
+    """The metrics of one broker. ``port`` is the port that serves them, or 0 if none does."""
 
     def __init__(
         self,
@@ -41,11 +42,11 @@ class Metrics:
         self._served: tuple[Figures, Endpoint] | None = None
 
     def configure(self) -> None:
-        """Serve as configured from now on.
+        """Serve the metrics as configured from now on.
 
-        If the port is taken, the broker logs that and goes on: kernels do not depend on metrics,
-        and every user's own broker may read the same machine-wide configuration. A port that was
-        served before stays in use. The next call tries again.
+        If another process has the port, the broker logs this and goes on. Kernels do not depend on
+        metrics, and every user's own broker may read the same machine-wide configuration. If a port
+        served the metrics before, it stays in use. The next call tries again.
         """
         port = self._configuration.settings.metrics_port
         if port and port != self.port:

@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Ask NSS in threads that nothing waits for: NSS may ask the network, and hang there.
+"""Ask NSS in threads, because NSS may ask the network and hang there.
 
-Orders of users run in such threads, too, because a user's files and processes may hang.
+Orders of users run in such threads, too, because a user's files and processes may hang. The broker
+does not wait for these threads when it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _T = TypeVar("_T")
 
 
 async def ask(question: Callable[[], _T]) -> _T:
-    """Return what ``question`` returns in a thread of its own."""
+    """Run ``question`` in a thread of its own; return its result."""
     return await in_own_thread(question, "nss")
 
 

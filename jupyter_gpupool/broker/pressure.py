@@ -1,11 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Notices that host memory becomes short where suspended state lies, and tells the pool.
+"""Notices when host memory that holds suspended state becomes short, and tells the pool.
 
-Suspended state cannot be swapped out or dropped: where a machine or a control group runs out of
-memory, the kernel that holds it may be ended with it. So the pool learns which sessions share a
-level that is short, and brings the largest state that has room back to a device (see
-``HostPressure``). The session's user gets a notice: of the move, or that no device has room.
+Suspended state cannot be swapped out or dropped. If the machine or a control group runs out of
+memory, the system may end the kernel that holds the state. So the pool learns which sessions share
+a level (the machine or a control group) that is short, and resumes the largest state for which a
+device has room (see ``HostPressure``). The session's user gets a notice about this move, or a
+notice that no device has room.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from .core import Core
 from .hostmemory import SLACK, HostRoom
 from .sessions import LiveSession
 
-#: A level in which processes wait for memory for this per cent of the time is short.
+#: A level is short if its processes wait for memory for at least this per cent of the time.
 STALLED = 10.0
 
-#: Rounds after which the control groups of a process are read again: it may have been moved.
+#: After this many rounds, the broker reads the control groups of a process again, because the
+#: process may have been moved.
 AGAIN = 60
 
-#: Most sessions whose limits one round reads for the first time.
+#: The most sessions whose limits one round reads for the first time.
 AT_ONCE = 50
 
 
@@ -42,7 +44,7 @@ class _Short:
 
 
 class Pressure:
-    """Checks the levels that hold suspended state, while there is some."""
+    """Checks the levels that hold suspended state, while such state exists."""
 
     def __init__(self, core: Core, room: HostRoom, log: logging.Logger) -> None:
         self._core = core
@@ -51,11 +53,11 @@ class Pressure:
         self._looks = 0
         #: By process: its control groups, and the round that read them.
         self._groups: dict[ProcessId, tuple[int, tuple[ControlGroup, ...]]] = {}
-        #: By level: how often it has been at its limit.
+        #: By level: the number of times that it has been at its limit.
         self._events: dict[str, int] = {}
         self._short: dict[str, _Short] = {}
         self._concerned: frozenset[str] = frozenset()
-        #: By session: the request whose limits were checked.
+        #: By session: the requested size that was last checked against the limits.
         self._checked: dict[str, int] = {}
 
     async def look(self) -> None:
@@ -102,14 +104,15 @@ class Pressure:
     def _is_short(self, level: Level) -> bool:
         kept = self._room.kept(level)
         if level.key in self._short:
-            kept += kept // SLACK  # as much as a suspend must leave
+            kept += kept // SLACK  # now as much as a suspend must leave free
         if level.free < kept:
             return True
         if level.free >= 2 * kept:
             self._events.pop(level.key, None)
             return False
-        # Near its reserve, the system's own signs of stress count. Further away they do not: a
-        # group that reads many files is at its limit all the time, and drops the files again.
+        # If the free memory is near the reserve, the system's own signs of stress count. If more is
+        # free, they do not count: a group that reads many files is at its limit all the time, and
+        # the system drops the cached files again.
         stress = self._room.host.stress(level)
         before = self._events.get(level.key, stress.events)
         self._events[level.key] = stress.events
@@ -164,7 +167,7 @@ class Pressure:
     # ------------------------------------------------------------------ limits below the slice
 
     async def _look_at_limits(self) -> None:
-        """Check once for each requested size whether the session could be suspended at all."""
+        """Check once for each requested size whether the session could ever be suspended."""
         todo: list[tuple[LiveSession, ProcessId, int]] = []
         for name in self._core.busy:
             session = self._core.sessions.find(name)

@@ -16,23 +16,23 @@ from .store.journal import Row
 #: Rows of the journal that a user may cause: per second, and in one burst.
 ROWS = 5.0, 2000.0
 
-#: Seconds whose surplus rows one summary row covers.
+#: One summary row covers the surplus rows of this many seconds.
 SUMMARY = 60.0
 
 #: Kinds of rows that cost a client nothing and record no use of a device.
 _CHEAP = frozenset({"open", "close", "refuse", "queue"})
 
-#: Records of one cause in a PERIOD (seconds): of any record, and of records that name a cause or
-#: have a traceback.
+#: The most log records of one cause in PERIOD seconds: MOST of all kinds, and MOST_CAUSED of
+#: records that name a cause or have a traceback.
 MOST, MOST_CAUSED = 100, 10
 PERIOD = 60.0
 
-#: Causes remembered at once.
+#: The most causes that the filter remembers at the same time.
 MAX_CAUSES = 1000
 
 
 class TokenBucket:
-    """A token bucket that may be overdrawn by one payment. Pure: the time is an argument.
+    """A token bucket that one payment may overdraw. Pure: the time is an argument.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class TokenBucket:
         self._left = self.left(now) - tokens
 
     def seconds_until(self, tokens: float, now: float) -> float:
-        """Return the seconds until it holds ``tokens``."""
+        """Return the seconds until the bucket holds ``tokens``."""
         return max(0.0, (tokens - self.left(now)) / self.rate)
 
 
@@ -70,7 +70,7 @@ class _Rows:
     """One user's bucket and unwritten rows."""
 
     bucket: TokenBucket
-    #: Rows that were not written, by kind, and the time of the first.
+    #: The number of rows that were not written, by kind, and the time of the first one.
     missing: Counter[str] = field(default_factory=Counter)
     since: float = 0.0
 
@@ -85,19 +85,19 @@ class _Rows:
 
 
 class RowBudget:
-    """Bounds the rows of the journal that one user may cause without using a device.
+    """Limits the rows of the journal that one user may cause without using a device.
 
-    Opening and closing sessions, requests that are refused and queueing cost a client nothing, so
-    one user could push all others' history out of the journal. Rows of use (slices, suspends and
-    resumes) need time in the driver, so they are always written. Times are seconds of any clock
-    that does not go back.
+    It costs a client nothing to open and close sessions, to send requests that the pool refuses,
+    and to queue. Without a limit, one user could push the history of all other users out of the
+    journal. Rows about use (slices, suspends and resumes) need time in the driver, so the broker
+    always writes them. Times are seconds of any clock that does not go back.
     """
 
     def __init__(self) -> None:
         self._users: dict[str, _Rows] = {}
 
     def admits(self, row: Row, now: float) -> bool:
-        """Return whether to write the row; a row that is not written is counted."""
+        """Return whether to write the row. A row that must not be written is counted."""
         cheap = row.kind in _CHEAP or (row.kind == "state" and row.device is None)
         if not cheap or not row.owner:
             return True
@@ -111,7 +111,7 @@ class RowBudget:
         return False
 
     def summaries(self, now: float, *, all_of_them: bool = False) -> list[tuple[str, Counter[str]]]:
-        """Return the users whose rows were not written, with their number by kind."""
+        """Return the users whose rows were not written, with the number of these rows by kind."""
         found = []
         for owner, user in list(self._users.items()):
             if user.missing and (all_of_them or now - user.since >= SUMMARY):
@@ -122,18 +122,20 @@ class RowBudget:
 
 
 class LogLimit(logging.Filter):
-    """Bounds what one cause can write to the log, so that no client can fill root's disk.
+    """Limits what one cause can write to the log, so that no client can fill root's disk.
 
-    The next record that passes says how many were dropped.
+    The first record after a period says how many records of that period were dropped.
 
-    The cause is the record's text before its arguments are filled in. A record may add to that with
-    ``extra={"cause": ...}``: one user's errors must not hide another user's record.
+    The cause of a record is its text before its arguments are filled in. A record may add to its
+    cause with ``extra={"cause": ...}``, because one user's errors must not hide another user's
+    record.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        #: By cause: the start of its period, the records in it, and the dropped ones of these.
+        #: By cause: the start of its period, the number of records in the period, and how many of
+        #: these were dropped.
         self._causes: dict[Hashable, tuple[float, int, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -160,15 +162,15 @@ def _cause(record: logging.LogRecord) -> Hashable:
     return record.name, record.levelno, text, getattr(record, "cause", None)
 
 
-#: Seconds that one part may take, and seconds that the loop then has for other work.
+#: Seconds that one part of long work may take, and seconds that the loop then has for other work.
 PART, REST = 0.0003, 0.001
 
 
 class Pace:
     """Does long work on the event loop in short parts: await :meth:`step` after each item.
 
-    To read a thousand sessions takes tens of milliseconds of Python. Done in one piece, it would
-    delay a kernel that asks for a slice meanwhile.
+    Python takes tens of milliseconds to read a thousand sessions. In one piece, this work would
+    delay a kernel that asks for a slice in this time.
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What changes the settings while the broker runs: SIGHUP, and the calendar.
+"""Changes the settings while the broker runs: at a SIGHUP, and when the calendar says so.
 
-A session whose user is no longer in its group uses the share of the first group that its user is
-in, from then on.
+If a user is no longer in the group of a session, the session uses the share of the user's first
+group from then on.
 
-Groups are checked here against the GPUs of the machine. A configuration that the machine cannot
-keep is refused: at a start the broker ends, at SIGHUP it keeps what it had. But a start with
-guarantees that the machine could give before goes on with a warning: a GPU that is missing today
-must not take the pool away from everybody.
+This module checks groups against the GPUs of the machine, and refuses a configuration that the
+machine cannot keep. At a start, the broker then ends. At a SIGHUP, it keeps the configuration in
+force. There is one exception: if the machine could give the same guarantees at an earlier start,
+the broker starts with a warning, because a GPU that is missing today must not take the pool away
+from everybody.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from .membership import Memberships
 from .metrics import Metrics
 from .timekeeper import Timekeeper
 
-#: In the journal's metadata: the guarantees that this machine could give at an earlier start.
+#: The key in the journal's metadata for the guarantees that this machine could give earlier.
 KEPT = "guarantees"
 
 
@@ -42,7 +43,8 @@ class Reload:
     Parameters
     ----------
     limits:
-        Returns the rules with what other machines have of them.
+        Returns the rules. What this machine may not use of the shared limits counts as used
+        elsewhere.
     """
 
     def __init__(
@@ -68,12 +70,12 @@ class Reload:
         self._asked = False
 
     def check(self) -> None:
-        """Refuse groups that the machine cannot have, at a start.
+        """At a start, refuse groups that the machine's GPUs cannot satisfy.
 
         Raises
         ------
         WrongConfiguration
-            With every mistake.
+            If there are mistakes. The error has all of them.
         """
         timetable, journal = self._configuration.timetable, self._core.journal
         faults, kept = self._wrong_here(timetable), _guarantees(timetable)
@@ -91,14 +93,14 @@ class Reload:
         self._settling = asyncio.get_running_loop().create_task(self._settle())
 
     def close(self) -> None:
-        """Change nothing more."""
+        """Stop: change no setting from now on."""
         self._timekeeper.close()
         for task in (self._reading, self._naming, self._settling):
             if task is not None:
                 task.cancel()
 
     def ask(self) -> None:
-        """Read the configuration again; a bad one changes nothing."""
+        """Read the configuration again. A wrong configuration changes nothing."""
         self._asked = True
         if self._reading is None or self._reading.done():
             self._reading = asyncio.get_running_loop().create_task(self._read())
@@ -107,7 +109,8 @@ class Reload:
         while self._asked:
             self._asked = False
             try:
-                # A thread: it reads files, and checks every combination of schedules.
+                # A thread does this, because it reads files and checks every combination of
+                # schedules.
                 timetable = await asyncio.to_thread(self._configuration.read)
                 faults = self._wrong_here(timetable)
                 if faults:
@@ -127,13 +130,13 @@ class Reload:
             await asyncio.gather(*(self._memberships.learn(uid, base) for uid in users))
 
     async def _settle(self) -> None:
-        """Move sessions that an earlier broker has opened by other rules."""
+        """Change the groups of sessions that an earlier broker has opened under other rules."""
         await self._learn(self._configuration.timetable)
         if self._moved():
             self._apply()
 
     def _moved(self) -> dict[str, str]:
-        """Return the sessions whose users are no longer in their group, and which one they use."""
+        """Return the sessions whose users are no longer in their group, each with its new group."""
         found = {}
         for session in self._core.sessions:
             record = self._core.record(session.id)
@@ -161,7 +164,7 @@ class Reload:
         self._look_for_names()
 
     def _apply(self) -> None:
-        """Have the settings in force count everywhere."""
+        """Apply the settings in force to all parts of the broker."""
         core, settings = self._core, self._configuration.settings
         core.touched()
         self._metrics.configure()
@@ -190,7 +193,7 @@ class Reload:
     async def _warn_of_names(self) -> None:
         """Log which users and Unix groups of the configuration do not exist.
 
-        Only that: an account that was removed must not take the pool away from everybody.
+        This only logs them: a removed account must not take the pool away from everybody.
         """
         timetable = self._configuration.timetable
         for fault in await nss.ask(lambda: unknown_names(timetable.base)):

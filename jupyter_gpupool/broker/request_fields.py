@@ -17,7 +17,7 @@ from typing import Any, Mapping, Protocol
 from ..errors import Code, ProtocolError
 from ..protocol import MAX_REQUEST, Message, checked
 
-#: Characters of a number in a request.
+#: The most characters of a number in a request.
 MAX_DIGITS = 20
 
 # ---------------------------------------------------------------------- fields
@@ -34,14 +34,15 @@ class Field(Protocol):
     def about(self) -> str: ...
 
     def read(self, value: Any) -> Any:
-        """Return the value to use; raise ``ValueError`` with the error."""
+        """Return the value to use; raise ``ValueError`` with the reason if the field refuses it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     """Text of at most ``most`` characters; half a surrogate pair becomes a question mark.
 
-    ``plain``: printable ASCII only, of which no character takes more than two when JSON has it.
+    If ``plain`` is true, the text may have printable ASCII only. JSON writes each such character
+    with at most two characters.
     """
 
     most: int = 200
@@ -122,7 +123,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """Text, a number, true, false or null; the code that uses it checks it."""
+    """Text, a number, true, false or null. The code that uses the value checks it."""
 
     @property
     def about(self) -> str:
@@ -199,25 +200,26 @@ class HoldName:
 #: A client's text for people; the broker shortens it.
 _WORDS = Text(4096)
 
-#: What agents carry between brokers. They encode it again, and must not exceed MAX_REQUEST.
+#: Texts that agents carry between brokers. An agent encodes the text again, and the result must not
+#: exceed MAX_REQUEST.
 CREDENTIAL, RESULT = Text(1 << 16, plain=True), Text(1 << 17, plain=True)
 _PROCESS = Whole(-(1 << 32), 1 << 32)
 _COUNT = Whole(0)
 _REQUEST = Object(dict.fromkeys(("memory", "limit", "devices", "compute", "priority"), Scalar()))
 
-#: Most holds of a session: cells cannot nest this deep.
+#: The most holds of a session: cells cannot nest this deep.
 MAX_HOLDS = 1000
 
 #: type -> (required fields, optional fields), each with the values that it accepts.
 REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- a provisioner, about a kernel
-    # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes; group: one of the
-    # user's groups, instead of the first.
+    # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes. group: one of the
+    # user's groups, instead of the first one. guarded: false for a process that has already loaded
+    # the driver, so that the guard comes too late. model, data: the GPU model that the kernel
+    # needs, and its folders, if a cluster has chosen its machine by them.
     # ok: session, token, attach, request, group, env (variables for the kernel's process), config
-    # (the options in force that do not have their default, and their origins), pid, broker, retire
-    # (true where a kernel must be retired before it is killed). guarded: false for a process that
-    # has loaded the driver already, so that the guard comes too late. model, data: which GPU it
-    # needs and its folders, if its machine was chosen by these
+    # (the options in force that differ from their defaults, and their origins), pid, broker, retire
+    # (true if a kernel must be retired before it is killed)
     "open": (
         {"kernel_id": _WORDS},
         {
@@ -230,15 +232,16 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
             "data": Items(Text(4096), 17),
         },
     ),
-    # pid of the process just started for the session. ok: -
+    # pid: the process that was just started for the session. ok: -
     "launched": ({"session": Text(), "pid": _PROCESS}, {}),
-    # the kernel will be killed: suspend it first if the answer to ``open`` had ``retire``. ok: safe
+    # the server is about to kill the kernel: make the kernel safe to kill. Send this if the answer
+    # to ``open`` had ``retire``. ok: safe
     "retire": ({"session": Text()}, {}),
     # the kernel has ended or was never started; idempotent. ok: -
     "close": ({"session": Text()}, {"reason": _WORDS}),
-    # ---- the agent inside the kernel process (identified by SO_PEERCRED and the token)
-    # after a reconnect: the agent's own epoch and holds. member: this is not the agent but another
-    # program of the session, or the one that started it (see above).
+    # ---- the agent inside the kernel process (SO_PEERCRED and the token identify it)
+    # epoch, holds: after a reconnect, the agent's own epoch and holds. member: true if the sender
+    # is not the agent, but another program of the session, or the program that started the session.
     # ok: session, state, epoch, slices, attach, request, limits
     "hello": (
         {"session": Text(), "token": Text(500)},
@@ -249,36 +252,38 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
             "member": Flag(),
         },
     ),
-    # kind: cell | comm | manual. With wait: answered when granted or refused:
-    # ok: epoch, slices. Without: no id, no answer; only legal while the agent has its lease.
+    # kind: cell | comm | manual. With ``wait``, the broker answers when it grants or refuses the
+    # hold. ok: epoch, slices. Without ``wait``, the message has no id and gets no answer, and is
+    # only legal while the agent has its lease.
     "hold": ({"hold": Text(), "kind": Text()}, {"epoch": _COUNT, "wait": Flag()}),
-    # cuda: has this process called cuInit? (null: cannot tell). No answer.
+    # cuda: whether this process has called cuInit (null: the agent cannot tell). No answer.
     "drop": ({"hold": Text()}, {"cuda": Flag(null=True)}),
-    # stop waiting for a hold. Ends that ``hold`` request with error code "cancelled". ok: -
+    # stop waiting for a hold. That ``hold`` request ends with error code "cancelled". ok: -
     "cancel": ({"hold": Text()}, {}),
-    # ---- the guard in any process of a session (identified by SO_PEERCRED and the token)
-    # a thread waits at the gate. ok, once the gate is open: epoch
+    # ---- the guard in any process of a session (SO_PEERCRED and the token identify it)
+    # a thread waits at the gate. ok, when the gate opens: epoch
     "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # the process calls cuInit without a lease: set the page's devices to those of the lease that
-    # the session would get now. ok, even if there are none: -
+    # the process calls cuInit without a lease: write into the page the devices of the lease that
+    # the session would get now. ok, even if there are no such devices: -
     "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # the session's page was deleted: put it back. ok, once it is there: -
+    # the session's page was deleted: put the page back. ok, when the page exists again: -
     "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # its first context, and it saw another device at cuInit than that of the slice. step: begin
-    # (ok: there is room for a context where it is) | move (ok: it sees the slice now) | cancel
+    # the process makes its first context, but at cuInit it saw another device than that of its
+    # slice. step: begin (ok: the device that it sees has room for a context) | move (ok: the
+    # process sees the device of its slice now) | cancel
     "land": (
         {"session": Text(), "token": Text(500), "step": Text()},
         {"pid": _PROCESS, "tid": _PROCESS},
     ),
-    # ``bytes`` more than is granted on the session's device number ``device``. ok: granted
+    # the session needs ``bytes`` more than its grant on its device number ``device``. ok: granted
     "grow": (
         {"session": Text(), "token": Text(500), "device": _COUNT, "bytes": _COUNT},
         {"pid": _PROCESS, "tid": _PROCESS},
     ),
     # ---- its agent again
-    # answer to a yield: did the agent give up the lease of this epoch? No answer.
+    # the answer to a yield. yielded: whether the agent gave up the lease of this epoch. No answer.
     "yielded": ({"epoch": _COUNT, "yielded": Flag()}, {"cuda": Flag(null=True)}),
-    # after ``wanted``: no cell, and no widget callback, runs in the kernel. No answer.
+    # after ``wanted``: no cell and no widget callback runs in the kernel now. No answer.
     "resting": ({}, {}),
     # ---- any client that may act on the session (its agent may leave ``session`` out)
     # ok: request (as it is now), note
@@ -295,65 +300,72 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     ),
     # ok: note
     "release": ({}, {"session": Text()}),
-    # keep the slice for this many seconds although idle. ok: note
+    # keep the slice for this many seconds although the kernel is idle. ok: note
     "keep": ({"seconds": Number()}, {"session": Text()}),
     # ---- an admin
-    # action: pause | drain | resume | retest; device: number or UUID (none: the whole pool).
-    # ok: note, once it has begun (pause, drain: see ``status``) or is done (resume, retest)
+    # action: pause | drain | resume | retest; device: number or UUID (without it: the whole pool).
+    # ok: note, when the action has begun (pause, drain; ``status`` shows when they are done) or is
+    # done (resume, retest)
     "maintain": ({"action": Text()}, {"device": Text(null=True), "reason": _WORDS}),
-    # take the session's slice back after so many minutes, in use or not; ``cancel`` in place of
-    # minutes drops that. ok: note
+    # take the session's slice back after this many minutes, even if it is in use. ``cancel``
+    # instead of ``minutes`` cancels an earlier recall. ok: note
     "recall": ({"session": Text()}, {"minutes": Number(), "cancel": Flag(), "reason": _WORDS}),
-    # another priority class. ok: request (as it is now), note
+    # give the session another priority class. ok: request (as it is now), note
     "prioritise": ({"session": Text(), "priority": Text()}, {"reason": _WORDS}),
     # end the session and its processes. ok: note
     "end": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent of a cluster (c.GPUPool.cluster_agent)
-    # how much of the shared limits this machine's sessions use, as text for the ledger. Answered
-    # when they need more or give some back, at the latest after ``wait`` seconds. ok: report
+    # how much of the shared limits this machine's sessions use, as text for the ledger. The broker
+    # answers when the sessions need more or give some back, at the latest after ``wait`` seconds.
+    # ok: report
     "account": ({}, {"wait": Number()}),
     # the ledger's answer to a report, as text. ok: -
     "lend": ({"answer": Text(1 << 17)}, {}),
-    # orders of this machine's users for other machines: as soon as there are some, after ``wait``
-    # seconds in any case. ok: node (this machine), orders (name, node, credential of each)
+    # orders of this machine's users for other machines. The broker answers as soon as there are
+    # orders, at the latest after ``wait`` seconds. ok: node (this machine), orders (name, node,
+    # credential of each)
     "orders": ({}, {"wait": Number()}),
     # an order from another machine, in a credential. ok: result (``ok`` or ``error``, as text)
     "perform": ({"credential": CREDENTIAL}, {}),
     # the result of the order ``name`` on another machine. ok: -
     "performed": ({"name": Text(), "result": RESULT}, {}),
-    # an admin: this machine drains and leaves its cluster. ok: name (of the machine), left (the
-    # ledger counts nothing of it any more), kernels (with a slice), connected (the ledger answers)
+    # an admin: this machine drains and leaves its cluster. ok: name (of the machine), left (whether
+    # the ledger no longer counts anything of the machine), kernels (the number of kernels with a
+    # slice), connected (whether the ledger answers)
     "leave": ({}, {}),
     # ---- any client
-    # on a machine of a cluster: where a kernel with ``memory`` bytes on each of ``devices`` GPUs of
-    # this model would start, which works with these folders. ok: node, considered (name, and what
-    # it lacks), identity (c.GPUPool.cluster_identity)
+    # on a machine of a cluster: where would a kernel start that needs ``memory`` bytes on each of
+    # ``devices`` GPUs of this model, and works with these folders? ok: node, considered (the name
+    # of each machine, and what it lacks), identity (c.GPUPool.cluster_identity)
     "place": (
         {},
         {"memory": _COUNT, "devices": _COUNT, "model": Text(), "data": Items(Text(4096), 17)},
     ),
     # an order in a credential, for the broker of the machine ``node``. ok: result
     "order": ({"node": Text(), "credential": CREDENTIAL}, {}),
-    # on a machine of a cluster. ok: name (of this machine), own (what it has), connected (the
-    # ledger answers), age (seconds since it did last, or null), view (null without an answer of
-    # the ledger): serving, left_out (machines too many for a message), nodes (name, state, age in
-    # seconds, summary or null, counted: kind, name, resource, window, amount of the peer's limits).
-    # A summary has in ``sessions`` the number of the peer's, and in ``gpus`` model and free bytes
-    # of each; both are null where a message had no room for them
+    # on a machine of a cluster. ok: name (of this machine), own (what this machine has), connected
+    # (whether the ledger answers), age (seconds since the last report that the ledger has answered,
+    # or null), view (null without an answer of the ledger). A view has: serving, left_out (the
+    # number of machines for which the message had no room), nodes (name, state, age in seconds,
+    # summary or null, counted: kind, name, resource, window, amount of the peer's limits). A
+    # summary has in ``sessions`` the number of the peer's sessions, and in ``gpus`` the model and
+    # the free bytes of each GPU. Both are null if a message had no room for them
     "cluster": ({}, {}),
-    # on a machine of a cluster, for a session that waits. ok: machines (sentences: what others have
-    # of its limits, and whether a kernel like it has room there), considered (name, and that as
-    # text), where the ledger answers
+    # on a machine of a cluster, for a session that waits. ok, if the ledger answers: machines
+    # (sentences: what other machines have of the session's limits, and whether a kernel like it has
+    # room there), considered (the name of each machine, and the same as text)
     "elsewhere": ({}, {"session": Text()}),
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
-    # why the session waits, or may lose its slice. ok: see ``broker/messages/explanation.py``
+    # why the session waits, or why it may lose its slice. ok: see
+    # ``broker/messages/explanation.py``
     "why": ({}, {"session": Text()}),
     # the last hour by minutes. ok: now, step (seconds of a point), devices (by UUID: granted, used,
-    # utilisation), queue; each a list, oldest first, null where nothing was read
+    # utilisation), queue. Each figure is a list, oldest first, with null where the broker read
+    # nothing
     "hour": ({}, {}),
-    # ok: rows, oldest first, with ``seq`` above ``after``, at most ``limit`` and 1,000;
-    # more: whether there are further ones; seq of the newest row of all
+    # ok: rows (those with ``seq`` above ``after``, oldest first, at most ``limit`` and at most
+    # 1,000), more (whether there are further rows), seq (of the newest row of all)
     "journal": ({}, {"after": Whole(), "limit": Whole(), "session": Text()}),
     # from now on push ``event``. ok: seq of the newest row
     "watch": ({}, {}),
@@ -380,7 +392,7 @@ def decode_request(line: bytes) -> Message:
     Raises
     ------
     ProtocolError
-        If it is no request; ``details["id"]`` is its id if it has one.
+        If the line is no request. ``details["id"]`` is the request's id if it has one.
     """
     if len(line) > MAX_REQUEST:
         raise ProtocolError(f"A request has {len(line)} bytes; at most {MAX_REQUEST} are allowed.")
@@ -397,7 +409,8 @@ def check_request(message: Message) -> Message:
     Raises
     ------
     ProtocolError
-        Naming the field that is missing or wrong; ``details["id"]`` is its id if it has one.
+        If a field is missing or wrong; the error names it. ``details["id"]`` is the request's id if
+        it has one.
     """
     request_id = message.get("id")
     if request_id is not None and (type(request_id) is not int or not 0 < request_id < 1 << 63):

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The loop around the pool: it takes an event, writes the journal, performs the actions.
 
-The order in :meth:`Runner.handle` matters: it commits the pool's decision to the journal
-*before* it acts on it, so that the successor of a killed broker finds at least what that one had
-begun (see ``recovery``). The imports are the parts that an action reaches.
+The order in :meth:`Runner.handle` matters: the runner commits the pool's decision to the journal
+*before* it acts on the decision. So if the broker is killed, the next broker finds at least what
+the killed one had begun (see ``recovery``). This module imports all parts that an action reaches.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .sessions import LiveSession
 from .store.records import slices_to_json
 from .store.usage import UsageBook
 
-#: Events that by themselves change nothing that a session has or waits for.
+#: Events that do not themselves change what a session has or waits for.
 _SAMPLES = (e.DeviceMemorySeen, e.HostMemorySeen)
 
 
 class Runner:
-    """Hands events to the pool and performs its actions; nothing else does."""
+    """Gives events to the pool and performs its actions. No other part does this."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Runner:
         self._events: deque[e.Event] = deque()
         self._handling = False
         self._stopped = False
-        #: A transition must be committed before any other task of the loop runs.
+        #: Whether a transition must be committed before any other task of the loop runs.
         self._owed = False
-        #: Sessions whose agents must learn of their changed lease, with the last reason.
+        #: The sessions whose agents must learn of their changed lease, each with the last reason.
         self._news: dict[str, str] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at: float | None = None
 
     def handle(self, event: e.Event) -> None:
-        """Give the pool an event and perform what it decides; see :class:`core.Core`."""
+        """Give the pool an event and perform what the pool decides; see :class:`core.Core`."""
         self._core.touched()
         self._events.append(event)
         if self._handling or self._stopped:
@@ -122,7 +122,7 @@ class Runner:
             self._commit()
         elif self._core.marked:
             self._core.flush_later()
-        # First: no process may go on before its page is true.
+        # This comes first: no process may go on before its page shows the new state.
         self._tell_guard(actions, event)
         if self._changed is not None and not isinstance(event, _SAMPLES):
             self._changed()
@@ -180,7 +180,7 @@ class Runner:
         """Tell the processes of a session about an action that concerns them."""
         match action:
             case e.StateChanged():
-                # The agent itself knows best whether its cells run.
+                # The agent needs no news of its own cells: it knows best whether they run.
                 if not steady(action):
                     self._news[session.id] = action.reason
             case e.Resize():
@@ -275,10 +275,10 @@ def steady(change: e.StateChanged) -> bool:
 
 
 def _must_be_written_first(action: e.Action) -> bool:
-    """Return whether the journal must know before ``action`` is performed.
+    """Return whether the broker must commit to the journal before it performs ``action``.
 
-    This is not needed for a hold, nor while the pool looks for a slice: that is committed with its
-    result, so a whole grant mostly is one commit.
+    A hold needs no such commit, nor does a session for which the pool still looks for a slice. The
+    broker commits the search together with its result, so a whole grant is mostly one commit.
     """
     if isinstance(action, e.StateChanged):
         return not steady(action) and action.new not in WAITING
@@ -290,15 +290,15 @@ def _must_be_written_first(action: e.Action) -> bool:
 class TransitionRows:
     """Writes transitions as rows of the journal, for reports and timelines.
 
-    ``state`` is every transition of a lease. Beside it, one row for each device: ``attach`` (first
-    bytes), ``resume`` and ``migrate`` (state came back, or came from another device), ``suspend``,
-    ``preempt`` (before the ``suspend`` of a session in use), ``release`` (an empty slice was given
-    back), ``queue`` and ``refuse``.
+    Every transition of a lease gets a row ``state``. In addition, each device gets a row ``attach``
+    (first bytes), ``resume`` (state came back), ``migrate`` (the state came from another device) or
+    ``suspend``. Rows without a device are ``preempt`` (before the ``suspend`` of a session in use),
+    ``release`` (an empty slice was given back), ``queue`` and ``refuse``.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        #: Records of sessions with an attach under way, from when it began.
+        #: For each session with an attach under way: its record when the attach began.
         self._before: dict[str, SessionRecord] = {}
 
     def attach_begins(self, session: str) -> None:
@@ -312,7 +312,7 @@ class TransitionRows:
         self._before.pop(session, None)
 
     def changed(self, change: e.StateChanged, cause: e.Event) -> None:
-        """Write a transition and its rows by device; ``cause`` is the event behind it."""
+        """Write a transition and its rows for devices; ``cause`` is the event that caused it."""
         session = self._core.sessions.find(change.session)
         if session is None or steady(change):
             return

@@ -23,12 +23,12 @@ from .gpu.refusals import Refusals
 from .transport.auth import Peer, User
 from .transport.connection import Connection
 
-#: Messages of one session, and of all sessions of a user, that may wait for their ``launched``.
+#: The most messages of one session, and of all sessions of a user, that may wait for ``launched``.
 MAX_EARLY, MAX_EARLY_OF_USER = 16, 256
 
 
 def digest(token: str) -> str:
-    """Return the hash of a token: enough to check it, useless to a reader of the journal."""
+    """Return the hash of a token: enough to check the token, useless to a reader of the journal."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -58,14 +58,16 @@ class Use:
     counted: Mapping[str, int] = field(default_factory=dict)
     #: Threads that wait at the gate.
     waiting: int = 0
-    #: Streams that record a graph, and the loop time of their last CUDA call.
+    #: The number of streams that record a graph, and the loop time of their last CUDA call.
     captures: int = 0
     captured_at: float = float("-inf")
-    #: Whether it has the hold of its CUDA activity; a copy, because asking the pool costs more.
+    #: Whether the session has the hold for its CUDA activity. This is a copy, because asking the
+    #: pool costs more.
     held: bool = False
-    #: Why it cannot be suspended; empty if nothing is known.
+    #: Why the session cannot be suspended; empty if no reason is known.
     pins: str = ""
-    #: Whether its page says that others wait for its memory; None before this broker wrote it.
+    #: Whether its page says that other sessions wait for its memory; None until this broker has
+    #: written the page.
     contended: bool | None = None
     #: Loop time of the last use of CUDA that was seen, and of the last check for use.
     busy_at: float = float("-inf")
@@ -76,13 +78,15 @@ class Use:
     busy_seconds: float = 0.0
     #: Seconds with a lease before this broker began to count ``busy_seconds``.
     attached_before: float = 0.0
-    #: Bytes that the driver takes beyond the guard's charge (negative: less), in the order in
-    #: which the processes see their devices; and the part that the last sample explains, by device.
+    #: ``beyond``: the bytes that the driver uses beyond what the guard charges (negative if it uses
+    #: less), in the order in which the processes see their devices. ``explained``: by device, the
+    #: part of these bytes that the last sample explains.
     beyond: tuple[int, ...] = ()
     explained: Mapping[str, int] = field(default_factory=dict)
-    #: The processes in its page when these were measured.
+    #: The processes in its page when ``beyond`` and ``explained`` were measured.
     processes: Collection[ProcessId] = ()
-    #: Device bytes that it has beyond its slices, and in how many samples in a row.
+    #: The device bytes that the session uses beyond its slices, and the number of samples in a row
+    #: that have shown this.
     overuse: int = 0
     overused: int = 0
 
@@ -98,25 +102,27 @@ class LiveSession:
     kernel_id: str
     #: The kernel's process, once launched.
     process: ProcessId | None = None
-    #: The connection that opened it, until launched.
+    #: The connection that opened the session, until the session is launched.
     opener: Connection | None = None
     agent: Connection | None = None
-    #: Its other programs, and the one that started it: their holds, by connection.
+    #: The session's members are its other programs, and the program that started it. This has the
+    #: holds of each member, by connection.
     members: dict[Connection, set[str]] = field(default_factory=dict)
     death: Death | None = None
-    #: By hold.
+    #: By hold: the request that waits for it.
     waits: dict[str, PendingHold] = field(default_factory=dict)
     #: Runs while the agent may come back with holds that the broker does not know.
     grace: asyncio.TimerHandle | None = None
-    #: Runs from open to launched.
+    #: Runs from ``open`` to ``launched``.
     launch_timer: asyncio.TimerHandle | None = None
-    #: Messages of the process or its children from before its ``launched``, by connection.
+    #: By connection: a message that the process or one of its children sent before ``launched``.
     early: dict[Connection, Message] = field(default_factory=dict)
     #: The open ``yield`` request to the agent: epoch, and future for (yielded, cuda).
     yielding: tuple[int, asyncio.Future[tuple[bool, bool | None]]] | None = None
-    #: Whether the process has called cuInit, by its agent's last report.
+    #: Whether the process has called cuInit, as its agent last reported.
     cuda: bool | None = None
-    #: Bytes by device that a suspend under way moves, for a restart of the broker during it.
+    #: The bytes that a suspend under way moves, by device. The journal keeps them for a broker that
+    #: restarts during the suspend.
     moving: Mapping[str, int] = field(default_factory=dict)
     #: When its present wait began, for the journal.
     queued_at: float = 0.0
@@ -126,28 +132,30 @@ class LiveSession:
     page: Page | None = None
     #: The devices that its processes see before a lease.
     home: tuple[str, ...] = ()
-    #: The epoch of its lease if others wait for it: then the agent reports the end of its cells.
+    #: The epoch of its lease if other sessions wait for the lease; the agent then reports the end
+    #: of its cells.
     wanted: int = -1
-    #: Threads that wait at the gate and asked for a lease: the id of each request.
+    #: The threads that wait at the gate and have asked for a lease: the id of each request.
     guards: dict[Connection, int | None] = field(default_factory=dict)
     #: Its page's data when last read; see ``activity``.
     use: Use = field(default_factory=Use)
-    #: Devices on which its processes make a context before they move to its slice.
+    #: The devices on which its processes make a context before they move to the session's slice.
     landing: tuple[str, ...] = ()
-    #: The GPU that it needs, and its folders, where a cluster has chosen its machine by them.
+    #: The GPU model that it needs, and its folders, if a cluster has chosen its machine by them.
     model: str = ""
     data: tuple[str, ...] = ()
-    #: Failed moves of its processes since the last success.
+    #: The number of failed moves of its processes since the last success.
     not_landed: int = 0
     #: Its suspended processes, children first; empty once they are resumed.
     frozen: tuple[ProcessId, ...] = ()
-    #: Restores in a row that the driver refused, with room and with the state still there.
+    #: The restores in a row that the driver refused although there was room and the state still
+    #: existed.
     refusals: Refusals = field(default_factory=Refusals)
-    #: Why its state could never be suspended where it runs, and its user's notice while host
-    #: memory is short there; "" if there is none.
+    #: ``host_limit``: why its state could never be suspended where it runs. ``host_short``: the
+    #: notice to its user while host memory is short there. Each is "" if there is none.
     host_limit: str = ""
     host_short: str = ""
-    #: Its processes have been made safe to kill, see ``actions.retire``.
+    #: Whether its processes have been made safe to kill, see ``actions.retire``.
     retired: bool = False
 
     def token_is(self, token: str) -> bool:
@@ -155,8 +163,9 @@ class LiveSession:
         return hmac.compare_digest(self.token_digest, digest(token))
 
     def may_have(self, pid: int) -> bool:
-        """Return whether a process that names this session may belong to it without being its
-        child.
+        """Return whether a process that is not a child of the session may belong to it.
+
+        The process names this session in its message.
         """
         if isinstance(self.uid, int) and procfs.real_uid(pid) != self.uid:
             return False
@@ -182,12 +191,12 @@ class LiveSession:
         return frozenset(hold for holds in self.members.values() for hold in holds)
 
     def connect_member(self, connection: Connection, holds: Iterable[str]) -> None:
-        """Take a connection as that of a member, which has these holds."""
+        """Register the connection of a member that has these holds."""
         self.members[connection] = set(holds)
         connection.speaks_for(self)
 
     def note_hold(self, connection: Connection, hold: str) -> None:
-        """Note that a hold is this connection's, if a member is at its other end."""
+        """Note that a hold belongs to this connection, if the connection is a member's."""
         if connection in self.members:
             self.members[connection].add(hold)
 
@@ -204,7 +213,7 @@ class LiveSession:
             connection.close()
 
     def connect_agent(self, connection: Connection) -> None:
-        """Make a connection that of the session's agent."""
+        """Register the connection of the session's agent."""
         self.agent = connection
         connection.speaks_for(self)
 
@@ -221,7 +230,7 @@ class LiveSession:
         Raises
         ------
         RefusedError
-            If this connection, session or user has too many of them already.
+            If this connection, session or user already has too many kept messages.
         """
         if connection.early is not None:
             raise RefusedError("Only one message may wait for the launch.", code=Code.DUPLICATE)
@@ -285,7 +294,7 @@ class LiveSessions:
         return session, token
 
     def add(self, session: LiveSession) -> None:
-        """Keep a session."""
+        """Add a session."""
         self._by_id[session.id] = session
         self.changed_at = time.monotonic()
 

@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Limits that several machines share: what this broker may grant of them.
+"""What this broker may grant of the limits that several machines share.
 
-The agent of the cluster carries reports to the ledger and answers back. The pool counts what this
-machine has not been lent as in use elsewhere. So a grant within the budgets needs no message, and
-one beyond them waits, also where no agent has ever come.
+The agent of the cluster carries reports to the ledger, and brings the ledger's answers back. The
+pool counts everything that the ledger has not lent to this machine as in use elsewhere. So a grant
+within the lent budgets needs no message. A grant beyond them waits, even if no agent has ever
+connected.
 
-Order matters: a smaller ceiling reaches the pool before any report tells the ledger of it.
+The order matters: a smaller ceiling reaches the pool before any report tells the ledger of it.
 """
 
 from __future__ import annotations
@@ -44,33 +45,35 @@ from .store.journal import Journal
 from .transport.auth import owner_of
 from .transport.connection import Connection
 
-#: The broker reports a change after so many seconds, because a grant makes several changes.
+#: The broker reports a change after this many seconds, because one grant makes several changes.
 SOON = 0.01
-#: Least seconds between two reports, and the most that one may wait.
+#: The least seconds between two reports, and the most seconds that a request for a report may wait.
 LEAST, LONGEST = 0.05, 60.0
-#: How often a changed budget is applied before a report; each pass can only grant more.
+#: The most passes that apply changed budgets before a report. Each pass can only grant more.
 ROUNDS = 8
 
 #: Seconds between two looks at the GPU-seconds in use.
 LOOK = 15.0
 
-#: Seconds between two reports of what users and groups have used, for fair shares, which compare
-#: hours; and as long as there is a user of whom the ledger has not been asked yet.
+#: Seconds between two reports of what users and groups have used. Fair shares compare hours, so
+#: TELL is enough. LEAST_TELL counts while the owner of some session was not in the last such
+#: report.
 TELL, LEAST_TELL = 30.0, 1.0
 
-#: In the journal's metadata: the number of this broker's life, for the ledger; and "1" while this
-#: machine drains and leaves the cluster.
+#: Keys in the journal's metadata. LIFE: the number of this broker's life, for the ledger. DRAINS:
+#: "1" while this machine drains and leaves the cluster.
 LIFE, DRAINS = "cluster-life", "cluster-drains"
-#: And the GPU-seconds that it has been lent of each day: a broker that starts again goes on with
-#: them before the ledger answers, so that it suspends no session for want of them.
+#: Another key: the GPU-seconds of each day that the ledger has lent to this machine. A broker that
+#: starts again uses them before the ledger answers, so that no session is suspended for lack of
+#: them.
 PARTS = "cluster-parts"
 
-#: Why its GPUs are drained then.
+#: The reason for the drain of the GPUs while this machine leaves.
 LEAVES = "this machine leaves the cluster"
 
 
 class LentLimits:
-    """The rules of the pool, with all that was not lent to this machine counted as elsewhere."""
+    """The rules of the pool. All that was not lent to this machine counts as in use elsewhere."""
 
     def __init__(
         self,
@@ -80,11 +83,12 @@ class LentLimits:
         clock: Clock,
     ) -> None:
         settings = configuration.settings
-        # The time of day as well: a journal may be lost, and a ledger ignores an earlier life.
+        # The life is at least the time of day: a journal may be lost, and a ledger ignores a life
+        # with a smaller number.
         life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
         journal.remember(LIFE, str(life))
         self._sessions = sessions
-        #: It names the windows of daily budgets, as in the pool.
+        #: The time of day that names the windows of daily budgets, as in the pool.
         self.time_of_day = clock.time_of_day
         share = {"memory": settings.cluster_min_share, "devices": 1, "leases": 1}
         self.budgets = Budgets(
@@ -96,10 +100,11 @@ class LentLimits:
         self._parts = self.budgets.parts()
 
     def remember_parts(self) -> bool:
-        """Have the next commit write the parts, if they have changed; return whether.
+        """Let the next commit write the parts if they have changed; return whether they have
+        changed.
 
-        It must come before the next report: the ledger may then lend to others what this machine
-        has given back.
+        This commit must come before the next report. After the report, the ledger may lend to other
+        machines what this machine has given back.
         """
         parts = self.budgets.parts()
         if parts == self._parts:
@@ -109,7 +114,7 @@ class LentLimits:
         return True
 
     def limits(self, settings: PoolSettings) -> PoolSettings:
-        """Return these rules, less what this machine may not use of them now."""
+        """Return these rules. What this machine may not use now counts as in use elsewhere."""
         now, budgets = time.monotonic(), self.budgets
         owners = sorted({s.owner.name for s in self._sessions})
         return overlay(
@@ -157,7 +162,7 @@ class SharedLimits:
     # ------------------------------------------------------------------ for the pool
 
     def changed(self) -> None:
-        """Note that a session may have, or wait for, something else than before."""
+        """Note that what a session has, or what it waits for, may have changed."""
         if self._soon is None and not self._inside:
             self._soon = asyncio.get_running_loop().call_later(SOON, self._look)
 
@@ -167,7 +172,7 @@ class SharedLimits:
         self._report_if_due()
 
     def _settle(self) -> None:
-        """Have the pool and the budgets agree: until nothing changes any more."""
+        """Bring the pool and the budgets into agreement: repeat until nothing changes any more."""
         core = self._core
         self._inside = True
         try:
@@ -193,7 +198,7 @@ class SharedLimits:
             self._window = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _watch_expiry(self) -> None:
-        """Apply the loss of the ledger when the time-out is over."""
+        """Note whether the ledger answers, and apply its loss when the time-out is over."""
         now, until = time.monotonic(), self._budgets.until
         connected = now < until
         if connected != self._connected:
@@ -219,7 +224,7 @@ class SharedLimits:
     # ------------------------------------------------------------------ the agent
 
     def account(self, connection: Connection, message: Message) -> None:
-        """Answer with a report: as soon as one is due, or after the time that the agent gives."""
+        """Answer with a report as soon as one is due, at the latest after the agent's ``wait``."""
         self.check_agent(connection)
         if self._pending is not None and self._pending[0] is not connection:
             other, request = self._pending
@@ -246,7 +251,7 @@ class SharedLimits:
             raise RefusedError(
                 f"This is no answer of a ledger: {type(error).__name__}.", code=Code.BAD_REQUEST
             ) from None
-        # First: a ceiling never falls below what is in use now.
+        # This comes first: a ceiling never falls below what is in use now.
         self._look_at_sessions()
         before = self._budgets.drains
         self._budgets.answered(answer)
@@ -268,7 +273,7 @@ class SharedLimits:
         core.handle(e.UsedElsewhere(now=core.now(), users=kinds["user"], groups=kinds["group"]))
 
     def cluster(self, connection: Connection, message: Message) -> None:
-        """Answer what all machines have, as the ledger knows it, and what this one has."""
+        """Answer with what all machines have, as the ledger knows it, and what this one has."""
         request = message.get("id")
         self.look(
             connection, request,
@@ -278,7 +283,7 @@ class SharedLimits:
     def look(
         self, connection: Connection, request: int | None, give: Callable[[View | None], None]
     ) -> None:
-        """Give what all machines have, as the ledger knows it; None if it does not answer."""
+        """Call ``give`` with the ledger's view of all machines; None if the ledger is silent."""
         connected = self._budgets.is_connected(time.monotonic())
         self._views.look(connection, request, give, connected=connected)
 
@@ -306,7 +311,7 @@ class SharedLimits:
         }
 
     def leave(self, connection: Connection, message: Message) -> None:
-        """Drain this machine, so that it leaves; answer how far it is."""
+        """Drain this machine, so that it leaves the cluster; answer how far the drain is."""
         peer = connection.peer
         if not self._configuration.access.is_admin(peer):
             raise RefusedError(
@@ -315,7 +320,7 @@ class SharedLimits:
                 next_step="Ask root, or one of c.GPUPool.admins.",
             )
         if not self._budgets.drains:
-            self._budgets.drain(True)  # the parts stay: they are used up, or another day comes
+            self._budgets.drain(True)  # its parts stay until they are used up or another day begins
             self._drains_now(owner_of(peer.uid).name)
         self._settle()
         self._report_if_due()
@@ -345,7 +350,7 @@ class SharedLimits:
             self._forget_pending()
 
     def close(self) -> None:
-        """Change nothing more."""
+        """Stop: cancel the timers and the agent's request."""
         self._forget_pending()
         self._views.close()
         for timer in (self._soon, self._expiry):
@@ -365,7 +370,7 @@ class SharedLimits:
         )
 
     def _report_if_due(self) -> None:
-        """Report at once if the ledger should know, but not more often than :data:`LEAST`."""
+        """Report at once if a report is due, but keep :data:`LEAST` seconds between two reports."""
         if self._pending is None or not self._budgets.due:
             return
         wait = self._reported + LEAST - time.monotonic()

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """SIGTERM and SIGINT end the broker within :data:`WITHIN` seconds, whatever it is doing.
 
-After the first signal the broker abandons its start, or ends in order. A thread waits for the end,
-and forces it when time is up: a blocked event loop, or a child that cannot be ended, cannot keep
-the lock. A second signal forces the end at once. The next broker finishes or undoes the driver
-calls under way at that moment, as after a crash (see ``recovery``).
+After the first signal, the broker abandons its start, or ends in order. A thread waits for the end,
+and forces it when time is up. So a blocked event loop, or a child process that does not end, cannot
+keep the lock. A second signal forces the end at once. The next broker finishes or undoes the driver
+calls that were under way, as after a crash (see ``recovery``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Callable, Coroutine, TypeVar
 
 _T = TypeVar("_T")
 
-#: Seconds from the first signal to the end of the process at the latest.
+#: The most seconds from the first signal to the end of the process.
 WITHIN = 4.0
 
 
@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 class Ending:
-    """Notes the request to end the broker, and forces the end if need be.
+    """Notes the request to end the broker, and forces the end if necessary.
 
     Parameters
     ----------
@@ -42,7 +42,8 @@ class Ending:
         #: Whether the broker was asked to end.
         self.asked = False
         self._over = threading.Event()
-        # Not an event of ``threading``: the code that the signal interrupts may hold its lock.
+        # This is a pipe, not an event of ``threading``: the code that the signal interrupts may
+        # hold the lock of such an event.
         self._reading, self._writing = os.pipe()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()
@@ -55,7 +56,7 @@ class Ending:
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:
             signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # our parent may block them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # the parent process may block them
 
     def attach(self) -> None:
         """Let the signals wake the running event loop from now on."""
@@ -94,7 +95,8 @@ class Ending:
         Raises
         ------
         Stopped
-            If the broker is asked to end before that; it cancels the work and waits only briefly.
+            If the broker is asked to end before ``work`` has ended. This method then cancels
+            ``work``, and waits only briefly for its end.
         """
         task = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(self.wait())
@@ -124,8 +126,8 @@ class Ending:
         os.close(self._writing)
 
     def _end_now(self, why: str) -> None:
-        # No logging: the thread that was interrupted may hold its lock.
-        with suppress(OSError):  # perhaps no process reads it any more
+        # This does not use logging: the interrupted thread may hold the lock of a log handler.
+        with suppress(OSError):  # perhaps no process reads stderr any more
             os.write(2, f"{why}: ended by force; the next one goes on from the journal\n".encode())
         for act in self._last_acts:
             act()

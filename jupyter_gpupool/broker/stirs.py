@@ -2,15 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Changes of a session that the journal does not have, for readers of the status.
 
-The end of a cell, its beginning, and news of a wait write no row: there are too many, and nothing
-is lost with them. But a page that shows the session should look again soon. So the broker tells
-readers of such a change once, when the session has been quiet for ``SETTLED`` seconds: cells in
-quick succession are one change.
+The journal gets no row when a cell begins or ends, or when there is news of a wait: there are too
+many of these changes, and nothing is lost without the rows. But a page that shows the session
+should soon ask for the status again. So the broker tells readers of such a change once, when the
+session has been quiet for ``SETTLED`` seconds. Several cells in quick succession are one change.
 
-A change of the queue may concern every idle session, because others may now begin or cease to wait
-for its slice. The broker tells each reader that shows idle sessions once, however many it shows.
-Each of them then asks for a status, so with many readers the broker pauses before it tells them of
-the next change.
+A change of the queue may concern every idle session, because other sessions may now begin or cease
+to wait for its slice. The broker tells each reader that shows idle sessions only once, even if the
+reader shows many of them. Each of these readers then asks for a status, so with many readers the
+broker pauses before it tells them of the next change.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from __future__ import annotations
 import asyncio
 from typing import Callable
 
-#: An agent reports short cells every 0.05 s (``kernel/holds.py``): a longer pause is the end.
+#: An agent reports short cells every 0.05 s (``kernel/holds.py``). A longer pause means that the
+#: cells have ended.
 SETTLED = 0.06
 
-#: Readers that may be told of changes of the queue in a second, each of which then asks for a
-#: status, and the longest pause: readers of idle slices ask once a second anyway.
+#: Each reader that the broker tells of a change of the queue then asks for a status. So the broker
+#: tells at most this many readers in a second, and makes a pause of at most LONGEST_PAUSE seconds:
+#: readers of idle slices ask once a second anyway.
 TOLD_A_SECOND = 64
 LONGEST_PAUSE = 1.0
 
@@ -35,7 +37,7 @@ class Stirs:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._queue_readers: list[Callable[[], int]] = []
         self._queue_timer: asyncio.TimerHandle | None = None
-        #: Before this time of the loop no change of the queue is told.
+        #: Until this time of the loop, the broker tells readers of no change of the queue.
         self._queue_from = 0.0
 
     def read(self, reader: Callable[[str], None]) -> None:
@@ -43,7 +45,9 @@ class Stirs:
         self._readers.append(reader)
 
     def read_queue(self, reader: Callable[[], int]) -> None:
-        """Call ``reader`` from now on after changes of the queue; it returns how many it told."""
+        """From now on, call ``reader`` after changes of the queue. It returns how many readers it
+        told.
+        """
         self._queue_readers.append(reader)
 
     def note(self, session: str) -> None:
@@ -60,7 +64,7 @@ class Stirs:
             self._queue_timer = loop.call_at(at, self._tell_queue)
 
     def forget(self, session: str) -> None:
-        """Drop a change that is not told yet. Safe to call without one."""
+        """Drop a change that the readers do not know yet. Safe to call if there is none."""
         timer = self._timers.pop(session, None)
         if timer is not None:
             timer.cancel()

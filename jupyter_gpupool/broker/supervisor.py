@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """What a service manager such as systemd passes to the broker, and what the broker tells it.
 
-Sockets that are bound already (``LISTEN_FDS``, sd_listen_fds(3)), and messages that the broker is
-ready, lives or ends (``NOTIFY_SOCKET``, sd_notify(3)). Without these variables nothing happens.
+The service manager passes sockets that are already bound (``LISTEN_FDS``, sd_listen_fds(3)). The
+broker tells the service manager that it is ready, lives or ends (``NOTIFY_SOCKET``, sd_notify(3)).
+Without these variables, this module does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FIRST = 3
 #: Seconds after which a lost READY is sent again.
 AGAIN = 1.0
 
-#: The variables that a child of the broker must not take for its own.
+#: The variables that a child of the broker must not use as its own.
 VARIABLES = (
     "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID",
 )  # fmt: skip
@@ -31,7 +32,7 @@ VARIABLES = (
 class Supervisor:
     """The service manager that started this process, if one did.
 
-    Takes its variables out of ``environment``, so that no child inherits them.
+    Removes its variables from ``environment``, so that no child inherits them.
     """
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -39,7 +40,7 @@ class Supervisor:
         mine = str(os.getpid())
         self._address = found["NOTIFY_SOCKET"]
         self._watchdog = 0.0
-        #: A message that the service manager has not received yet: READY.
+        #: The READY message, while the service manager has not received it yet.
         self._owed: tuple[str, ...] = ()
         if found["WATCHDOG_PID"] in ("", mine):
             with suppress(ValueError):
@@ -54,30 +55,30 @@ class Supervisor:
                 os.set_inheritable(descriptor, False)
 
     def listening(self, path: Path) -> socket.socket | None:
-        """Return the socket that was handed over bound to ``path``; None if there is none."""
+        """Return the socket that the service manager has bound to ``path``, or None."""
         for descriptor in self._descriptors:
             with suppress(OSError):
                 given = socket.socket(fileno=descriptor)
                 if given.family == socket.AF_UNIX and given.getsockname() == str(path):
                     self._descriptors.remove(descriptor)
                     return given
-                given.detach()  # not ours to close
+                given.detach()  # a socket of another path stays open
         return None
 
     def ready(self, text: str) -> None:
-        """Say that the broker serves; ``text`` is for ``systemctl status``."""
+        """Tell the service manager that the broker serves; ``text`` is for ``systemctl status``."""
         lines = ("READY=1", f"STATUS={text}")
         self._owed = () if self._say(*lines) else lines
 
     def ending(self) -> None:
-        """Say that the broker ends."""
+        """Tell the service manager that the broker ends."""
         self._say("STOPPING=1")
 
     async def keep_alive(self) -> None:
-        """Tell the watchdog that the event loop runs, until cancelled; repeat a lost READY.
+        """Until cancelled, tell the watchdog that the event loop runs, and repeat a lost READY.
 
-        If it hangs, the watchdog ends the broker by SIGABRT; the stacks of its threads are then in
-        the log.
+        If the event loop hangs, the watchdog ends the broker with SIGABRT. The stacks of the
+        broker's threads are then in the log.
         """
         if self._watchdog and self._address and not faulthandler.is_enabled():
             faulthandler.enable()
@@ -90,13 +91,13 @@ class Supervisor:
             await asyncio.sleep(min(pauses, default=0.0))
 
     def _say(self, *lines: str) -> bool:
-        """Send a message; return whether it was taken. A failure must not end the caller."""
+        """Send a message; return whether that succeeded. A failure must not end the caller."""
         if not self._address:
             return True
         address = self._address
         if address.startswith("@"):
-            address = "\0" + address[1:]  # an abstract one
-        # No descriptor or no memory may be left for a socket, too.
+            address = "\0" + address[1:]  # an abstract address
+        # Creating the socket can fail, too, if no descriptor or no memory is left.
         with (
             suppress(OSError),
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as to,

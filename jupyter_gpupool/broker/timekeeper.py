@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Follows the time of day: each change of a schedule once, at its instant, and steps of the clock.
+"""Follows the time of day: applies each change of schedule once, on time, and notices clock steps.
 
 The pool's clock counts the seconds that the machine is awake. When somebody sets the time of day,
 or the machine has slept, schedules and the windows of daily budgets follow the time of day.
@@ -16,14 +16,15 @@ from typing import Callable
 from .configuration import Configuration
 from .core import Core
 
-#: Seconds after which it looks at the time again at the latest. Timers count the time that the
-#: machine is awake: a sleep, or a clock that is set, shows only in the time of day.
+#: The longest time in seconds between two looks at the time of day. Timers count only the time that
+#: the machine is awake, so a sleep, or a clock that somebody sets, shows only in the time of day.
 LOOK = 15.0
 
-#: A timer may fire a little early; then it is set again, for at least this long.
+#: A timer may fire a little early. Then the timekeeper sets it again, for at least this many
+#: seconds.
 LEAST = 0.01
 
-#: In the journal's metadata: the schedules that were last in force.
+#: The key in the journal's metadata for the schedules that were last in force.
 IN_FORCE = "schedules"
 
 
@@ -54,13 +55,13 @@ class Timekeeper:
         self._noted = core.journal.meta(IN_FORCE)
 
     def start(self) -> None:
-        """Follow the calendar from now on; also after the configuration was read again."""
+        """Follow the calendar from now on. Call this again after the configuration has changed."""
         self.close()
         self._note()
         self._look()
 
     def close(self) -> None:
-        """Change nothing more."""
+        """Stop: change no setting from now on."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -68,7 +69,7 @@ class Timekeeper:
     def _look(self) -> None:
         """Apply what has come into force, and look again when the next change is due."""
         self._timer = None
-        self._core.follow_clock()  # first: the pool computes the times of new rules from it
+        self._core.follow_clock()  # first, because the pool computes the times of new rules from it
         now = self._clock()
         if self._configuration.follow_calendar(now):
             self._note()
@@ -81,7 +82,7 @@ class Timekeeper:
         return ", ".join(self._configuration.timetable.names(self._configuration.rules))
 
     def _note(self) -> None:
-        """Write into log and journal which schedules are in force, if others were."""
+        """Write into log and journal which schedules are in force, if they have changed."""
         names = self._names()
         if names == self._noted:
             return

@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """How soon Linux runs the event loop after a message has come, on a machine whose cores are busy.
 
-A thread that wakes on a busy core waits there until the running one's time slice ends: up to
-3 milliseconds, more than a whole grant. Since Linux 6.12 a thread may ask for a shorter time slice
-of its own (``sched_setattr(2)``, ``sched_runtime`` of a normal thread). It gets no larger share of
-the processor, but its turn comes earlier: it interrupts a thread with a longer slice. Older kernels
-ignore the request.
+A thread that wakes on a busy core waits until the time slice of the running thread ends. That takes
+up to 3 milliseconds, longer than a whole grant. Since Linux 6.12 a thread may ask for a shorter
+time slice of its own (``sched_setattr(2)``, ``sched_runtime`` of a normal thread). It gets no
+larger share of the processor, but its turn comes earlier: it interrupts a thread with a longer
+slice. Older kernels ignore the request.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
 def wake_soon() -> bool:
     """Ask for the shortest time slice for this thread; return whether Linux grants it.
 
-    Threads and processes that this one starts have the usual time slice.
+    Threads and processes that this thread starts have the usual time slice.
     """
     found = _read(0)
     if found is None or found[1]:  # an administrator chose another policy than the normal one

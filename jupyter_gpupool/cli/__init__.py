@@ -1,19 +1,19 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool``: see the pool, act on it, check it.
+"""``jupyter gpupool``: the commands to see the pool, to act on it, and to check it.
 
-- ``commands``: the commands, their options, exit codes; the only place that prints errors.
-  ``registry``: how a function becomes one. ``program_commands``: for programs;
-  ``cluster_commands``: for several machines; ``leaving``: a machine leaves its cluster or comes
-  back; ``cluster_status``: all machines in ``status`` and ``why``.
-- ``status`` prints the broker's snapshot; ``picture`` draws it as text and is pure.
-- ``top``: the sessions on a screen, and keys that give orders; ``top_table`` and ``top_keys`` are
-  pure.
-- ``install_devices``: NVIDIA's packages in an environment of their own.
-- ``install_service``: the machine's service; ``service_files`` (pure): the files of that service;
-  ``root_paths``: whether only root can change a path.
+- ``commands``: the commands, their options, their exit codes; the only module that prints errors.
+  ``registry``: how a function becomes a command. ``program_commands``: commands for programs.
+  ``cluster_commands``: commands for a cluster of machines; ``leaving``: a machine leaves its
+  cluster or comes back; ``cluster_status``: prints all machines of the cluster.
+- ``status`` prints the broker's snapshot; ``picture`` (pure) draws the snapshot as text.
+- ``top``: the sessions as a full-screen table, and keys that send orders; ``top_table`` and
+  ``top_keys`` are pure.
+- ``install_devices``: installs NVIDIA's packages in a separate environment.
+- ``install_service``: installs the machine's service; ``service_files`` (pure): the files of that
+  service; ``root_paths``: whether only root can change a path.
 - ``doctor``, ``checks``: what works here and what does not. ``maintenance``: pause, drain, resume.
-  ``inside``: what a container must allow.
+  ``inside``: checks inside a container.
 - ``check_config``, ``config_report``: what a configuration means, and all its mistakes.
 - ``configtext``: a commented configuration file from the options.
 

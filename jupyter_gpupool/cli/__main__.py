@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``python -m jupyter_gpupool.cli``, for systems without the ``jupyter`` command on the path."""
+"""Runs ``python -m jupyter_gpupool.cli``, for systems without a ``jupyter`` command on the path."""
 
 import sys
 

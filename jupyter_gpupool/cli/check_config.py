@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool check-config``: what the configuration means, all its mistakes, what is new.
+"""``jupyter gpupool check-config``: what the configuration means, its mistakes, its changes.
 
 :func:`examine` collects a report of JSON values; :mod:`.config_report` writes it for people.
 """
@@ -38,8 +38,8 @@ from ..units import format_bytes, format_seconds, parse_bytes
 from . import config_report
 from .status import style_for
 
-#: A half-life should last at least this many time slices, so that the pool remembers usage for a
-#: whole round of turns.
+#: A half-life should be at least this many time slices long. Then the pool remembers usage until
+#: each session has had a time slice.
 HALF_LIVES = 4
 
 _DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
@@ -47,7 +47,7 @@ _DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs against which sizes are checked; empty if they are unknown."""
+    """The GPUs with which sizes are compared; ``capacities`` is empty if they are unknown."""
 
     capacities: Sequence[int]
     #: Where the GPUs are; this text ends the sentence "16 GPUs with 1.3 TiB ...".
@@ -69,7 +69,7 @@ def check(
 
 
 def parse_devices(text: str) -> Gpus:
-    """Return the machine that ``--devices`` describes: ``16x80GiB``, or several with commas."""
+    """Return the GPUs that ``--devices`` describes, such as ``16x80GiB`` or ``8x80GiB,8x40GiB``."""
     sizes: list[int] = []
     for part in text.split(","):
         match = _DEVICES.fullmatch(part.strip())
@@ -87,7 +87,7 @@ def parse_devices(text: str) -> Gpus:
 
 
 def parse_time(text: str) -> float:
-    """Return the time that ``--at`` names, in this machine's time zone unless it has one."""
+    """Return the time that ``--at`` names. A time without a time zone is in this machine's zone."""
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
@@ -121,7 +121,7 @@ def examine(
     if not machine.capacities:
         faults = []
     names = [timetable.place(fault) for fault in unknown_names(base)]
-    # GPUs given with ``--devices`` are those of another machine, which has its own users.
+    # GPUs given with ``--devices`` belong to another machine, which has its own users.
     certain = given is None and knows_everybody()
     faults += names if certain else []
     report["ok"] = not faults
@@ -220,7 +220,7 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
 
 
 def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield warnings for settings that refuse kernels without options, and for useless budgets."""
+    """Yield warnings for settings that refuse kernels without options, or that have no effect."""
     pool = base.pool
     if pool.classes_allowed is not None and pool.default_priority not in pool.classes_allowed:
         yield (

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The checks of ``jupyter gpupool doctor`` on this machine, one function per question.
+"""The checks of ``jupyter gpupool doctor`` on this machine, one function for each question.
 
-Each returns one :class:`Finding` (or several). A check that cannot decide reports that and does not
-guess.
+Each function returns one :class:`Finding` or several. A check that cannot decide reports that it
+cannot, and does not guess.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes
 
-#: Required distributions, and the part that does not work without each.
+#: Required distributions, and for each the part that does not work without it.
 PACKAGES = {
     "jupyter_client": "kernels",
     "ipykernel": "the Pooled GPU kernel",
@@ -103,7 +103,7 @@ def compiler() -> Finding:
 
 
 def emulator() -> Finding:
-    """The libraries of the emulated driver, built with the package."""
+    """Whether the libraries of the emulated driver are built; the package's build makes them."""
     from ..emulation import EmulatorNotBuilt, library_dir
 
     try:
@@ -114,7 +114,7 @@ def emulator() -> Finding:
 
 
 def guard(settings: BrokerSettings) -> Finding:
-    """The guard's libraries, built with the package."""
+    """Whether the guard's libraries are built; the package's build makes them."""
     from ..guard.install import GuardMissing, library
 
     if not settings.guard:
@@ -126,7 +126,7 @@ def guard(settings: BrokerSettings) -> Finding:
 
 
 def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
-    """The attach policy of kernels that choose none, and the reason for it."""
+    """The attach policy of kernels that choose no policy, and the reason for it."""
     when = {
         "lazy": "kernels get their slice at their first CUDA call",
         "cell": "kernels get their slice when a cell starts",
@@ -135,7 +135,8 @@ def attach(in_force: str, reason: str, settings: BrokerSettings) -> Finding:
     text = f"{in_force}: {when.get(in_force, in_force)}"
     if not reason:
         return Finding("ok", "attach", text)
-    # No warning if an admin turned the guard off and lazy is only the default policy.
+    # If an admin has turned the guard off, kernels cannot use the default policy lazy. This needs
+    # no warning.
     return Finding("warn" if settings.guard else "ok", "attach", text, reason)
 
 
@@ -192,7 +193,10 @@ def kernelspecs() -> list[Finding]:
 
 
 def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
-    """Whether Yama (kernel documentation, admin-guide/LSM/Yama) lets a process trace another."""
+    """Whether the Linux module Yama lets one process trace another.
+
+    See the kernel documentation, admin-guide/LSM/Yama.
+    """
     try:
         scope = int((proc / "sys/kernel/yama/ptrace_scope").read_text())
     except (OSError, ValueError):
@@ -206,7 +210,10 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 
 
 def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) -> Finding:
-    """Whether the host has room for suspended state, which becomes part of the kernels' memory."""
+    """Whether the host has room for suspended state.
+
+    The driver keeps this state in the memory of the kernel processes.
+    """
     budget = settings.pool.host_memory
     text = f"{format_bytes(budget)} of {format_bytes(Host().total())} for suspended state"
     largest = max((int(d["memory_capacity"]) for d in devices), default=0)
@@ -226,9 +233,10 @@ def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) 
 def memory_limits(
     settings: BrokerSettings, devices: Sequence[Mapping[str, Any]], host: Host | None = None
 ) -> list[Finding]:
-    """Whether a process may hold its slice in host memory, by the limits of machine and cgroups.
+    """Whether the memory limits here let a process keep its slice in host memory.
 
-    Other limits may hold for kernels that a spawner or a service manager starts.
+    These are the limits of the machine and of the cgroups. Kernels that a spawner or a service
+    manager starts may have other limits.
     """
     largest = max((int(d["memory_capacity"]) for d in devices), default=0)
     wanted = min(settings.pool.default_memory, largest)
@@ -254,7 +262,7 @@ def memory_limits(
 
 
 def journal(status: Mapping[str, Any]) -> list[Finding]:
-    """Whether the running broker can write the journal, from which a restart begins."""
+    """Whether the running broker can write its journal, which a restarted broker reads."""
     broker = status.get("broker") or {}
     if not broker.get("journal_problem"):
         if broker.get("journal_note"):
@@ -265,7 +273,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
-    """Where a broker at the socket ``path`` would write its journal; used while no broker runs."""
+    """Where a broker at the socket ``path`` would write its journal. Used while no broker runs."""
     from ..broker.store.journal_file import place
 
     try:
@@ -281,10 +289,10 @@ def devices(
     problem: str,
     orders: Sequence[Mapping[str, Any]] = (),
 ) -> list[Finding]:
-    """One line per GPU: its tier, and what that tier does not do.
+    """One line per GPU: its tier, and what is not possible in that tier.
 
-    ``orders``: the ``maintenance`` of the broker's status. A GPU that an admin has taken out of
-    service is no failure.
+    ``orders``: the field ``maintenance`` of the broker's status. A GPU that an admin has taken out
+    of service is a warning, not a failure.
     """
     held = {str(order["device"]): order for order in orders}
     if not found:
@@ -330,7 +338,7 @@ def limited(limit: str) -> list[Finding]:
 
 
 def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether the default size fits on a GPU; if not, kernels get less than the option says."""
+    """Whether a slice of the default size fits on a GPU. If not, kernels get a smaller slice."""
     largest = max((int(d["memory_capacity"]) for d in found), default=0)
     memory = settings.pool.default_memory
     if not largest or memory <= largest:
@@ -343,7 +351,10 @@ def default_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
 
 
 def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether each GPU is larger than the reserve; if not, the pool cannot grant its memory."""
+    """Whether each GPU is larger than the reserve.
+
+    The pool cannot grant memory of a smaller GPU.
+    """
     reserve = settings.pool.reserve
     small = [d for d in found if reserve and int(d["memory_total"]) <= reserve]
     if not small:
@@ -354,7 +365,10 @@ def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
 
 
 def stanzas() -> list[Finding]:
-    """Whether the options of pooled kernelspecs are valid; kernels with wrong ones do not start."""
+    """Whether the options of pooled kernelspecs are valid.
+
+    With invalid options no kernel starts.
+    """
     from traitlets import TraitError
 
     from ..kernelspecs import list_pooled

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """The commands of a cluster: join it, see it, drain or fence a machine.
 
-All but ``leave`` need the extra ``cluster``.
+All commands except ``leave`` need the package's extra ``cluster``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _node(options: Options) -> int:
             code=Code.BAD_REQUEST,
             next_step="Give --head, or --join with the head's address.",
         )
-    import asyncio  # imported here because these two would slow down all other commands
+    import asyncio  # imported here, because these modules would slow down all other commands
     import logging
 
     from ..cluster.node import run_node
@@ -58,7 +58,7 @@ def _node(options: Options) -> int:
     )  # fmt: skip
 
 
-#: The orders, and the state of the machine after each; "" if the command does not wait for one.
+#: Each order, and the machine's state when it is done; "" if the command does not wait for a state.
 ORDERS = {"drain": "left", "resume": "present", "fence": ""}
 
 

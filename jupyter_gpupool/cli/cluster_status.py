@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool status --cluster``: all machines of the cluster, as its ledger knows them.
 
-The broker of this machine asks the ledger, so nobody needs a way to Ray. Each figure is the last
-report of its machine; the table says how old it is where that matters.
+The broker of this machine asks the ledger, so users need no access to Ray. Each figure is from its
+machine's last report. Where it matters, the table shows the age of that report.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def ask(client: Client) -> dict[str, Any]:
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Return the machines as a table, and below it what limits are in use where."""
+    """Return the machines as a table, and below it what users and groups may use on each one."""
     view = found["view"]
     if view is None:
         age = found["age"]
@@ -72,13 +72,14 @@ def _state(node: Mapping[str, Any]) -> str:
 
 
 def _figures(summary: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """Return the cells of a machine; a dash for what is unknown."""
+    """Return the cells of a machine's row; an unknown value is a dash."""
     if summary is None:
         return ("-",) * 5
     devices, out = summary["devices"], summary["out"]
     return (
         f"{devices} ({out} out of service)" if out else str(devices),
-        # Of the GPUs in service: of the others the ledger hears no model.
+        # These are the models of the GPUs in service; the ledger does not know the models of the
+        # others.
         models(summary["gpus"] or ()) or "-",
         format_bytes(summary["granted"]),
         format_bytes(summary["free"], rounding="down"),

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The commands of ``jupyter gpupool``, one function each, and the one place that prints errors.
+"""The commands of ``jupyter gpupool``, one function each. Only this module prints errors.
 
-A command is a function under :func:`registry.command`, which gets its description and arguments.
-Longer work is in modules that are imported only when the command runs: ``status`` must not wait for
-jupyter_client.
+A command is a function with the decorator :func:`registry.command`, which has its description and
+its arguments. Longer code is in modules that are imported only when their command runs, so that
+``status``, for example, does not wait for the import of jupyter_client.
 """
 
 from __future__ import annotations
@@ -372,7 +372,7 @@ def _demo(options: Options) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with errors that fit on a line and name the most similar valid word."""
+    """argparse with error messages that fit on one line and name the most similar valid word."""
 
     def error(self, message: str) -> NoReturn:
         wrong = re.match(r"argument (.+?): invalid choice: '([^']*)' \(choose from (.*)\)", message)
@@ -391,14 +391,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """The longest command name and its help on one line."""
+    """The formatter puts the longest command name and its help on one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=28)
 
 
 def _description() -> str:
-    """Return the purpose of the program, and its commands grouped by task."""
+    """Return a text with the purpose of the program and its commands, grouped by task."""
     lines = [_SUMMARY, ""]
     for group, members in groupby(in_order(), lambda one: one.group):
         lines.append(f"{group:<25}{', '.join(one.name for one in members)}")
@@ -406,7 +406,7 @@ def _description() -> str:
 
 
 def _build() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
-    """Return the parser, and the parsers of the commands."""
+    """Return the program's parser, and the parser of each command."""
     parser = _Parser(
         prog=PROG, description=_description(), epilog=EXIT_CODES, formatter_class=_Formatter
     )
@@ -425,15 +425,16 @@ def _build() -> tuple[_Parser, dict[str, argparse.ArgumentParser]]:
 
 
 def subcommands() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of each command; the documentation is written from them."""
+    """Return the parser of each command; the documentation is generated from these parsers."""
     return _build()[1]
 
 
 def run(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; errors are one sentence on stderr."""
+    """Run one command and return its exit code. An error prints one sentence on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        if arguments[:1] == ["broker"]:  # the program's own options, such as --help
+        # These arguments have no command, but options of the program, such as --help.
+        if arguments[:1] == ["broker"]:
             options = Options(command="broker", arguments=arguments[1:])
         else:
             options = _build()[0].parse_args(arguments)
@@ -443,10 +444,10 @@ def run(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        return 130  # the code that shells give for an end by SIGINT
+        return 130  # shells use this code for a process that SIGINT has ended
     except BrokenPipeError:
-        # The reader (``| head``) has closed the pipe. This keeps Python from printing an error at
-        # exit.
+        # The reader of the output (``| head``) has closed the pipe. Without this, Python would
+        # print an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as error:  # argparse raises this after --help, --version and wrong usage

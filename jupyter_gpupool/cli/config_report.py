@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The report of ``check-config`` for people. Pure: a report and a width in, lines out."""
+"""Writes the report of ``check-config`` for people. Pure: makes lines from a report and a width."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..units import format_bytes, format_seconds
 
 ConfigReport = Mapping[str, Any]
 
-#: The most columns of a line: text that is wider is hard to read.
+#: The largest number of columns in a line: wider text is hard to read.
 WIDEST = 100
 
 
@@ -46,7 +46,7 @@ def _faults(report: ConfigReport, width: int) -> Iterator[str]:
             if fault["origin"]:
                 yield f"  {fault['origin']}{line}"
         text = f"{fault['message']} {fault['next_step']}".rstrip()
-        if not text.startswith("c."):  # an option name keeps its lower case
+        if not text.startswith("c."):  # the name of an option keeps its lower-case first letter
             text = text[0].upper() + text[1:]
         yield from _wrapped(text, width, indent, indent)
         yield ""
@@ -103,7 +103,10 @@ def _tree(report: ConfigReport, width: int) -> Iterator[str]:
 
 
 def _columns(rows: Sequence[tuple[str, ...]], width: int) -> Iterator[str]:
-    """Yield the rows without empty columns; long texts in the first column are cut."""
+    """Yield the rows of a table without its empty columns.
+
+    Long texts in the first column are cut.
+    """
     keep = [n for n in range(len(rows[0])) if n == 0 or any(row[n] != "-" for row in rows[1:])]
     widths = {n: max(len(row[n]) for row in rows) for n in keep}
     rest = sum(widths[n] + 2 for n in keep[1:])

@@ -28,7 +28,7 @@ def options() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def commented_config() -> str:
-    """Return a configuration file with every option, all of them commented out."""
+    """Return a configuration file in which every option is present as a comment."""
     blocks = [_HEAD]
     for name, option in options():
         text = "\n".join(textwrap.wrap(option["what"], 94))
@@ -38,7 +38,7 @@ def commented_config() -> str:
 
 
 def markdown_reference() -> str:
-    """Return the options as Markdown, one heading each, for the documentation."""
+    """Return the options as Markdown for the documentation, each under its own heading."""
     blocks = []
     for name, option in options():
         blocks.append(

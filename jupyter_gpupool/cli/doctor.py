@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool doctor``: one line for each check, and below it what to do. Changes nothing."""
+"""``jupyter gpupool doctor``: prints each check on one line, and below it what to do.
+
+It changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,10 @@ def examine(
     retest: bool = False,
     inside: bool = False,
 ) -> int:
-    """Check, print, and return 0, or 1 if something fails.
+    """Run the checks and print the results; return 0, or 1 if a check fails.
 
-    ``retest``: the running broker first repeats the self-test of the GPUs that are out of service.
-    ``inside``: check this container instead of the machine.
+    With ``retest``, the running broker first repeats the self-test of the GPUs that are out of
+    service. With ``inside``, the checks are about this container and not about the machine.
     """
     if retest:
         note = maintenance.retest(socket)
@@ -74,7 +77,8 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     try:
         settings = load_settings(config_files)
     except WrongConfiguration as error:
-        # With the defaults, the other checks would report on a configuration that nobody wrote.
+        # The other checks are left out: with the default options, they would report on a
+        # configuration that nobody has written.
         found += [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
         return found
     found += checks.configuration(settings)
@@ -115,8 +119,8 @@ def _inside(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         configured = load_settings(config_files).socket
     except WrongConfiguration as error:
         return [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
-    # Not the user's own socket, which kernels use on a machine without a machine broker. If the
-    # mount is missing, find_socket() would choose that one.
+    # If the mount is missing, find_socket() would choose the user's own socket, which kernels use
+    # on a machine without a machine broker. So this code does not call it.
     named = socket or configured or os.environ.get(SOCKET_VARIABLE, "")
     return examine_inside(Path(named) if named else MACHINE_SOCKET)
 
@@ -126,13 +130,14 @@ def _ask_broker(path: Path) -> Mapping[str, Any] | None:
         with Client(path) as client:
             return client.call("status")
     except GPUPoolError:
-        return None  # the check of the socket reports the reason
+        return None  # the check of the socket reports why
 
 
 def probe(settings: BrokerSettings) -> tuple[list[Mapping[str, Any]], str, str, str]:
-    """Find and test the devices as a starting broker would, and release them.
+    """Find and test the devices as a broker does at its start, and release them.
 
-    Return the devices, why there are none, why the guard is off, and which setting hides GPUs.
+    Return the devices, the reason if there are none, the reason if the guard is off, and the
+    setting that hides GPUs, if any.
     """
 
     async def look(

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool doctor --inside``: what a container must allow to use the machine's pool.
 
-The broker runs outside of this container and suspends the kernels in it; the operating system
-reports their process ids to the broker. A container mounts either the folder of one user of the
-pool, or the machine's own folder. In the second case its user ids and process ids must be the same
-as on the machine.
+The broker runs outside this container and suspends the kernels in it. The operating system reports
+the kernels' process ids to the broker. A container mounts either the folder of one user of the
+pool, or the machine's own folder. With the machine's folder, user ids and process ids in the
+container must be the same as on the machine.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from ..endpoint import dial, mounted_by_root, whole_user_namespace
 from ..errors import GPUPoolError
 from ..guard.install import FOLDER, LIBRARIES
 
-#: Seconds to wait for the broker.
+#: Seconds to wait for an answer of the broker.
 PATIENCE = 10.0
 
 _NAMESPACE = Path("/proc/self/uid_map")
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
 
-#: The folders of the pool's users on the machine, as messages name them.
+#: How messages name the folder that each user of the pool has on the machine.
 _USERS = "/run/gpupool/users/NAME of a broker with c.GPUPool.user_sockets"
 
 _DEVICE_FILE = Path("/dev/nvidiactl")
 
 
 def examine_inside(path: Path) -> list[Finding]:
-    """Return the checks of this container, for a broker at ``path`` outside of it."""
+    """Return the findings about this container, for a broker at ``path`` outside it."""
     content = path.with_name(NAME)
     of_user = content.is_dir()
     guard = (content if of_user else path.with_name(f"{path.name}.pages")) / FOLDER / LIBRARIES[0]
@@ -102,7 +102,7 @@ def image(guard: Path) -> Finding:
 
 
 def identity(path: Path, user: str) -> Finding:
-    """Whether the folder of a user is mounted read-only."""
+    """Whether the mounted folder of a pool user is read-only here."""
     if not os.statvfs(path.parent).f_flag & os.ST_RDONLY:
         return Finding(
             "fail", "socket", f"{path.parent} can be written here: root of this container could "
@@ -112,7 +112,7 @@ def identity(path: Path, user: str) -> Finding:
 
 
 def loadable(guard: Path) -> Finding:
-    """Whether this image has the guard: the machine's folder contains only a link to it."""
+    """Whether this image has the guard. The machine's folder contains only a link to the guard."""
     if guard.exists():
         return Finding("ok", "guard", str(guard.resolve()))
     return Finding(
@@ -136,7 +136,7 @@ def libc() -> Finding:
 
 
 def users(table: Path) -> Finding:
-    """Whether user ids here are those of the machine."""
+    """Whether user ids in this container are the same as on the machine."""
     rows = _rows(table)
     if whole_user_namespace(table):
         return Finding("ok", "user ids", f"you are user id {os.geteuid()}, as on the machine")
@@ -153,7 +153,7 @@ def users(table: Path) -> Finding:
 
 
 def listener(path: Path) -> int:
-    """Return the process id of the broker as seen in this container; 0 if it has none here."""
+    """Return the broker's process id as this container sees it; 0 if it has no id here."""
     with dial(path, PATIENCE) as connection:
         raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     return int(struct.unpack("3i", raw)[0])
@@ -163,7 +163,7 @@ def numbers(seen: int, told: int) -> Finding:
     """Whether processes have the same ids in this container as on the machine.
 
     ``seen`` is the broker's process id as the operating system translates it for this container;
-    ``told`` is the id that the broker itself reports.
+    ``told`` is the id that the broker reports about itself.
     """
     if seen == told:
         return Finding("ok", "processes", "they have the same numbers here and for the broker")
@@ -176,7 +176,10 @@ def numbers(seen: int, told: int) -> Finding:
 
 
 def pages(folder: Path) -> Finding:
-    """Whether the folder of the pages that kernels and broker share is mounted, and writable."""
+    """Whether the folder with the sessions' pages is mounted here and writable.
+
+    Kernels and the broker share these pages.
+    """
     try:
         found = folder.stat()
     except OSError as error:
@@ -193,7 +196,7 @@ def pages(folder: Path) -> Finding:
 
 
 def devices(status: Mapping[str, Any], environment: Mapping[str, str], file: Path) -> Finding:
-    """Whether a kernel here sees the GPUs among which the pool chooses."""
+    """Whether a kernel in this container sees the GPUs of the pool."""
     shown = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     count = len(status["devices"])
     if status["emulated"]:

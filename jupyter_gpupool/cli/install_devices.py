@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool install-devices``: an environment for the broker's device processes.
 
-It gets NVIDIA's packages in the versions that this release was tested with, so that no other
-environment (of Jupyter Server, or of a kernel) needs them.
+NVIDIA's packages are installed there, in the versions with which this release was tested. So no
+other environment (of Jupyter Server, or of a kernel) needs them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _PIP = ("--quiet", "--disable-pip-version-check", "--only-binary", ":all:")
 
 
 class InstallError(GPUPoolError):
-    """The environment could not be made; an existing environment is unchanged."""
+    """The environment could not be made. An existing environment is unchanged."""
 
     code = Code.INSTALL
 
 
 def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
-    """Make or replace the environment, and print its place. Returns 0.
+    """Make or replace the environment, print its folder, and return 0.
 
     Parameters
     ----------
     folder:
         Where to make the environment; None: the first writable place that a broker searches.
     wheels:
-        Take every package from this folder and nothing from an index.
+        A folder with all packages; pip then uses no package index.
     """
     target = folder.expanduser().absolute() if folder else _first_writable()
     if target.exists() and not (target / "pyvenv.cfg").is_file():
@@ -55,7 +55,7 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
         ) from None
     try:
         # mkdtemp makes a folder that only its owner can read. A broker of another account may need
-        # to read it; kernels of other users never do.
+        # to read the folder; kernels of other users never need that.
         scratch.chmod(0o755)
         python = _fill(scratch / "new", wheels)
         found = vendor.interpreter.ask(str(python))
@@ -76,7 +76,7 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
 
 
 def download_devices(folder: Path) -> int:
-    """Put the wheels of the environment into ``folder``, for a machine without network."""
+    """Download the wheels of the environment into ``folder``, for a machine without network."""
     pip = [sys.executable, "-m", "pip", "download", *_PIP]
     _run([*pip, "--dest", str(folder), "--requirement", str(vendor.interpreter.REQUIREMENTS)])
     print(f"On the other machine: {vendor.interpreter.INSTALL} --wheels {folder.name}")
@@ -84,14 +84,14 @@ def download_devices(folder: Path) -> int:
 
 
 def _first_writable() -> Path:
-    """Return the first place in which this user can create a folder."""
+    """Return the first place where this user can create a folder."""
     first, second = vendor.interpreter.places()
     above = next(path for path in (first, *first.parents) if path.exists())
     return first if os.access(above, os.W_OK | os.X_OK) else second
 
 
 def _fill(folder: Path, wheels: Path | None) -> Path:
-    """Make an environment in ``folder`` with the packages; return its interpreter."""
+    """Make an environment with the packages in ``folder``; return its interpreter."""
     python = folder / "bin" / "python"
     source: list[str] = []
     if wheels is not None:

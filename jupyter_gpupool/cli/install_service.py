@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool install-service``: one broker for the machine, as a service.
+"""``jupyter gpupool install-service``: installs one broker for the machine, as a service.
 
-It prints each file and each command before it acts, and ``--undo`` removes everything. Start and
-stop are the service manager's own commands. A restart of the broker ends no kernel, so the same
-command also upgrades the service.
+The command prints each file before it writes it, and each command before it runs it. ``--undo``
+removes everything. To start and stop the service, use the service manager's own commands. A restart
+of the broker ends no kernel, so the same command also upgrades the service.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from .service_files import (
     stamped,
 )
 
-#: Folders that exist while the service manager runs; for systemd see sd_booted(3).
+#: For each service manager, a folder that exists while it runs; for systemd see sd_booted(3).
 _RUNNING = {"systemd": Path("/run/systemd/system"), "openrc": Path("/run/openrc")}
 
-#: The folder of the journal if the configuration names no other folder.
+#: The journal's folder if the configuration names no other folder.
 _STATE = Path("/var/lib/gpupool")
 
 
 class ServiceError(GPUPoolError):
-    """The service cannot be installed or removed; the text names the step, if one was taken."""
+    """The service cannot be installed or removed; the text says why."""
 
     code = Code.SERVICE
 
@@ -59,17 +59,17 @@ def install_service(
     Parameters
     ----------
     manager:
-        "systemd", "openrc" or "runit"; "" means the manager that runs here.
+        "systemd", "openrc" or "runit"; "" means the manager that runs on this machine.
     root:
-        Write the files below this folder (an image), and run no command.
+        Write the files below this folder (of an image), and run no command.
     config:
         Further configuration files that the broker reads.
     undo:
-        Remove what an earlier call has installed.
+        Remove everything that an earlier call has installed.
     dry_run:
-        Only print.
+        Print each step, but change nothing.
     machine:
-        The root folder of the machine that runs.
+        The root folder of the running machine.
     """
     chosen = MANAGERS[manager or _running_manager(root)]
     if os.geteuid() and not dry_run and root is None:
@@ -110,8 +110,11 @@ def install_service(
 
 
 def _found(manager: Manager, base: Path) -> dict[Path, Path]:
-    """Return the service's installed files: for each path on the machine its path in ``base``."""
-    # The paths of these files do not depend on their contents.
+    """Return the service's installed files.
+
+    Each key is a path on the machine; the value is the path of the same file in ``base``.
+    """
+    # The paths of the files do not depend on their contents, so any layout will do.
     places = [file.path for file in manager.files(Layout(Path("/"), (), MACHINE_SOCKET, _STATE))]
     found = {place: base / place.relative_to("/") for place in places}
     return {place: path for place, path in found.items() if path.exists()}
@@ -147,7 +150,7 @@ def _running_manager(root: Path | None) -> str:
 
 
 def _layout(config: Sequence[Path]) -> Layout:
-    """Return the contents of the service's files for the configuration ``config``."""
+    """Return what the service's files need to know, for the configuration files ``config``."""
     wanted = [path.expanduser().absolute() for path in config]
     settings = load_timetable(wanted).base
     if settings.socket and Path(settings.socket) != MACHINE_SOCKET:
@@ -184,9 +187,9 @@ def _check_ours(path: Path) -> None:
 
 
 def _check_programs(layout: Layout) -> None:
-    """Refuse to run programs as root that another user could change."""
+    """Refuse a service that would run programs as root which another user could change."""
     package = Path(__file__).resolve().parents[1]
-    # The broker starts in another folder than this process, and without its PYTHONPATH.
+    # The broker starts in another folder than this process, and without this process's PYTHONPATH.
     here = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     imported = [Path(folder) for folder in sys.path if folder and folder not in here]
     programs = [layout.python, package, *imported, *layout.config]
@@ -203,7 +206,7 @@ def _check_programs(layout: Layout) -> None:
 
 
 def _check_free(layout: Layout) -> None:
-    """Refuse while another broker uses the socket: it and the service would compete for it."""
+    """Refuse while another broker uses the socket, for which it and the service would compete."""
     from ..endpoint import journal_name
 
     lock = layout.state / f"{journal_name(layout.socket)}.lock"
@@ -226,9 +229,10 @@ def _write(path: Path, file: ServiceFile, dry_run: bool) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A service manager must not read half a file.
+        # The file is written under another name and then renamed, so that the service manager never
+        # reads half of it.
         new = path.with_name(f".{path.name}.new")
-        new.unlink(missing_ok=True)  # left over from a killed call
+        new.unlink(missing_ok=True)  # a killed call may have left it
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as opened:
             opened.write(text)
@@ -243,7 +247,7 @@ def _remove(
 ) -> None:
     """Stop the service and remove its files.
 
-    Continues after a failed step, because the service may be only half installed.
+    This continues after a failed step, because the service may be only half installed.
     """
     if not found:
         print("The service is not installed: there is nothing to undo.")
@@ -260,7 +264,7 @@ def _remove(
         print(f"Remove {path}")
         if not dry_run:
             path.unlink()
-    # While the socket's file exists, kernels would expect the machine's broker to return soon.
+    # As long as the socket's file exists, kernels expect the machine's broker to return soon.
     for command in (["rm", "-f", str(MACHINE_SOCKET)], *manager.ended):
         failed.append(_run(command, run=run, dry_run=dry_run))
     for problem in filter(None, failed):
@@ -275,7 +279,7 @@ def _remove(
 
 
 def _is_held(lock: Path) -> bool:
-    """Return whether a process holds this lock."""
+    """Return whether a process holds the lock on this file."""
     with suppress(OSError):
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -288,7 +292,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def _run(command: Sequence[str], *, run: bool, dry_run: bool) -> str:
-    """Run a command; return what went wrong, "" if nothing."""
+    """Run a command; return the problem as a text, "" if there was none."""
     print(f"Run {' '.join(command)}" if run else f"Not run here: {' '.join(command)}")
     if not run or dry_run:
         return ""

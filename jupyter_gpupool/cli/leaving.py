@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Orders for machines to leave their cluster or come back, and the wait until this has happened."""
+"""Orders machines to leave their cluster or to come back, and waits until they have."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: In these states the command repeats the order: a restarted ledger has forgotten it.
+#: In these states the command repeats the order, because a restarted ledger has forgotten it.
 UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
 
 _NEXT = (
@@ -27,12 +27,12 @@ _NEXT = (
 
 
 def node_called(name: str, view: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a machine of the ledger's view.
+    """Return the machine ``name`` from the ledger's view.
 
     Raises
     ------
     RefusedError
-        If the cluster has none of this name.
+        If the cluster has no machine of this name.
     """
     nodes = {node["name"]: node for node in view["nodes"]}
     if name not in nodes:
@@ -52,7 +52,7 @@ def carry_out(
     look: Callable[[], Mapping[str, Any]],
     order: Callable[[], None],
 ) -> int:
-    """Order a machine to drain or come back, and wait; return 0 when done, 130 if interrupted."""
+    """Order a machine to drain or come back, and wait for that; return 0, or 130 if interrupted."""
     printer, ordered = _Printer(), False
     try:
         while True:
@@ -78,7 +78,10 @@ def carry_out(
 
 
 def leave(socket: str) -> int:
-    """Drain this machine; return 0 when it has left its cluster, 130 if interrupted."""
+    """Drain this machine, and wait until it has left its cluster.
+
+    Return 0, or 130 if interrupted.
+    """
     printer = _Printer()
     with Client(socket_path(socket)) as client:
         try:

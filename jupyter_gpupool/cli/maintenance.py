@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool pause``, ``drain`` and ``resume``: GPUs taken out of service and back."""
+"""``jupyter gpupool pause``, ``drain``, ``resume``: take GPUs out of service and put them back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: The command prints that it waits after this many seconds.
+#: After this many seconds, the command prints that it waits.
 AT_ONCE = 2.0
 
 #: Longest time that the self-tests of a resume may take, in seconds.
@@ -22,20 +22,24 @@ TEST_TIMEOUT = 600.0
 
 
 def pause(socket: str, device: str, reason: str) -> int:
-    """Pause the pool or one GPU; return 0 when the pool no longer uses it, 130 if interrupted.
+    """Pause the pool or one GPU, and wait for that; return 0, or 130 if interrupted.
 
-    By then no kernel has a slice there, and no process of the pool has its device file open.
+    When this returns 0, no kernel has a slice there, and no process of the pool has a device file
+    of these GPUs open.
     """
     return _until_done(socket, "pause", device, reason)
 
 
 def drain(socket: str, device: str, reason: str) -> int:
-    """Empty one GPU; return 0 when no kernel has a slice there, 130 if interrupted."""
+    """Drain one GPU, and wait until no kernel has a slice there.
+
+    Return 0, or 130 if interrupted.
+    """
     return _until_done(socket, "drain", device, reason)
 
 
 def resume(socket: str, device: str) -> int:
-    """Put all GPUs, or one, back into service. Returns 0.
+    """Put all GPUs or one GPU back into service; return 0.
 
     Raises
     ------
@@ -61,7 +65,7 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
         answer = client.call("maintain", action=action, device=device, reason=reason)
         try:
             return _wait(client, str(answer["device"]), str(answer["note"]))
-        except KeyboardInterrupt:  # the order is in force even without the printed note
+        except KeyboardInterrupt:  # the order is in force even if its note was not printed
             target = f" --device {device}" if device else ""
             print(
                 f"\nNot finished, and it stays {action}d: kernels leave as they become idle, and "
@@ -73,7 +77,7 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
 
 
 def _will_test(status: Mapping[str, Any], device: str) -> bool:
-    """Return whether a resume will test devices; if not, the broker's answer says why."""
+    """Return whether a resume will test devices. If not, the broker's answer to it says why."""
     orders = {str(row["device"]) for row in status.get("maintenance") or ()}
     if not device:
         return bool(orders)

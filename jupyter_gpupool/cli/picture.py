@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pool as a picture made of text. Pure: a snapshot and a style in, lines out."""
+"""Draws the pool as a picture made of text. Pure: makes lines from a snapshot and a style."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..units import (
 
 Snapshot = Mapping[str, Any]
 
-#: SGR colours (ECMA-48) by their meaning here.
+#: Terminal colours (SGR codes of ECMA-48) by their meaning in the picture.
 _COLOURS = {
     "running": "32",
     "idle": "33",
@@ -38,7 +38,7 @@ _COLOURS = {
     "emulated": "1;36",
 }
 
-#: Characters that fill a bar, by meaning: (on a terminal with Unicode, on any terminal).
+#: Characters that fill a bar, by their meaning: one for terminals with Unicode, one for others.
 _FILLS = {
     "running": ("█", "#"),
     "idle": ("▒", "="),
@@ -64,14 +64,14 @@ _LETTERS = string.ascii_uppercase + string.ascii_lowercase
 
 @dataclass(frozen=True)
 class Style:
-    """How to draw: columns, and whether to use colour and Unicode."""
+    """How to draw: the number of columns, and whether to use colour and Unicode."""
 
     width: int = 80
     colour: bool = False
     unicode: bool = True
 
     def paint(self, text: str, colour: str) -> str:
-        """Return ``text`` in ``colour``, or unchanged."""
+        """Return ``text`` in ``colour``; unchanged if this style has no colours."""
         return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m" if self.colour and text else text
 
     def fill(self, kind: str) -> str:
@@ -89,7 +89,7 @@ class Style:
 
 
 def printable(text: str) -> str:
-    """Return ``text`` without control characters: labels come from users."""
+    """Return ``text`` without control characters, which a user may put into a label."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
@@ -106,8 +106,8 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
     letters = dict(zip(attached, _LETTERS, strict=False))
     devices = snapshot["devices"]
     now = float(snapshot.get("now") or 0)
-    # All bars have the same length, so that people can compare them; the longest text beside a bar
-    # sets it.
+    # All bars have the same length, so that people can compare them. The longest text beside a bar
+    # decides this length.
     beside = max((len(_figures(device)) for device in devices), default=0)
     return [
         *_head(snapshot, style),
@@ -121,7 +121,7 @@ def draw(snapshot: Snapshot, style: Style) -> list[str]:
 
 
 def _order(session: Snapshot, place: Mapping[str, int]) -> tuple[int, int, str]:
-    """Return the sort key of sessions: attached ones in the order of devices, then the queue."""
+    """Return the sort key of a session: attached sessions by device, then the queue."""
     if session.get("granted_bytes"):
         return 0, place.get(str(session.get("device")), 0), str(session["id"])
     return 1, session.get("queue_position") or 1 << 30, str(session["id"])
@@ -164,7 +164,7 @@ def style_warning(text: str, style: Style) -> list[str]:
 
 def _figures(device: Snapshot) -> str:
     granted, free = format_bytes(device["memory_granted"]), device.get("memory_free")
-    # For a device out of service the next line has the reason.
+    # If the device is out of service, the next line has the reason.
     room = "not used" if device.get("drained_reason") else f"{format_bytes(free or 0)} free"
     busy = "" if device.get("utilisation") is None else f", {device['utilisation']} % busy"
     return f"{granted} of {format_bytes(device['memory_capacity'])} granted, {room}{busy}"
@@ -196,7 +196,7 @@ def _device(
     ]
     if device.get("memory_foreign"):
         parts.append(("foreign", int(device["memory_foreign"]), ""))
-    # The pool grants no memory of a device out of service, so the bar shows none as free.
+    # The pool grants no memory of a device that is out of service, so the bar shows none as free.
     rest = " " if device.get("drained_reason") else style.fill("free")
     wide = style.width >= 72
     room = style.width - 2 - (beside + 1 if wide else 0)
@@ -219,14 +219,17 @@ def _devices_of(session: Snapshot) -> Sequence[str]:
 
 
 def _share(session: Snapshot) -> int:
-    """Bytes on each of the session's devices; a request is the same on all."""
+    """Return the session's bytes on each of its devices; all its devices have the same share."""
     return int(session["granted_bytes"]) // max(1, len(_devices_of(session)))
 
 
 def _bar(
     parts: Iterable[tuple[str, int, str]], capacity: int, room: int, style: Style, rest: str
 ) -> str:
-    """Return a bar of ``room`` columns; every part gets at least one, so that it is visible."""
+    """Return a bar of ``room`` columns.
+
+    Each part gets at least one column, so that it is visible.
+    """
     drawn: list[str] = []
     left = max(0, room)
     exact = 0.0
@@ -299,7 +302,8 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
         _granted(session) or "-",
         _uses(session) if session.get("granted_bytes") else "",
         _size(session.get("suspended_bytes")),
-        # Rounded as in the list of waiting sessions, so that both show the same time.
+        # This time is rounded as in the list of waiting sessions, so that the table and the list
+        # agree.
         format_waited(session.get("wait_seconds_total") or 0.0),
         _left(session),
         str(session.get("label") or ""),
@@ -307,7 +311,10 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
 
 
 def _leaving(session: Snapshot, now: float) -> str:
-    """Return when an idle session loses its slice; a time only if no waiting session wants it."""
+    """Return when an idle session loses its slice.
+
+    The text has a time only if no waiting session wants the slice.
+    """
     if session.get("wanted"):
         kept = (session.get("keep_until") or 0.0) > now
         return ", kept" if kept else ", may move"
@@ -316,18 +323,18 @@ def _leaving(session: Snapshot, now: float) -> str:
 
 
 def _short(session_id: str) -> str:
-    """Return the beginning of a session's id; `release` takes any unique beginning."""
+    """Return the beginning of a session's id; `release` accepts any unique beginning."""
     return str(session_id)[:12]
 
 
 def _uses(session: Snapshot) -> str:
-    """Return the use that the guard counts now, or else the last measurement."""
+    """Return the memory use that the guard counts now; without a guard, the last measurement."""
     counted = session.get("used_bytes")
     return _size(session.get("footprint_bytes") if counted is None else counted)
 
 
 def _left(session: Snapshot) -> str:
-    """Return the rest of the daily budget of the session's user or group, whichever is smaller."""
+    """Return the daily budget left to the session's user or to its group, whichever is less."""
     found = [session.get(name) or {} for name in ("usage", "group_usage")]
     left = [u["daily"] - u["today"] for u in found if u.get("daily") is not None]
     if not left:
@@ -350,7 +357,7 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
         return []
     lines = ["", style.paint("WAITING", "bold")]
     for session in waiting:
-        # For sessions of other users the broker sends only what they ask for, and no expected wait.
+        # About sessions of other users, the broker sends their requests, but no expected wait.
         request = session.get("request") or session.get("asks") or {}
         asks = ""
         if request.get("memory"):
@@ -371,7 +378,7 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
 
 
 def _others_wait(session: Snapshot, now: float) -> str:
-    """Return what the kernel of another user waits for, and how long it has waited."""
+    """Return what another user's kernel waits for, and how long it has waited."""
     what, since = session.get("waits_for"), session.get("queued_at")
     so_far = "" if since is None else format_waited(now - since)
     if not so_far:
@@ -380,7 +387,7 @@ def _others_wait(session: Snapshot, now: float) -> str:
 
 
 def _standing(snapshot: Snapshot, sessions: Sequence[Snapshot], style: Style) -> list[str]:
-    """Return the viewer's guarantees, shares and daily budgets, each sentence only once."""
+    """Return the viewer's guarantees, shares and daily budgets; no sentence appears twice."""
     found = [*(snapshot.get("standing") or ())]
     for session in sessions:
         found += session.get("standing") or ()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool run``, ``ps``, ``logs``, ``stop`` and ``wait``: programs in the pool."""
+"""``jupyter gpupool run``, ``ps``, ``logs``, ``stop`` and ``wait``: the commands for programs."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
         print(start(words, run_options, options.name))
         return 0
     child = CommandProcess(words)
-    # From here on only the command has these streams open, so that their reader sees the end when
-    # the command closes them.
+    # This process closes its streams. From here on only the command has them open, so that their
+    # reader sees the end of the output when the command closes them.
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.dup2(null, 1)
@@ -163,7 +163,7 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
         try:
             os.write(2, text.encode())
         except OSError:
-            pass  # the terminal is gone: the command continues
+            pass  # the terminal has closed, but the command continues
 
     screen = 2 if os.isatty(2) else None
     return Run(child, run_options, Progress(write, screen, "jupyter gpupool run: ")).run()
@@ -186,7 +186,7 @@ def _ps(options: Options) -> int:
 def table(
     records: Sequence[RunRecord], sessions: Mapping[str, Mapping[str, Any]], now: float
 ) -> list[str]:
-    """Return the lines of ``ps``; ``sessions`` are the broker's, by id."""
+    """Return the lines of ``ps``; ``sessions`` are the broker's sessions by id."""
     if not records:
         return ["No program runs detached. Start one with: jupyter gpupool run --detach -- COMMAND"]
     rows = [("NAME", "STATE", "GPU", "COMMAND")]
@@ -206,7 +206,7 @@ def table(
 
 
 def _gpu(record: RunRecord, sessions: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return in words which slice or state a program has in the pool; "" if it has none."""
+    """Return a text about a program's slice or state in the pool; "" if it has no session."""
     session = sessions.get(record.session)
     if session is None or not record.lives:
         return ""
@@ -221,7 +221,7 @@ def _gpu(record: RunRecord, sessions: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _sessions(records: Sequence[RunRecord]) -> dict[str, Mapping[str, Any]]:
-    """Return the sessions of these programs by id; a broker that does not answer adds none."""
+    """Return the sessions of these programs by id, from each broker that answers."""
     from ..client import Client
 
     found: dict[str, Mapping[str, Any]] = {}

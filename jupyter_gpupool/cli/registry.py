@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How a function becomes a command of ``jupyter gpupool``: its description and its arguments."""
+"""Makes functions commands of ``jupyter gpupool``, with a description and arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 Options = argparse.Namespace
 
-#: Tasks of people, by which the help groups the commands, in this order.
+#: The tasks by which the help groups the commands, in the order of the help.
 GROUPS = (
     "See the pool",
     "Act on it",
@@ -22,10 +22,10 @@ GROUPS = (
     "Try it",
 )
 
-#: The exit codes of a command that names no others.
+#: The exit codes of a command that lists no exit codes of its own.
 EXIT_CODES = "Exit codes: 0 done, 1 a problem or a refusal (nothing was changed), 2 wrong usage."
 
-#: Adds arguments to the parser of a command.
+#: A function that adds arguments to the parser of a command.
 Argument = Callable[[argparse._ActionsContainer], object]
 
 
@@ -41,14 +41,14 @@ class Subcommand:
     exit_codes: str = EXIT_CODES
 
 
-#: By name.
+#: All commands by name.
 COMMANDS: dict[str, Subcommand] = {}
 
 
 def command(
     group: str, does: str, *arguments: Argument, exit_codes: str = EXIT_CODES
 ) -> Callable[..., Any]:
-    """Return a decorator that makes a command of a function: ``_status`` becomes ``status``."""
+    """Return a decorator that makes a function a command: ``_status`` becomes ``status``."""
 
     def register(run: Callable[[Options], int]) -> Callable[[Options], int]:
         known = run.__name__[1:].replace("_", "-")
@@ -64,7 +64,7 @@ def in_order() -> list[Subcommand]:
 
 
 def argument(*names: str, **settings: Any) -> Argument:
-    """Return an argument; the parameters are those of ``ArgumentParser.add_argument``."""
+    """Return an argument; takes the same parameters as ``ArgumentParser.add_argument``."""
     return lambda parser: parser.add_argument(*names, **settings)
 
 
@@ -80,7 +80,7 @@ def either(*arguments: Argument) -> Argument:
 
 
 def seconds_between(text: str) -> float:
-    """Return the seconds between two pictures; called by argparse."""
+    """Return the seconds from one picture to the next. argparse calls this to read an option."""
     try:
         value = float(text)
     except ValueError:

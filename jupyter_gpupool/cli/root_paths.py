@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether only root can change the target of a path.
+"""Checks whether only root can change the file at a path.
 
-Checks each folder and each link on the way.
+It checks each folder and each link on the way to the file.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import stat
 from pathlib import Path
 from typing import Iterator
 
-#: The system follows no more links than this (path_resolution(7)).
+#: The system follows at most this many links (path_resolution(7)).
 _MOST_LINKS = 40
 
 
 def changeable(path: Path) -> str:
-    """Return in words where a user who is not root can change ``path``; "" if nowhere.
+    """Return the place where a user who is not root can change ``path``; "" if there is none.
 
-    If the end of the path is missing, its folder counts: another user might create the file there.
+    If the file does not exist, its folder counts, because another user might create the file there.
     """
     steps = [*_steps(path)]
     for number, at in enumerate(steps):
         try:
             found = at.lstat()
         except OSError:
-            return ""  # missing; the loop has checked its folder before
+            return ""  # it does not exist, and the loop has already checked its folder
         last = number + 1 == len(steps) or not os.path.lexists(steps[number + 1])
         # In a sticky folder other users cannot replace root's files, but they can make new ones.
         sticky = bool(found.st_mode & stat.S_ISVTX) and not last
@@ -40,7 +40,7 @@ def changeable(path: Path) -> str:
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """Yield every folder, link and target that the system passes to find ``path``."""
+    """Yield every folder and every link that the system passes to find ``path``, and its target."""
     at, links = Path("/"), 0
     yield at
     left = [*reversed(path.absolute().parts[1:])]

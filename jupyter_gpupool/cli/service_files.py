@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The files of the machine's service, for each service manager: text in, text out.
+"""Makes the files of the machine's service, for each service manager. Pure.
 
-The first comment of each file ends with a checksum of the rest. It shows whether an admin has
-changed the file.
+The first comment of each file ends with a checksum of the rest of the file. The checksum shows
+whether an admin has changed the file.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Callable, Sequence
 
 MARK = "Written by `jupyter gpupool install-service`; checksum"
 
-#: What the broker may do as root. ``CAP_SYS_PTRACE``: look into processes of all users, and
-#: suspend them. ``CAP_KILL``: end them by the option ``overuse`` or by an admin's order.
-#: ``CAP_CHOWN``, ``CAP_FOWNER``, ``CAP_DAC_OVERRIDE``: make pages that belong to the users of their
-#: sessions.
+#: The capabilities that the broker keeps as root. ``CAP_SYS_PTRACE``: it reads data of all users'
+#: processes, and suspends them. ``CAP_KILL``: it ends processes, by the option ``overuse`` or by an
+#: admin's order. ``CAP_CHOWN``, ``CAP_FOWNER``, ``CAP_DAC_OVERRIDE``: it creates each session's
+#: page for the session's user.
 CAPABILITIES = ("CAP_SYS_PTRACE", "CAP_KILL", "CAP_CHOWN", "CAP_FOWNER", "CAP_DAC_OVERRIDE")
 
 
@@ -36,7 +36,7 @@ class ServiceFile:
 
 @dataclass(frozen=True)
 class Layout:
-    """The facts about this machine that the files contain.
+    """The facts about this machine that go into the files.
 
     Attributes
     ----------
@@ -45,15 +45,15 @@ class Layout:
     config:
         Further configuration files.
     socket:
-        Where the broker listens; the service makes and owns this folder.
+        The path where the broker listens; the service makes and owns its folder.
     state:
-        The folder of the journal.
+        The folder for the journal.
     loader:
         The program that loads NVIDIA's kernel module and makes its device files; None if the
-        machine has none. The broker may not do that itself.
+        machine does not have this program. The broker itself is not allowed to do this work.
     hosts_kernels:
-        The broker starts kernels for servers on other machines. They are its children, so limits of
-        its unit would hold for them.
+        Whether the broker starts kernels for servers on other machines. These kernels are the
+        broker's child processes, so the limits of its unit would also apply to them.
     """
 
     python: Path
@@ -73,9 +73,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Manager:
-    """A service manager: its files, the commands after writing them, and before removing them.
+    """A service manager: its files, and the commands that start and end the service.
 
-    Each command may run again, because an earlier installation may have stopped halfway.
+    ``begin`` and ``upgrade`` run after the files are written, ``end`` before they are removed. Each
+    command may run a second time, because an earlier installation may have stopped halfway.
     """
 
     files: Callable[[Layout], list[ServiceFile]]
@@ -84,10 +85,10 @@ class Manager:
     end: Callable[[Layout], list[list[str]]]
     #: Finds the words of the broker's command in the text of the file that contains it.
     command_in: Callable[[str], list[str]]
-    #: Commands to run after the files were removed.
+    #: Commands that run after the files are removed.
     ended: Sequence[Sequence[str]] = ()
-    #: A file that ``begin`` makes; if it is missing, the installation is not complete. None: no
-    #: such file.
+    #: A file that ``begin`` makes. If it is missing, the installation is not complete. None if
+    #: ``begin`` makes no file.
     sign: Path | None = None
 
 
@@ -104,14 +105,14 @@ def _line_after(start: str, text: str) -> str:
 
 
 def stamped(text: str) -> str:
-    """Return ``text`` with a first comment line (after ``#!``) that has its checksum."""
+    """Return ``text`` with a first comment (after ``#!``) that has the checksum of ``text``."""
     first, _, rest = text.partition("\n")
     line = f"# {MARK} {_sum(text)}\n"
     return f"{first}\n{line}{rest}" if first.startswith("#!") else line + text
 
 
 def is_unchanged(text: str) -> bool:
-    """Return whether the command wrote this text, and nobody has changed it."""
+    """Return whether this package's command wrote this text and nobody has changed it."""
     found = re.search(rf"^\S+ {re.escape(MARK)} ([0-9a-f]+)\n", text, re.MULTILINE)
     return found is not None and found[1] == _sum(text.replace(found[0], "", 1))
 
@@ -201,7 +202,7 @@ SystemCallErrorNumber=EPERM
 LimitCORE=0
 """
 
-#: With ``cluster_identity``.
+#: The text for a service with the option ``cluster_identity``.
 _KILL_BROKER = """\
 # Kernels of servers on other machines are children of the broker, and go on without it.
 KillMode=process
@@ -229,7 +230,7 @@ def _words_of_unit(text: str) -> list[str]:
 
 
 def _unit_words(words: Sequence[str]) -> str:
-    """Return words quoted for systemd, which expands no variables in the first, the program."""
+    """Return words quoted for systemd, which expands variables in all words but the program."""
     quoted = []
     for number, word in enumerate(words):
         plain = word.replace("%", "%%").replace("$", "$$" if number else "$")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool status``, ``why`` and ``release``: show the pool, and give a slice back."""
+"""``jupyter gpupool status``, ``why`` and ``release``: show the pool, and release a slice."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ from ..endpoint import find_socket, is_machine_path
 from ..errors import BrokerUnavailable, Code, ConfigError, RefusedError
 from .picture import Style, draw, printable
 
-#: Leave or enter the terminal's second screen and hide or show the cursor (xterm control
-#: sequences), so that watching leaves no trace in the scrollback.
+#: xterm control sequences that enter or leave the terminal's second screen, and hide or show the
+#: cursor. With them, watching leaves no lines in the scrollback.
 _ENTER = "\x1b[?1049h\x1b[?25l"
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 
 
 def socket_path(given: str) -> Path:
-    """Return the broker's socket: from ``--socket``, else from the configuration, else as found."""
+    """Return the broker's socket: ``--socket``, or the configured one, or the one that is found."""
     if given:
         return Path(given)
     try:
         configured = load_settings().socket
     except ConfigError as error:
-        # A broker may be running with the earlier, valid configuration.
+        # The configuration now has mistakes, but a broker may be running with an earlier, valid
+        # one.
         print(f"Warning: {error}", file=sys.stderr)
         configured = ""
     return find_socket(configured)
 
 
 def style_for(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Style:
-    """Return how to draw on ``stream``: colour only on a terminal and without ``NO_COLOR``."""
+    """Return how to draw on ``stream``, with colour only on a terminal and without ``NO_COLOR``."""
     terminal = stream.isatty()
     width = shutil.get_terminal_size((100, 24)).columns or 100
     colour = terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
@@ -66,7 +67,7 @@ def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> 
 
 
 def connect(path: Path) -> Client:
-    """Return a connection to the broker; restart a broker that has died first."""
+    """Return a connection to the broker. A broker that has died is restarted first."""
     try:
         return Client(path)
     except BrokerUnavailable as error:
@@ -90,16 +91,16 @@ def _snapshot(path: Path) -> dict[str, Any]:
 
 
 def _clean(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer without the fields of the protocol."""
+    """Return the answer without the fields that belong only to the protocol."""
     return {key: value for key, value in message.items() if key not in ("v", "type", "id")}
 
 
 def _watch(path: Path, *, as_json: bool, interval: float) -> int:
-    """Draw until ``^C``, and connect again when the connection is lost."""
+    """Draw repeatedly until ``^C``. When the connection is lost, connect again."""
     screen = sys.stdout.isatty() and not as_json
     client: Client | None = None
     try:
-        client = connect(path)  # a wrong socket is an error at once
+        client = connect(path)  # raises an error at once if the socket is wrong
         if screen:
             sys.stdout.write(_ENTER)
         while True:
@@ -138,13 +139,13 @@ def _frame(lines: Sequence[str], *, screen: bool) -> None:
     if not screen:
         print("\n".join(lines), flush=True)
         return
-    # A terminal without a known size reports 0 rows or columns (Python 3.10 passes that on).
+    # A terminal of unknown size reports 0 rows or columns, and Python 3.10 returns this 0.
     height = shutil.get_terminal_size().lines or 24
     shown = list(lines[: height - 1])
     if len(shown) < len(lines):
         shown[-1] = f"({len(lines) - len(shown) + 1} more lines; make the window higher)"
-    # One write avoids flicker: each line is cleared only after its text, and the screen only below
-    # the last line, so no part is ever blank.
+    # One write avoids flicker. Each line is cleared only behind its text, and the screen only below
+    # the last line, so no part of the picture is blank for a moment.
     sys.stdout.write("\x1b[H" + "".join(line + "\x1b[K\n" for line in shown) + "\x1b[J")
     sys.stdout.flush()
 
@@ -170,7 +171,7 @@ def why(socket: str, name: str, *, as_json: bool) -> int:
     Raises
     ------
     RefusedError
-        If no session or several sessions match, or it belongs to another user.
+        If no session or several sessions match, or the session belongs to another user.
     """
     with connect(socket_path(socket)) as client:
         session = find_session(name, client.call("status")["sessions"])
@@ -197,7 +198,7 @@ def why_lines(answer: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _refuse_ended(name: str) -> None:
-    """Refuse the name of a detached program that has ended, and so has no session."""
+    """Raise an error if ``name`` is a detached program that has ended, and so has no session."""
     from ..programs import runfiles
 
     found = runfiles.read(name) if runfiles.is_name(name) else None

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool top``: a full-screen table of the pool's sessions, with keys that give orders.
+"""``jupyter gpupool top``: a full-screen table of the pool's sessions, with keys for orders.
 
-Without a terminal it prints the table once.
+If the output is not a terminal, it prints the table once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMES = {
 
 
 def show_top(socket: str, *, sort: str, interval: float) -> int:
-    """Show the sessions until ``q``; or once, if the output is no terminal. Returns 0."""
+    """Show the sessions until ``q``, or once if the output is not a terminal; return 0."""
     path = socket_path(socket)
     with connect(path) as client:
         snapshot = client.call("status")
@@ -71,7 +71,7 @@ def _run(screen: Any, client: Client, top: Top, interval: float) -> None:
 
 
 def _obey(client: Client, top: Top, order: TopOrder) -> None:
-    """Send an order, and show its answer or the refusal."""
+    """Send an order, and show the broker's answer or its refusal."""
     try:
         answer = client.call(order.kind, **order.fields, timeout=TEST_TIMEOUT)
     except BrokerUnavailable:

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the keys of ``jupyter gpupool top`` do: select, sort, and give orders. Pure.
+"""What the keys of ``jupyter gpupool top`` do: they select, sort, and give orders. Pure.
 
-The keys are those of htop and nvitop where these programs have the function. No key acts at once:
-the program asks for the values of an order, and then for a ``y``.
+Where htop and nvitop have the same function, the keys are the same as theirs. No key gives an order
+at once: the program asks for the order's values, and then for a ``y``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .top_table import SORTS, TopRow, head, in_order, lines, rows
 
 Snapshot = Mapping[str, Any]
 
-#: Minutes until a slice is taken back, at most: the broker's own limit.
+#: The most minutes until a slice is taken back. The broker has the same limit.
 MAX_MINUTES = 7 * 24 * 60
 
 _HELP = (
@@ -51,7 +51,7 @@ class Question:
 
     text: str
     accept: Callable[[str], Question | TopOrder | str]
-    #: Whether one key answers the question: ``y`` means yes, any other key no.
+    #: Whether one key answers the question: ``y`` means yes, and any other key means no.
     yes: bool = False
     typed: str = ""
 
@@ -68,7 +68,7 @@ def parse_minutes(text: str) -> float:
         value = float(text.strip())
     except ValueError:
         value = math.nan
-    if not 0 < value <= MAX_MINUTES:  # also false for nan
+    if not 0 < value <= MAX_MINUTES:  # NaN fails this comparison, too
         what = repr(text.strip()) if text.strip() else "Nothing"
         raise ValueError(f"{what} is not a number of minutes above 0 and up to {MAX_MINUTES}.")
     return value
@@ -82,14 +82,14 @@ class Top:
     inverted: bool = False
     selected: str = ""
     help: bool = False
-    #: The broker's answer to the last order, or why no order was sent.
+    #: The broker's answer to the last order, or the reason why no order was sent.
     message: str = ""
     question: Question | None = None
     _rows: list[TopRow] = field(default_factory=list)
     _snapshot: Snapshot | None = None
 
     def update(self, snapshot: Snapshot) -> None:
-        """Take a new status; the selected session stays selected while it exists."""
+        """Store a new status. The selected session stays selected as long as it exists."""
         self._snapshot = snapshot
         before = [row.id for row in self._rows]
         self._rows = in_order(rows(snapshot), self.sort, inverted=self.inverted)
@@ -106,7 +106,7 @@ class Top:
     # ------------------------------------------------------------------ keys
 
     def press(self, key: str) -> TopOrder | None:
-        """Handle a key; return the order that this key completes, or None."""
+        """Handle a key; return an order if this key completes one, else None."""
         if self.question is not None:
             return self._answer(self.question, key)
         self.message = ""
@@ -229,7 +229,7 @@ class Top:
     # ------------------------------------------------------------------ picture
 
     def picture(self, style: Style, height: int) -> tuple[list[str], int]:
-        """Return the lines of the screen, and which of them is the selected one (-1: none)."""
+        """Return the lines of the screen, and the number of the selected line (-1: none)."""
         if self._snapshot is None:
             return [self.message or "Asking the broker ..."], -1
         if self.help:

@@ -16,7 +16,7 @@ Snapshot = Mapping[str, Any]
 #: Columns that a table can be sorted by, in the order of the keys ``<`` and ``>``.
 SORTS = ("waste", "slice", "used", "busy", "unused", "idle", "waits", "owner")
 
-#: A session that had a slice for a shorter time (seconds) shows no figures of its use.
+#: The table shows no figures of use for a session that has had a slice for fewer seconds than this.
 LEAST = 1.0
 
 
@@ -32,8 +32,8 @@ class TopRow:
     priority: str
     slice: int
     used: int | None
-    #: Share of its time with a slice in which the session used CUDA; ``unused`` is the rest in
-    #: seconds.
+    #: ``busy``: the part of the session's time with a slice in which it used CUDA, from 0 to 1.
+    #: ``unused``: the seconds with a slice in which it did not use CUDA.
     busy: float | None
     unused: float | None
     idle: float | None
@@ -43,7 +43,7 @@ class TopRow:
 
     @property
     def waste(self) -> float | None:
-        """Bytes of the session's slice, times the seconds with a slice and without CUDA."""
+        """The bytes of the session's slice times ``unused``, the seconds without use of CUDA."""
         return None if self.unused is None else self.slice * self.unused
 
 
@@ -85,13 +85,13 @@ def _left(at: float | None, now: float) -> float | None:
 
 
 def in_order(found: Sequence[TopRow], sort: str, *, inverted: bool = False) -> list[TopRow]:
-    """Return the rows with the largest value of a column first; unknown values are last."""
+    """Return the rows sorted by a column, largest value first. Unknown values come last."""
 
     def value(row: TopRow) -> Any:
         return getattr(row, sort)
 
     known = [row for row in found if value(row) is not None]
-    # An owner's name is sorted from A to Z, a figure from the largest.
+    # Owners are sorted from A to Z, figures from the largest to the smallest.
     known.sort(key=lambda row: row.id)
     known.sort(key=value, reverse=(sort != "owner") != inverted)
     rest = sorted((row for row in found if value(row) is None), key=lambda row: row.id)
@@ -113,11 +113,12 @@ def _kept(row: TopRow) -> str:
 
 
 def _waits(row: TopRow) -> str:
-    """Return how long the session has waited, rounded as in all other places."""
+    """Return how long the session has waited, rounded as everywhere else."""
     return "" if row.waits is None else format_waited(row.waits)
 
 
-#: For each column: title, its name in ``SORTS`` ("" if none), text, and whether it holds figures.
+#: For each column: its title, its name in ``SORTS`` ("" if it has none), a function that returns
+#: its text, and whether it contains figures.
 _COLUMNS: tuple[tuple[str, str, Callable[[TopRow], str], bool], ...] = (
     ("SESSION", "", lambda row: row.id[:12], False),
     ("OWNER", "owner", lambda row: row.owner, False),
@@ -135,7 +136,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[TopRow], str], bool], ...] = (
 
 
 def lines(found: Sequence[TopRow], sort: str, style: Style) -> list[str]:
-    """Return the heading and one line for each row; the sorted column has a mark."""
+    """Return the heading and one line for each row. A mark shows the sorted column."""
     mark = "▼" if style.unicode else "v"
     titles = [f"{title}{mark}" if by == sort else title for title, by, _, _ in _COLUMNS]
     cells = [[text(row) for _, _, text, _ in _COLUMNS] for row in found]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The choice of ``c.GPUPool.cluster_identity``."""
+"""Make the authenticator that ``c.GPUPool.cluster_identity`` chooses."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .identity import Authenticator
 
 
 def authenticator(configured: str, *, reader: int) -> Authenticator | None:
-    """Return what checks credentials, as configured; None if this machine takes none.
+    """Return the configured authenticator; None if this machine accepts no credentials.
 
-    ``reader`` is the user id of the brokers, which alone may read credentials.
+    ``reader`` is the user id of the brokers. Only this user may read credentials.
     """
     if not configured:
         return None

@@ -32,8 +32,8 @@ class BrokerCalls:
         OSError
             If the connection ends first, or no answer comes in time.
         GPUPoolError
-            If the broker refuses, or the request is too long: a broker ends a connection on which
-            such a line comes, and with it all that this agent carries.
+            If the broker refuses, or the request is too long. This method does not send a line that
+            is too long: the broker would close the connection, and all other calls would fail.
         """
         if self._task.done():
             raise ConnectionResetError("The broker has closed the connection.")

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A node's side of the ledger: what its broker may grant of each shared quota. Pure.
 
-The broker tells what its sessions use and wait for. As long as that stays within the ceilings, a
-lease needs no message. The ceilings themselves come with answers of the ledger, some time later.
+The broker reports what its sessions use and wait for. As long as their use stays within the
+ceilings, a lease needs no message. The ceilings come with later answers of the ledger.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from .messages import Epoch, Holding, Key, Loan, Report, larger
 
 #: What a node does when the ledger is silent for longer than the time-out. ``closed``: its sessions
 #: keep what they have, and get no more. ``min_share``: each user and group may have a fixed share
-#: on each node; all nodes together may then exceed a quota by the share times the nodes.
+#: on each node. All nodes together may then exceed a quota by the share times the number of nodes.
 OnLoss = Literal["closed", "min_share"]
 
-#: Waiting sessions that a report names; the others are named when these have been served.
+#: Most waiting sessions that a report names. Later reports name the others, when these have been
+#: served.
 MOST_WAITS = 16
 
 
@@ -34,7 +35,7 @@ class Demand:
 class Budgets:
     """What one node may use of each key.
 
-    Only keys that the broker has mentioned are known; the ceiling of any other one is 0.
+    It knows only keys that the broker has mentioned; the ceiling of any other key is 0.
     """
 
     node: str
@@ -43,7 +44,8 @@ class Budgets:
     on_loss: OnLoss = "closed"
     #: By resource: what a user or group may have here under ``min_share``.
     share: Mapping[str, int] = field(default_factory=dict)
-    #: It grants and asks for nothing more; once no session has a slice, it is no longer counted.
+    #: The node grants nothing more and asks for nothing more. When no session has a slice, the
+    #: ledger no longer counts the node.
     drains: bool = False
     #: No session of this node has a slice, not even one of a user without a limit.
     is_empty: bool = True
@@ -54,13 +56,13 @@ class Budgets:
     waits: tuple[Mapping[Key, int], ...] = ()
     #: Keys that other nodes wait for.
     wanted: frozenset[Key] = frozenset()
-    #: Keys with a window of which no node has anything left.
+    #: Keys with a window that all nodes together have used up.
     used_up: frozenset[Key] = frozenset()
     #: The ledger counts nothing of this node any more.
     has_left: bool = False
-    #: Until when it may grant from its ceilings.
+    #: The time until which the node may grant from its ceilings.
     until: float = 0.0
-    #: When the last report was sent that the ledger has answered.
+    #: When the node sent the last report that the ledger has answered.
     heard: float | None = None
     #: Something has changed that the ledger should know at once.
     due: bool = True
@@ -68,13 +70,14 @@ class Budgets:
     _applied: int = 0
     _spent: Mapping[Key, int] = field(default_factory=dict)
     _version: int = -1
-    #: The first report to the ledger of ``epoch``. Until one is answered, each has ``spent``.
+    #: The number of the first report to the ledger of ``epoch``. Until the ledger has answered this
+    #: report or a later one, each report contains ``spent``.
     _first: int = 1
     _told: bool = False
-    #: The last report when it began or ceased to drain: the ledger knew no later one when it gave
-    #: an order that arrives with a smaller number.
+    #: The number of the last report when the node began to drain. If an order comes with an answer
+    #: to this report or an earlier one, the ledger gave the order before it knew of the change.
     _changed: int = -1
-    #: When the last reports were sent, by number.
+    #: When the node sent its last reports, by number.
     _sent: dict[int, float] = field(default_factory=dict)
 
     # ------------------------------------------------------------------ what the broker may grant
@@ -84,14 +87,14 @@ class Budgets:
         return now < self.until
 
     def age(self, now: float) -> float | None:
-        """Return how long ago the last report was that has an answer; None if none has."""
+        """Return the seconds since the last report that was answered; None if none was."""
         return None if self.heard is None else now - self.heard
 
     def most(self, key: Key, now: float) -> int:
         """Return how much of ``key`` the sessions of this node may use in all.
 
-        Sessions that have more keep it, and no other one is added. A ceiling with a window counts
-        as used up from when it was offered, so the node may use it up without the ledger.
+        Sessions that have more keep it, but the node adds no session. The ledger counts a ceiling
+        with a window as used up from the offer on, so the node may use it up without the ledger.
         """
         if key.window:
             return self.ceilings.get(key, 0)
@@ -102,7 +105,7 @@ class Budgets:
         return self.share.get(key.resource, 0) if self.on_loss == "min_share" else 0
 
     def parts(self) -> dict[Key, int]:
-        """Return the ceilings with a window: the broker keeps them over its restart."""
+        """Return the ceilings of keys with a window, which the broker keeps across its restart."""
         return {key: amount for key, amount in self.ceilings.items() if key.window}
 
     # ------------------------------------------------------------------ events
@@ -114,7 +117,7 @@ class Budgets:
         *,
         is_empty: bool = False,
     ) -> None:
-        """Take what the broker's sessions use and wait for now: all of it, not only a change."""
+        """Set all that the broker's sessions use and wait for now, not only what has changed."""
         if is_empty != self.is_empty:
             self.is_empty = is_empty
             self.due = self.due or self.drains
@@ -126,7 +129,7 @@ class Budgets:
         ):
             self.due = True  # a session needs more
         if self.waits and not new:
-            self.due = True  # other nodes may be behind this one
+            self.due = True  # other nodes may wait behind this one
         for key, use in uses.items():
             if use.keep > max(self.ceilings.get(key, 0), self.uses.get(key, Demand()).keep):
                 self.due = True
@@ -137,18 +140,18 @@ class Budgets:
                 self.due = True
 
     def hurry(self) -> None:
-        """Have the next report go out at once."""
+        """Make the next report go out at once."""
         self.due = True
 
     def drain(self, drains: bool) -> None:
-        """Grant nothing more, and leave once no session has a slice; with False, come back."""
+        """Grant nothing more, and leave when no session has a slice; with False, come back."""
         if drains == self.drains:
             return
         self.drains, self.due = drains, True
         if drains:
             self._changed = self._number
         else:
-            # The ledger may have lent to others what this node could use before.
+            # The ledger may have lent to other nodes what this node could use before.
             self._begin_life()
 
     def _begin_life(self) -> None:
@@ -160,11 +163,11 @@ class Budgets:
         self.has_left, self.due = False, True
 
     def answered(self, loan: Loan) -> None:
-        """Apply an answer; ignore one that is late, repeated, or of an earlier ledger."""
+        """Apply an answer; ignore it if it is late, repeated, or from an earlier ledger."""
         if loan.life != self.life or loan.epoch < self.epoch:
             return
         if loan.epoch > self.epoch:
-            # From now on no earlier ledger is obeyed. What this node has stays, and is reported.
+            # From now on the node ignores earlier ledgers. It keeps what it has, and reports it.
             self.epoch, self._applied, self._version = loan.epoch, 0, -1
             self._told, self.due = False, True
             self._first = self._number + 1
@@ -191,7 +194,7 @@ class Budgets:
             self._spent, self._version = larger(self._spent, loan.spent), loan.version
         for key, amount in loan.ceilings.items():
             had = self.ceilings.get(key, 0)
-            # Sessions may have begun since the report: what is in use stays.
+            # Sessions may have begun since the report, so the ceiling stays at what they use.
             new = max(amount, min(had, self.uses.get(key, Demand()).used))
             if new < had:
                 self.due = True
@@ -201,7 +204,7 @@ class Budgets:
                 self.ceilings.pop(key, None)
 
     def report(self, now: float) -> Report:
-        """Return the next report; it is to be sent now."""
+        """Return the next report; the caller must send it now."""
         self._number += 1
         self._sent[self._number] = now
         if len(self._sent) > 64:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Why a kernel waits, as far as other machines are concerned: sentences for people. Pure.
 
-A kernel stays on the machine where it has started, so what other machines have free helps with the
-next one. What they have of the same limit is what this one waits for.
+A kernel stays on the machine where it has started, so free GPUs of other machines only help the
+user's next kernel. But if a kernel waits for a limit, it waits for what other machines have of it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ..units import format_bytes, format_seconds
 from .messages import GPU_SECONDS
 from .placing import PlacementRequest, lacks_model, lies_on
 
-#: Folders that a sentence names; a kernel may work with 16.
+#: Most folders that a sentence names; a kernel may work with 16.
 MOST_FOLDERS = 3
 
-#: What a machine lacks in a state in which it takes no new kernel.
+#: For each state in which a machine takes no new kernel: the answer, and the reason.
 _CLOSED = {
     "draining": "no, it drains and gives no new slices",
     "left": "no, it has drained and left",
@@ -43,7 +43,7 @@ def uses(node: Mapping[str, Any]) -> list[str]:
 
 
 def models(gpus: Iterable[Sequence[Any]]) -> str:
-    """Return the models of a machine's GPUs: one name if all are of one, else counts, too."""
+    """Return the models of a machine's GPUs: one name if all are the same, else with counts."""
     counts = Counter(str(name) for name, _ in gpus)
     if len(counts) == 1:
         return next(iter(counts))
@@ -51,7 +51,7 @@ def models(gpus: Iterable[Sequence[Any]]) -> str:
 
 
 def elsewhere(view: Mapping[str, Any] | None, here: str, owner: str, group: str) -> list[str]:
-    """Return what the machines but ``here`` have of the limits of a user or group, as sentences."""
+    """Return sentences: what machines other than ``here`` have of a user's and a group's limits."""
     if view is None:
         return ["What other machines have is unknown: the cluster's ledger does not answer now."]
     names = {("user", owner), ("group", group)}
@@ -67,9 +67,9 @@ def elsewhere(view: Mapping[str, Any] | None, here: str, owner: str, group: str)
 def considered(
     view: Mapping[str, Any] | None, here: str, wanted: PlacementRequest
 ) -> dict[str, str]:
-    """Return for each machine but ``here`` whether a kernel like this one has room there.
+    """Return for each machine other than ``here`` whether it has room for a kernel like this one.
 
-    If it has none, the text says what the machine lacks.
+    If it has no room, the text says what the machine lacks.
     """
     nodes = [] if view is None else view["nodes"]
     return {
@@ -80,7 +80,7 @@ def considered(
 
 
 def sentences(here: str, wanted: PlacementRequest, found: Mapping[str, str]) -> list[str]:
-    """Return what :func:`considered` has found as lines below a question."""
+    """Return a question as the first line, and the results of :func:`considered` below it."""
     if not found:
         return []
     asked = format_bytes(wanted.memory)

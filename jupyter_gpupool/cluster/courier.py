@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The agent of one machine: carries reports from its broker to the ledger, and answers back.
 
-It decides nothing and keeps nothing, so it may be killed at any time. If broker or ledger does not
-answer, it tries again; the broker itself notices when no answer comes in time.
+The agent decides nothing and keeps nothing, so it may be killed at any time. If the broker or the
+ledger does not answer, the agent tries again. The broker itself notices when no answer of the
+ledger comes in time.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from ..protocol import MAX_LINE
 from .broker_calls import BrokerCalls, broker_calls
 from .mail import Mail, PassOn, letter_in
 
-#: Seconds after which a report goes out although nothing has changed; the ledger's time-out is some
-#: of these.
+#: Seconds after which a report goes out although nothing has changed. The ledger's time-out is
+#: several times longer.
 INTERVAL = 2.0
-#: Seconds until the next attempt where a broker or a ledger does not answer.
+#: Seconds until the next attempt if a broker or a ledger does not answer.
 AGAIN = 0.5
-#: Seconds in which a broker must answer beyond what it was asked to wait.
+#: Seconds in which a broker must answer, in addition to the time that the request lets it wait.
 PATIENCE = 10.0
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ async def carry(
 ) -> None:
     """Carry reports of a broker to ``send`` and ``answers`` to the broker, until cancelled.
 
-    ``send`` and ``relay``, which passes letters on, may raise ``OSError`` where no ledger answers.
+    ``relay`` passes letters on. ``send`` and ``relay`` may raise ``OSError`` if no ledger answers.
     """
     while True:
         try:
@@ -65,7 +66,7 @@ async def _reports(
         try:
             await send(found["report"])
         except OSError:
-            # The report is lost, as on any network. The next one has all of it.
+            # The report is lost. The next report contains everything again.
             await asyncio.sleep(AGAIN)
             wait = 0.0
 
@@ -81,7 +82,7 @@ async def _lend(link: BrokerCalls, answers: asyncio.Queue[str], mail: Mail) -> N
 
 
 async def _together(*works: Awaitable[None]) -> None:
-    """Run all until one ends or fails; the others are cancelled."""
+    """Run all works until one of them ends or fails; then cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -94,7 +95,7 @@ async def _together(*works: Awaitable[None]) -> None:
 
 
 class SocketLedger:
-    """A ledger behind a unix socket, for machines that are processes of one host."""
+    """A ledger behind a unix socket, for several "machines" that are processes on one host."""
 
     def __init__(self, path: Path) -> None:
         self.answers: asyncio.Queue[str] = asyncio.Queue()
@@ -103,11 +104,11 @@ class SocketLedger:
         self._task: asyncio.Task[None] | None = None
 
     async def send(self, report: str) -> None:
-        """Send a report; connect first where there is no connection."""
+        """Send a report; connect first if there is no connection."""
         await self._write(report.encode())
 
     async def relay(self, node: str, text: str) -> None:
-        """Have the ledger pass a letter on."""
+        """Make the ledger pass a letter on to a node."""
         await self._write(json.dumps({"to": node, "text": text}).encode())
 
     async def _write(self, line: bytes) -> None:

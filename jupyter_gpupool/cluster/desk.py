@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A ledger with a clock and a post: reports come in as text, answers go out as text."""
+"""A ledger in an event loop, with a clock: it gets reports as text, and sends answers as text."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from .messages import loan_to_json, report_from_json
 
 _LOG = logging.getLogger(__name__)
 
-#: Seconds without an answer after which a machine grants nothing more of shared limits; and how
-#: much later its ceilings are free if it was fenced.
+#: Seconds without an answer after which a machine grants nothing more of shared limits; and the
+#: seconds after that until the ceilings of a fenced machine are free.
 TTL, MARGIN = 8.0, 2.0
 
 
-#: Characters of a view for a node: its broker takes no more in one message.
+#: Most characters of a view for a node: its broker accepts no longer message.
 MOST_TEXT = 120_000
 
 
 def view_text(found: dict[str, Any]) -> str:
-    """Return what all nodes have, for a node.
+    """Return what all nodes have, as text for one node.
 
-    Where that is too much, it goes without details, and then without the last nodes.
+    If the text is too long, it leaves out the details, and if necessary the last nodes, too.
     """
     nodes, brief = found["nodes"], False
     while True:
@@ -48,7 +48,7 @@ def view_text(found: dict[str, Any]) -> str:
 
 
 def _brief(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a node without the details of its summary: they are unknown then."""
+    """Return a node without the details of its summary, which are then unknown."""
     summary = node.get("summary")
     return node if summary is None else {
         **node, "summary": {**summary, "gpus": None, "sessions": None, "data": None},
@@ -61,7 +61,7 @@ class Desk:
     Parameters
     ----------
     post:
-        Sends an answer, as text, to a node; it may be lost.
+        Sends an answer, as text, to a node. The answer may be lost.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class Desk:
         self.superseded = asyncio.Event()
 
     def report(self, text: str) -> str:
-        """Take a report; return the name of its node.
+        """Handle a report; return the name of its node.
 
         Raises
         ------
         ValueError, KeyError, TypeError, IndexError
-            If it is none.
+            If ``text`` is not a report.
         """
         report = report_from_json(json.loads(text))
         self._do(ev.Reported(now=time.monotonic(), report=report))
@@ -99,7 +99,7 @@ class Desk:
     def pass_on(self, node: str, text: str) -> None:
         """Send a letter to the agent of a node.
 
-        The sender of an order for a silent node hears at once that nobody takes it. Otherwise its
+        If the node is silent, the sender of an order gets a refusal at once. Otherwise the sender's
         broker would wait for a minute.
         """
         known = self._ledger.nodes.get(node)
@@ -108,7 +108,7 @@ class Desk:
             self._post(node, text)
 
     def _return(self, node: str, text: str, age: float) -> bool:
-        """Send an order back with a refusal; return False for a result, and for no letter."""
+        """Send a refusal to an order's sender; return False if ``text`` is no order."""
         try:
             letter = json.loads(text)["letter"]
             sender, name = str(letter["from"]), str(letter["name"])
@@ -125,7 +125,7 @@ class Desk:
         return True
 
     def fence(self, node: str) -> None:
-        """Note the word of an admin that no kernel runs on a node any more."""
+        """Record that an admin says that no kernel runs on a node any more."""
         self._do(ev.Fenced(now=time.monotonic(), node=node))
 
     def drain(self, node: str, drains: bool) -> None:
@@ -133,13 +133,13 @@ class Desk:
         self._do(ev.DrainAsked(now=time.monotonic(), node=node, drains=drains))
 
     def change(self, limits: ev.Limits, members: Iterable[str]) -> None:
-        """Take other limits and members."""
+        """Replace the limits and the members."""
         now = time.monotonic()
         self._do(ev.LimitsChanged(now=now, limits=limits))
         self._do(ev.MembersChanged(now=now, names=frozenset(members)))
 
     def view(self) -> dict[str, Any]:
-        """Return the members and what counts of each limit, for people."""
+        """Return the members, and how much of each limit counts for each member, for people."""
         self._do(ev.Tick(now=time.monotonic()))
         return {
             "epoch": list(self._ledger.epoch),

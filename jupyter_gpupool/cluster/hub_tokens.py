@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Credentials by a JupyterHub token: the Hub says whose token it is.
 
-A Hub knows a revoked token, so an answer counts for :data:`FRESH` seconds only. The token itself is
-in the credential. So the agents, which carry it, could use it: choose this only where all users of
-the agents' machines may act for each other anyway, or where MUNGE cannot tell users apart.
+A Hub can revoke a token, so an answer of the Hub is valid for :data:`FRESH` seconds only. The token
+itself is in the credential, so the agents that carry the credential could use the token. Choose
+this method only if all users of the agents' machines may act for each other anyway, or if MUNGE
+cannot tell users apart.
 """
 
 from __future__ import annotations
@@ -22,45 +23,46 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 from .identity import LIFETIME, CheckedCredential, bad, cannot
 
-#: Seconds for which an answer of the Hub counts, and in which it must come.
+#: Seconds for which an answer of the Hub is valid, and seconds in which the answer must come.
 FRESH, PATIENCE = 60.0, 10.0
-#: Most tokens whose owners are remembered.
+#: Most tokens whose owners this module remembers.
 MOST = 10_000
 #: Most bytes of an answer of the Hub.
 _MOST_BYTES = 1 << 20
 
-#: Where a server that JupyterHub has started finds its token.
+#: The variable in which a server that JupyterHub has started finds its token.
 TOKEN_VARIABLE = "JUPYTERHUB_API_TOKEN"
 
 
-#: A scope that the Hub always gives to the token of a user's own server, and not to one that the
-#: user's browser has given to somebody else's server or to a service: those only name the user.
+#: A scope that the Hub always gives to the token of a user's own server. A token that the user's
+#: browser has given to another user's server, or to a service, lacks this scope: such a token only
+#: names the user.
 _OWN = "users:activity"
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Follows no redirect: a token goes to the Hub and nowhere else."""
+    """Follows no redirect, so that a token goes only to the Hub."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 class HubTokens:
-    """Asks a JupyterHub whose a token is.
+    """Asks a JupyterHub who owns a token.
 
     Parameters
     ----------
     api:
         The address of the Hub's API, such as ``http://hub:8081/hub/api``.
     clock:
-        Returns seconds; for the age of answers.
+        Returns the time in seconds, for the age of answers.
     """
 
     def __init__(self, api: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._url = f"{api.rstrip('/')}/user"
         self._clock = clock
         self._opener = build_opener(ProxyHandler({}), _NoRedirect())
-        #: By the hash of a token: the user, and when the Hub said so.
+        #: By the hash of a token: the user, and the time of the Hub's answer.
         self._known: dict[str, tuple[str, float]] = {}
         #: Credentials that were used, and when they expire.
         self._used: dict[str, float] = {}
@@ -79,7 +81,7 @@ class HubTokens:
         return json.dumps(values, separators=(",", ":"))
 
     def check(self, credential: str) -> CheckedCredential:
-        """Return the user of the token in a credential, and its text; a second time refuse it."""
+        """Return the token's user and the text of a credential; refuse it if it was used before."""
         try:
             values = json.loads(credential)
             token, text, made = str(values["token"]), str(values["text"]), float(values["made"])
@@ -107,7 +109,7 @@ class HubTokens:
                 raise bad("it was used before")
             if len(self._used) >= MOST:
                 self._used = {key: until for key, until in self._used.items() if until > now}
-            # A credential counts this long before its date and after it.
+            # A credential is valid for LIFETIME before its date and for LIFETIME after it.
             self._used[mark] = now + 2 * LIFETIME
 
     def _owner(self, token: str) -> str:

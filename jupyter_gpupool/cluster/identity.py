@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Who asks for something on another machine: credentials that carry an order to its broker.
+"""Credentials: a credential carries an order to another machine's broker, and proves its user.
 
-The agents of the cluster carry credentials. With ``munge`` they can neither read nor change one,
-nor use it on another machine. ``hub_tokens`` does not protect from them: the token is readable.
+The agents of the cluster carry credentials. With ``munge`` an agent can neither read nor change a
+credential, nor use it on another machine. ``hub_tokens`` does not protect against the agents: they
+can read the token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 from ..errors import Code, RefusedError
 
-#: Seconds for which a credential may be used: the machines' clocks may differ by less.
+#: Seconds for which a credential is valid. The machines' clocks must differ by less than this.
 LIFETIME = 120
 
 
@@ -28,7 +29,7 @@ class CheckedCredential:
 
 
 class Authenticator(Protocol):
-    """Makes credentials for the user of this process, and checks those of others.
+    """Makes credentials for the user of this process, and checks credentials of other users.
 
     Both methods may block for seconds, so call them in a thread.
     """
@@ -42,7 +43,7 @@ class Authenticator(Protocol):
         Raises
         ------
         RefusedError
-            With code ``bad-credential``, or ``no-authenticator`` if nobody can tell now.
+            With code ``bad-credential``, or ``no-authenticator`` if it cannot be checked now.
         """
 
 
@@ -56,15 +57,15 @@ def bad(why: str, next_step: str = "") -> RefusedError:
 
 
 def cannot(why: str, next_step: str = "") -> RefusedError:
-    """Return the refusal where credentials cannot be made or checked now."""
+    """Return the refusal for the case that credentials cannot be made or checked now."""
     return RefusedError(why, code=Code.NO_AUTHENTICATOR, next_step=next_step)
 
 
 def order_text(node: str, order: Mapping[str, Any]) -> str:
     """Return an order as text, for the broker of one machine only.
 
-    A machine remembers the credentials that it has seen, and knows nothing of those that another
-    one has seen. So the text names the machine.
+    A machine remembers the credentials that it has seen itself. It does not know which credentials
+    another machine has seen. So the text names the machine.
     """
     return json.dumps({**order, "node": node}, separators=(",", ":"))
 

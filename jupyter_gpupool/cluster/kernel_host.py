@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs as a kernel's user, on the kernel's machine: becomes the kernel, reads its log, or asks the
-broker there something about it.
+"""A program that runs as a kernel's user, on the kernel's machine, and executes one order.
 
-The broker, which runs as root, starts this program and never opens a file of a user itself. The
-order comes on standard input, the answer goes to standard output: one line of JSON each.
+It becomes the kernel, removes the kernel's files, returns the end of its log, or sends the broker
+there a request about the kernel. The broker, which runs as root, starts this program and never
+opens a file of a user itself. The order comes on standard input, and the answer goes to standard
+output: each is one line of JSON.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ from ..protocol import encode, error_message
 
 PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
-#: Most bytes of a log that are returned, and that a log has before a start empties it.
+#: Most bytes of a log that an answer has; and the size of a log above which the next start of the
+#: kernel empties it.
 LAST, MOST = 16 << 10, 4 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def missing(machine: str, what: str, next_step: str) -> RefusedError:
-    """Return the refusal where a machine lacks something, with its name."""
+    """Return the refusal for a machine that lacks something; it names the machine."""
     return RefusedError(f"On {machine}, {what}.", code=Code.NOT_THERE, next_step=next_step)
 
 
@@ -93,7 +95,7 @@ class KernelFiles:
 
 
 def kernelspec(order: Mapping[str, Any], machine: str) -> dict[str, Any]:
-    """Return the kernelspec that the order names, if this machine has it and it can encrypt."""
+    """Return the order's kernelspec, if this machine has it and its kernel can encrypt."""
     name = str(order["kernel"])
     spec = dict(read_kernelspec(name)) if _NAME.fullmatch(name) else {}
     if not spec.get("argv"):
@@ -148,7 +150,7 @@ def enter(folder: str, machine: str) -> None:
 
 
 def free_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
-    """Return a free port for each channel; ``before`` those of the kernel before its restart."""
+    """Return a free port for each channel; after a restart, the same ports as ``before``."""
     with ExitStack() as held:
         found = {}
         for name in PORTS:
@@ -167,7 +169,7 @@ def free_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
 
 
 def start(message: Mapping[str, Any]) -> tuple[list[str], dict[str, str], dict[str, Any], int]:
-    """Prepare a kernel; return its command and environment, the answer, and its log."""
+    """Prepare a kernel; return its command, its environment, the answer, and its open log."""
     order, machine = message["order"], message["machine"]
     place = KernelFiles(str(order["kernel_id"]))
     place.make()
@@ -213,7 +215,7 @@ def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Carry out an order that ends at once; return the answer."""
     order = message["order"]
     if order["do"] == "tell":
-        # The broker sees this process's user, so it checks whose session that is.
+        # The broker sees this process's user id, and checks that the session belongs to this user.
         with Client(Path(message["socket"])) as client:
             answer = client.call(order["request"], session=order["session"], **order["fields"])
         return {"answer": {k: v for k, v in answer.items() if k not in ("v", "type", "id")}}
@@ -225,8 +227,8 @@ def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _become(command: list[str], env: dict[str, str], log: int) -> NoReturn:
-    # A child inherits the signals that the broker ignores or blocks, and nobody could interrupt a
-    # kernel that ignores SIGINT.
+    # This process has inherited the signals that the broker ignores or blocks. Reset them: nobody
+    # could interrupt a kernel that ignores SIGINT.
     for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -238,14 +240,17 @@ def _become(command: list[str], env: dict[str, str], log: int) -> NoReturn:
 
 
 def give_up_protection(path: Path = Path("/proc/self/oom_score_adj")) -> None:
-    """Let Linux end this process before the broker, which its service protects as memory ends."""
+    """Let Linux kill this process before the broker if memory runs out.
+
+    The broker's service protects the broker, and this process has inherited the protection.
+    """
     with suppress(OSError, ValueError):
         if int(path.read_text()) < 0:
             path.write_text("0")
 
 
 def main() -> int:
-    """Read an order, and carry it out."""
+    """Read an order and execute it."""
     message = json.loads(sys.stdin.readline())
     becomes, fault = None, "The order could not be carried out"
     try:

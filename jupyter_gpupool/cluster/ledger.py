@@ -4,41 +4,45 @@
 
 Why no quota is ever exceeded
 -----------------------------
-A node uses no more of a key than its ceiling. So it is enough that the ceilings of all nodes never
-sum to more than the limit. The ledger cannot know a ceiling, because messages take time; it counts
-the largest that it can be: the one of the last report, what was in use then, and every ceiling
-offered since that the node has not confirmed. A node applies answers in the order of their serial
-numbers only, so an offer before the last one that it confirms is void. A smaller ceiling counts
-once the node reports it.
+A node uses no more of a key than its ceiling. So it is enough that the ceilings of all nodes
+together never exceed the limit. The ledger cannot know a node's ceiling exactly, because messages
+take time. So it counts the largest value that the ceiling can have. This is the maximum of the
+ceiling in the last report, the amount in use at that time, and every ceiling that the ledger has
+offered since and the node has not confirmed. A node applies answers only in the order of their
+serial numbers, so the offers before the last one that it confirms are void. A smaller ceiling
+counts as soon as the node reports it.
 
 What a ledger forgets
 ---------------------
-Everything: it writes nothing to a disk. A new ledger learns from the reports. It lends nothing
-before it has heard every member. The members are a list of the admin's or the engine's: a ledger
-that took the nodes that it happens to hear for all would lend again what a node has that it cannot
-reach. Each life of a ledger has a fencing token. A node that has reported to a ledger ignores every
-one with a smaller token, so when the new ledger begins to lend, no node obeys an earlier one. (It
-is the first phase of Paxos: L. Lamport, "Paxos Made Simple", 2001.)
+A ledger forgets everything when it ends, because it writes nothing to a disk. A new ledger learns
+from the reports of the nodes. It lends nothing before it has heard every member. The list of
+members comes from the admin or from the engine. If the ledger only counted the nodes that it hears,
+it would lend again what an unreachable node has. Each life of a ledger has a fencing token. A node
+that has reported to a ledger ignores every ledger with a smaller token. So when the new ledger
+begins to lend, no node obeys an earlier ledger. (This is the first phase of Paxos: L. Lamport,
+"Paxos Made Simple", 2001.)
 
 A node that is silent
 ---------------------
-Its kernels probably still run: Ray calls a machine dead after seconds without a heartbeat. So its
-ceilings stay counted until it reports again, leaves, or is fenced: an admin says that no kernel
-runs there any more, or takes it from the list. They count in any case until the node itself has
-stopped to grant (``ttl`` after the last answer that it can have seen, and ``margin`` for a clock
-that is slow).
+The kernels of a silent node probably still run: Ray declares a machine dead after only a few
+seconds without a heartbeat. So the node's ceilings count until it reports again, leaves, or is
+fenced. Fenced means that an admin says that no kernel runs there any more, or removes the node from
+the list. Even then the ceilings count until the node itself has stopped granting. That is ``ttl``
+after the last answer that it can have seen, and ``margin`` more because its clock may be slow.
 
 A node that leaves
 ------------------
-drains first: it grants nothing more, and what its sessions have stays counted until they have given
-it back. A node that comes back begins a new life, because what it could use may be lent to others.
+A node that leaves drains first: it grants nothing more, and what its sessions have counts until
+they have given it back. A node that comes back begins a new life, because the ledger may have lent
+to other nodes what this node could use before.
 
 Who gets what is free
 ---------------------
-A session gets all its keys or none. Nodes whose sessions wait are served in the order in which they
-began to wait, the same for all keys; what the first ones need is kept for them. So the first one is
-always served in the end. What no session needs, nodes keep in proportion to what their sessions
-would use; for a node that waits, those with the most give up what it lacks.
+A session gets all its keys or none. The ledger serves the nodes whose sessions wait in the order in
+which they began to wait; this order is the same for all keys. The ledger keeps for the first nodes
+what they need, so the first node is always served in the end. If no session needs an amount, the
+nodes keep it in proportion to what their sessions would use. If a node waits, the nodes that keep
+the most unused give up what the waiting node lacks.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ from .ledger_usage import AllUsage
 from .messages import Epoch, Holding, Key, Loan, Report, recent
 from .queues import Queues
 
-#: Limits that are remembered: days pass, and users come and go.
+#: Most limits that the ledger remembers. Each day and each new user add keys.
 MOST_KNOWN = 100_000
 
 NOTHING = Holding()
@@ -76,13 +80,13 @@ class Ledger:
     Parameters
     ----------
     name:
-        Another one for each life of a ledger.
+        The name of this life of the ledger; each life has a different name.
     members:
         See :class:`MembersChanged`.
     ttl:
         Seconds without an answer after which a node grants nothing more from its ceilings.
     margin:
-        Seconds that are added to that before the ceilings of a fenced node are free.
+        Seconds after ``ttl`` until the ceilings of a fenced node are free.
     """
 
     def __init__(
@@ -103,16 +107,16 @@ class Ledger:
         self.stopped = False
         self.ttl, self.margin = ttl, margin
         self._limits = limits
-        #: Limits that were looked up since these are in force.
+        #: Limits that were looked up since the last change of the limits.
         self._known: dict[Key, int | None] = {}
         self._now = now
         self._serving = False
         #: What nodes that are gone have used up.
         self._spent: dict[Key, int] = {}
         self._version = 1
-        #: What counts of each key, over all nodes and what is spent.
+        #: How much of each key counts: the sum over all nodes, and what is spent.
         self._totals: dict[Key, int] = {}
-        #: By key: the nodes of which something counts.
+        #: By key: the nodes for which an amount of the key counts.
         self._holders: dict[Key, set[str]] = {}
         #: What all nodes would keep of each key.
         self._keeps: dict[Key, int] = {}
@@ -121,10 +125,10 @@ class Ledger:
         self._queues = Queues(self._is_silent)
         self._usage = AllUsage()
 
-    # ------------------------------------------------------------------ the door
+    # ------------------------------------------------------------------ the interface
 
     def handle(self, event: Event) -> list[Action]:
-        """Take an event; return what must be done about it."""
+        """Handle an event; return the actions that the caller must perform."""
         if self.stopped:
             return []
         self._now = max(self._now, event.now)
@@ -155,9 +159,9 @@ class Ledger:
 
     @property
     def serving(self) -> bool:
-        """Whether it lends: every member has been heard, or is gone.
+        """Whether the ledger lends: it has heard every member that is not gone.
 
-        A member that is added later has nothing of an earlier ledger.
+        It does not wait for a member that is added later, which has nothing of an earlier ledger.
         """
         if not self._serving:
             self._serving = all(node.heard or node.gone for node in self.nodes.values())
@@ -177,11 +181,11 @@ class Ledger:
         return limit
 
     def counted(self, key: Key) -> int:
-        """Return how much of a key the nodes may use at most, and have used up."""
+        """Return how much of a key the nodes may use at most, plus what they have used up."""
         return self._totals.get(key, 0)
 
     def views(self) -> list[NodeView]:
-        """Return all members, by name."""
+        """Return all members, sorted by name."""
         nodes = sorted(self.nodes.values(), key=lambda node: node.name)
         return [node.view(self._now, self.ttl) for node in nodes]
 
@@ -210,8 +214,8 @@ class Ledger:
             return [Send(self._answer(node))]
         node.seen = self._now
         if node.free_at < math.inf and not report.leaves:
-            self._unfence(node)  # it lives
-        # While it obeys an earlier ledger, what it has can still change.
+            self._unfence(node)  # the node lives
+        # While a node obeys an earlier ledger, that ledger can still change what the node has.
         if report.epoch == self.epoch and report.spent is not None and not node.heard:
             node.heard = True
             self._learn(report.spent)
@@ -227,9 +231,9 @@ class Ledger:
         return [*self._lend(node), *self._push_all(freed, but=node.name)]
 
     def _begin(self, number: int) -> None:
-        """Begin anew with a greater token: what was heard so far may have changed since.
+        """Begin again with a greater token, because what the nodes have may have changed.
 
-        A member that was fenced may have come back, and obeyed the other ledger.
+        A member that was fenced may have come back and obeyed the other ledger.
         """
         self.epoch = Epoch(number, self.epoch.ledger)
         for node in self.nodes.values():
@@ -241,7 +245,7 @@ class Ledger:
             node.version = -1
 
     def _new_life(self, node: Node, report: Report) -> None:
-        """Let the offers to an earlier life count no more: no node applies them."""
+        """Begin a node's new life; drop the offers to the earlier life: no node applies them."""
         for key, amount in node.counted.items():
             # A broker that has lost its journal does not know what it has used up.
             now = report.holdings.get(key, NOTHING)
@@ -336,7 +340,7 @@ class Ledger:
     # ------------------------------------------------------------------ lending
 
     def _lend(self, node: Node) -> list[Action]:
-        """Answer a report: offer new ceilings, and ask others for what the node waits for."""
+        """Answer a report: offer new ceilings, and ask other nodes for what this node waits for."""
         waited = self._queues.of(node.name)
         new = self._ceilings(node, node.holdings)
         ceilings = {k: n for k, n in new.items() if n != node.holdings.get(k, NOTHING).ceiling}
@@ -353,7 +357,7 @@ class Ledger:
         return actions
 
     def _push(self, node: Node, *, less: Iterable[Key] = ()) -> list[Action]:
-        """Offer a node more for its sessions without a report of it, or less of some keys."""
+        """Offer a node more for its sessions, or less of some keys, although it did not report."""
         ceilings: dict[Key, int] = {}
         for key, new in self._ceilings(node, less).items():
             last = node.last_offer(key)
@@ -365,9 +369,10 @@ class Ledger:
         return [Send(self._answer(node, ceilings))]
 
     def _ceilings(self, node: Node, keys: Iterable[Key]) -> dict[Key, int]:
-        """Return the ceilings that a node should have, of keys with a limit; note if it waits.
+        """Return the ceilings that a node should have; record whether the node waits.
 
-        Those of ``keys``, and of what its sessions wait for and can have.
+        The result has those of ``keys`` that have a limit, and the keys that the node's sessions
+        wait for and can have.
         """
         extra: dict[Key, int] = {}
         unserved: Mapping[Key, int] = {}
@@ -387,7 +392,7 @@ class Ledger:
                 need <= (self.limit_of(key) or 0) for key, need in limited.items()
             ):
                 unserved = limited
-        # How much nodes that wait for longer need does not change by this.
+        # This does not change how much the nodes need that have waited for longer.
         self._queues.put(node.name, unserved)
         found: dict[Key, int] = {}
         for key in dict.fromkeys((*keys, *extra)) if extra else keys:
@@ -397,44 +402,50 @@ class Ledger:
             held = node.holdings.get(key, NOTHING)
             found[key] = held.used + extra.get(key, 0) if extra else held.used
             if held.keep > found[key]:
-                # What all would keep is divided, rounded up.
+                # Divide the limit in proportion to what all nodes would keep, and round up.
                 keep, keeps = held.keep, self._keeps[key]
                 part = keep if keeps <= limit else -(-limit * keep // keeps)
                 found[key] = max(found[key], min(part, self._unused(node, key)))
             if key.window:
-                # A session uses on while it is suspended; its next one must not do so, too.
+                # A session still uses GPU-seconds while it is being suspended. The limit here is
+                # what is free, so that the next session does not also use more.
                 found[key] = min(found[key], max(0, self._free(node, key)))
         return found
 
     def _needed(self, key: Key, need: int) -> int:
-        """Return how much a session waits for: of a window no more than is left of it."""
+        """Return how much a session waits for; of a window, at most what is left of it."""
         if not key.window:
             return need
         return min(need, max(1, self._left_of_window(key)))
 
     def _left_of_window(self, key: Key) -> int:
-        """Return how much of a key with a window no node has used up."""
+        """Return how much of a key with a window is not used up yet by the nodes."""
         return (self.limit_of(key) or 0) - self._used.get(key, 0) - self._spent.get(key, 0)
 
     def _left(self, node: Node, key: Key) -> int:
         """Return the most of a key that the sessions of a node may use."""
-        # What it was just offered for a session stays, or two nodes would take it from each other.
+        # The node keeps what it was just offered for a session. Otherwise two nodes would take it
+        # from each other.
         kept = min(self._free(node, key), node.last_offer(key))
         return max(self._unused(node, key), kept)
 
     def _unused(self, node: Node, key: Key) -> int:
-        """Return the most of a key that a node may keep: not what nodes before it wait for."""
+        """Return the most of a key that a node may keep: not what nodes before it wait for.
+
+        Nodes before it are those that have waited for longer.
+        """
         free = self._free(node, key)
         return free - self._queues.before(key, node.name, free)
 
     def _free(self, node: Node, key: Key) -> int:
-        """Return what no other node has of a key."""
+        """Return how much of a key no other node has."""
         return (self.limit_of(key) or 0) - self.counted(key) + node.counted.get(key, 0)
 
     def _push_all(self, keys: Iterable[Key], but: str = "") -> list[Action]:
-        """Offer what has come free of ``keys`` to the nodes that wait for it.
+        """Offer the free amounts of ``keys`` to the nodes that wait for them.
 
-        Only to those that it reaches in the order of their waits: a queue may be long.
+        Only the first nodes in the order of their waits get an offer, as far as the free amount
+        reaches: a queue may be long.
         """
         reached = dict.fromkeys(
             name
@@ -446,7 +457,7 @@ class Ledger:
         ]
 
     def _keep_unused(self, key: Key, need: int) -> list[str]:
-        """Return the nodes that keep the most of a key unused, until that is ``need``."""
+        """Return the nodes that keep the most of a key unused: enough nodes for ``need``."""
         found = []
         for name in self._holders.get(key, ()):
             node = self.nodes[name]
@@ -461,7 +472,7 @@ class Ledger:
         return names
 
     def _offer(self, node: Node, ceilings: dict[Key, int]) -> None:
-        """Count an offer from now on; the next answer makes it."""
+        """Count an offer from now on; the next answer to the node contains it."""
         if not ceilings:
             return
         node.note_offer(ceilings)
@@ -483,13 +494,13 @@ class Ledger:
         )  # fmt: skip
 
     def _is_used_up(self, key: Key) -> bool:
-        """Return whether no node has any of a window's amount left."""
+        """Return whether the nodes have used up the whole limit of a key with a window."""
         return self.limit_of(key) is not None and self._left_of_window(key) <= 0
 
     # ------------------------------------------------------------------ nodes that are gone
 
     def _order(self, event: DrainAsked) -> list[Action]:
-        """Order a node to drain or to come back, until its reports say that it does."""
+        """Order a node to drain or to come back; repeat it until the node's reports confirm it."""
         node = self.nodes.get(event.node)
         if node is None or (node.heard and node.drains == event.drains and node.order is None):
             return []

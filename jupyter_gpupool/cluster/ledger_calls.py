@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Questions to a cluster's ledger, each with a time limit.
+"""Calls of commands to a cluster's ledger, each with a time-out.
 
 Ray's calls block: without a head, one of them takes two minutes to fail, and no argument shortens
-that. So a child process makes them, and is killed if it does not answer.
+that. So a child process makes the calls. If the child does not answer, this module kills it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 from ..errors import Code, GPUPoolError, RefusedError
 
-#: Seconds for a connection to the head's port; to join the cluster as well and get an answer; and
-#: for an answer once that was done.
+#: Seconds to connect to the head's port; to join the cluster and get the first answer; and to get
+#: each later answer.
 PROBE, JOIN, ANSWER = 3.0, 20.0, 10.0
 
-#: Attempts of Ray to reach its head, one each second; by default 20.
+#: Attempts of Ray to reach its head, one each second. Ray's default is 20.
 TRIES = "6"
 
 _PROGRAM = (sys.executable, "-m", "jupyter_gpupool.cluster.ledger_calls")
 
 
 class LedgerCalls:
-    """The way of a command to the ledger of the cluster whose head is at ``address``."""
+    """A command's connection to the ledger of the cluster whose head is at ``address``."""
 
     def __init__(self, address: str, *, program: Sequence[str] = _PROGRAM) -> None:
         self.address = address
@@ -58,7 +58,7 @@ class LedgerCalls:
         Raises
         ------
         RefusedError
-            If the address is none, or no ledger answers in time.
+            If ``address`` is not an address, or no ledger answers in time.
         """
         first = self._child is None
         if self._child is None:
@@ -80,7 +80,7 @@ class LedgerCalls:
         return found["answer"]
 
     def _probe(self, asked: str) -> None:
-        """Connect to the head's port: a machine that is gone is found at once."""
+        """Connect to the head's port, to find out at once if the machine is gone."""
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal():
             raise RefusedError(
@@ -95,7 +95,7 @@ class LedgerCalls:
             raise self._silent(asked, f"cannot be reached: {why}") from None
 
     def _exchange(self, child: subprocess.Popen[str], line: str, seconds: float) -> str | None:
-        """Send a line; return the next one, "" if the child has ended, None if it is silent."""
+        """Send a line; return the answer, "" if the child has ended, None if it is silent."""
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -105,7 +105,7 @@ class LedgerCalls:
             return ""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            # One line for each request: nothing of an earlier answer is in the buffer.
+            # Each request has one line as answer, so no earlier answer is left in the buffer.
             if select.select([child.stdout], [], [], left)[0]:
                 return child.stdout.readline()
         return None
@@ -121,11 +121,11 @@ class LedgerCalls:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer the requests that come in as lines, until there is no more."""
+    """Answer the requests on standard input, one per line, until it ends."""
     (address,) = sys.argv[1:] if argv is None else argv
     # Ctrl-C reaches the command, which then ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Ray prints: only answers may go where the command reads.
+    # Ray prints to standard output. The command reads from there, so only answers may go there.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     from .ray_ledger import ask

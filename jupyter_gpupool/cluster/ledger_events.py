@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What happens to a ledger, and what it wants done. Pure."""
+"""The events that a ledger handles, and the actions that it returns. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Mapping
 
 from .messages import Epoch, Loan, Report
 
-#: By user or group name and resource; ``"*"`` stands for all users without an entry.
+#: The limits by kind ("user" or "group"), name and resource. The name ``"*"`` stands for all users
+#: without an entry.
 Limits = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 # --------------------------------------------------------------------------- events
@@ -31,9 +32,9 @@ class Reported(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembersChanged(Event):
-    """The list of nodes: all that may have ceilings, those included that are dead or silent.
+    """There is a new list of nodes: all that may have ceilings, including dead and silent ones.
 
-    A node that is no longer in it counts as fenced.
+    A node that is no longer in the list counts as fenced.
     """
 
     names: frozenset[str]
@@ -43,7 +44,8 @@ class MembersChanged(Event):
 class Fenced(Event):
     """An admin says that no kernel runs on this node any more.
 
-    A ledger that starts later does not know it: take a node that does not come back from the list.
+    A ledger that starts later does not know this. So if a node does not come back, also remove it
+    from the list of nodes.
     """
 
     node: str
@@ -53,7 +55,8 @@ class Fenced(Event):
 class DrainAsked(Event):
     """An admin wants a node to drain and to leave; with ``drains`` False, to come back.
 
-    A ledger that starts later does not know it; a node that has begun to drain goes on.
+    A ledger that starts later does not know this order. But a node that has begun to drain
+    continues to drain.
     """
 
     node: str
@@ -91,7 +94,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """A node has reported that is not in the list of members: it gets nothing."""
+    """A node that is not in the list of members has reported. It gets nothing."""
 
     node: str
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a ledger knows of each node of its cluster. Pure."""
+"""What a ledger knows about each node of its cluster. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Literal, Mapping
 
 from .messages import Holding, Key, Report, Summary, Usages
 
-#: Unconfirmed offers to one node that are kept apart; more are merged, which counts no less.
+#: Most unconfirmed offers to one node that are kept separately. Older offers are merged; a merged
+#: offer counts at least as much as they do.
 OFFERS = 16
 
-#: ``unheard``: since the ledger started. ``fenced``: its ceilings are about to be free. ``gone``:
-#: they are. ``draining``: it grants nothing more. ``left``: it has drained, and no slice is left.
+#: ``unheard``: the node has not reported since the ledger started. ``fenced``: its ceilings will be
+#: free soon. ``gone``: its ceilings are free. ``draining``: it grants nothing more. ``left``: it
+#: has drained, and no session there has a slice.
 NodeState = Literal["present", "silent", "unheard", "fenced", "gone", "draining", "left"]
 
 
@@ -29,60 +31,61 @@ class NodeView:
     #: Seconds since its last report.
     age: float
     counted: Mapping[Key, int]
-    #: What its last report said that it has.
+    #: The summary in its last report.
     summary: Summary | None = None
 
 
 @dataclass(slots=True)
 class Node:
-    """What the ledger knows of one member."""
+    """What the ledger knows about one member."""
 
     name: str
     life: int = 0
-    #: The ledger has read a report of it since it started.
+    #: The ledger has read a report with the ledger's own token from the node.
     heard: bool = False
-    #: It has left, or was fenced, in this life: nothing of it counts.
+    #: The node has left or was fenced in this life, so nothing of it counts.
     gone: bool = False
     number: int = 0
-    #: When the last report arrived; for a node that was not heard: when the ledger learnt of it.
+    #: When the last report arrived. For a node without a report: when the ledger learnt of it.
     seen: float = 0.0
     serial: int = 0
     version: int = -1
     holdings: Mapping[Key, Holding] = field(default_factory=dict)
     waits: tuple[Mapping[Key, int], ...] = ()
-    #: (serial number, ceilings) of offers that it has not confirmed.
+    #: (serial number, ceilings) of offers that the node has not confirmed.
     offers: deque[tuple[int, dict[Key, int]]] = field(default_factory=deque)
-    #: What counts of each key.
+    #: How much of each key counts for this node.
     counted: dict[Key, int] = field(default_factory=dict)
-    #: It is fenced, and its ceilings are free at this time.
+    #: When the ceilings of a fenced node are free; infinity if the node is not fenced.
     free_at: float = math.inf
-    #: It says that it drains; what an admin has ordered, until it says so; and the first answer
-    #: with that order.
+    #: ``drains``: the node reports that it drains. ``order``: what an admin has ordered, until the
+    #: node reports that it has done it. ``order_serial``: the first answer with that order.
     drains: bool = False
     order: bool | None = None
     order_serial: int = 0
-    #: What its users and groups had used at its last report of that, and when that was; and whether
-    #: its next answer has what they have used on other nodes.
+    #: What its users and groups had used by the last report with their usage, and the time of that
+    #: report. ``asks``: the next answer must have what they have used on other nodes.
     usage: Usages = field(default_factory=dict)
     usage_at: float = 0.0
     asks: bool = False
     summary: Summary | None = None
 
     def used(self, key: Key) -> int:
-        """Return how much of a key its sessions used at its last report."""
+        """Return how much of a key its sessions used, according to its last report."""
         held = self.holdings.get(key)
         return 0 if held is None else held.used
 
     def read_state(self, report: Report) -> None:
-        """Note whether it drains, whether it has carried out its order, and what it has."""
+        """Note whether the node drains, whether it has executed its order, and what it has."""
         self.summary = report.summary
         self.drains = report.drains
-        # Before it has read this order, it may have reported the same and then read an earlier one.
+        # Check that the node has read this order. Before that it may have reported the same state,
+        # and then have read an earlier order that changes the state.
         if report.drains == self.order and report.applied >= self.order_serial:
             self.order = None
 
     def last_offer(self, key: Key) -> int:
-        """Return the ceiling that it was offered last."""
+        """Return the ceiling of a key that the ledger offered the node last."""
         for _, offered in reversed(self.offers):
             if key in offered:
                 return offered[key]
@@ -98,7 +101,7 @@ class Node:
             self.offers.appendleft((serial, both))
 
     def view(self, now: float, ttl: float) -> NodeView:
-        """Return what people see of it; without a report for ``ttl`` seconds it is silent."""
+        """Return the node for people; without a report for ``ttl`` seconds it is ``silent``."""
         age = now - self.seen
         state: NodeState = "draining" if self.drains or self.order else "present"
         if age > ttl:

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A ledger as a process behind a unix socket: machines that are processes of one host use it.
+"""A ledger as a process behind a unix socket, for "machines" that are processes on one host.
 
 ``python -m jupyter_gpupool.cluster.ledger_service --socket PATH [--config FILE]``. Only its own
-user can connect. Each line of a connection is a report, a letter to another agent, or
-``{"order": "view"}`` or ``{"order": "fence", "node": NAME}``, in which ``drain`` and ``resume``
-are other orders. SIGHUP reads members and limits again.
+user can connect. Each line of a connection is a report, a letter to another agent, or an order:
+``{"order": "view"}`` or ``{"order": "fence", "node": NAME}``. The orders ``drain`` and ``resume``
+look like ``fence``. After SIGHUP the process reads members and limits again.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What users and groups have used on all nodes, for fair shares. Pure.
 
-Every usage decays by the same factor, so the sum over all nodes does, too. A node that is gone has
-still used what it said last.
+Every usage decays by the same factor, so the sum over all nodes decays by this factor, too. What a
+node reported last still counts after the node is gone.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from __future__ import annotations
 from .ledger_nodes import Node
 from .messages import HolderKind, Report, Usages
 
-#: A sum below so many GPU-seconds is forgotten once there are so many users and groups.
+#: If there are more than ``MOST`` users and groups, the ledger forgets sums of at most ``NOTHING``
+#: GPU-seconds.
 NOTHING, MOST = 0.1, 100_000
 
 
 class AllUsage:
-    """The decayed usage of all users and groups, by what the nodes report."""
+    """The decayed usage of all users and groups, from the reports of the nodes."""
 
     def __init__(self) -> None:
         self._half_life = 0.0
-        #: By user or group: the sum over all nodes, and when it was that.
+        #: By user or group: the sum over all nodes, and the time for which it was computed.
         self._sums: dict[tuple[HolderKind, str], tuple[float, float]] = {}
 
     def reported(self, node: Node, report: Report, now: float) -> None:
-        """Take a node's usage, if the report has it."""
+        """Store a node's usage, if the report has it."""
         if report.usage is None:
             return
         self._half_life = report.half_life
@@ -37,7 +38,7 @@ class AllUsage:
             self._sums = {h: x for h, x in self._sums.items() if self._sum(h, now) > NOTHING}
 
     def elsewhere(self, node: Node, now: float) -> Usages | None:
-        """Return what the holders of a node have used on others; None if it has not asked."""
+        """Return what a node's users and groups have used elsewhere; None if it has not asked."""
         if not node.asks:
             return None
         node.asks = False

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Orders of one broker to another, and their results, carried by the agents of both.
 
-A letter goes to the ledger, which passes it on to the agent of the machine that it names. It may be
-lost: the broker that waits for its result gives up, at once if the ledger did not take it. With
-MUNGE an agent can neither read nor make a credential: it can only lose letters, or give a wrong
-result. With a Hub's token it can do both.
+An agent sends a letter to the ledger, and the ledger passes it on to the agent of the machine that
+the letter names. A letter may be lost. Then the broker that waits for the result gives up after a
+time-out, or at once if the ledger did not accept the letter. With MUNGE an agent can neither read
+nor make a credential: it can only lose letters, or give a wrong result. With a Hub's token an agent
+can read and make credentials.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ..errors import Code, GPUPoolError, RefusedError
 from ..protocol import error_message
 from .broker_calls import BrokerCalls
 
-#: Seconds in which this machine's broker must have carried out an order.
+#: Seconds in which this machine's broker must execute an order.
 PATIENCE = 60.0
-#: Seconds that the broker may wait for an order, and more until it has answered.
+#: Seconds that the broker may wait for an order, and additional seconds for its answer.
 WAIT, GRACE = 5.0, 10.0
 
 _LOG = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ PassOn = Callable[[str, str], Awaitable[None]]
 
 
 def letter_in(text: str) -> dict[str, Any] | None:
-    """Return the letter that came in place of an answer of the ledger; None for an answer."""
+    """Return the letter in a text from the ledger; None if the text is the ledger's answer."""
     if not text.startswith('{"letter":'):
         return None
     found = json.loads(text)["letter"]
@@ -44,7 +45,7 @@ class Mail:
     Parameters
     ----------
     relay:
-        Has the ledger pass a text on to the agent of a machine; raises ``OSError`` where it cannot.
+        Makes the ledger pass a text on to the agent of a machine; raises ``OSError`` if it fails.
     """
 
     def __init__(self, link: BrokerCalls, relay: PassOn) -> None:
@@ -63,13 +64,13 @@ class Mail:
                 task.cancel()
 
     def arrived(self, letter: dict[str, Any]) -> None:
-        """Take a letter of another agent: an order for this machine's broker, or a result."""
+        """Handle another agent's letter: an order for this machine's broker, or a result."""
         self._spawn(self._result(letter) if "result" in letter else self._order(letter))
 
     async def _send_order(self, order: dict[str, Any]) -> None:
-        """Send an order; its broker hears at once if the ledger does not take it."""
+        """Send an order; if the ledger does not accept it, its broker gets an error at once."""
         if not await self._send(order["node"], order):
-            # It may have left all the same: the code says that nobody knows.
+            # The order may have gone out nevertheless. The code says that nobody knows.
             lost = RefusedError(
                 f"{order['node']} does not answer: the ledger, which passes orders on, does not.",
                 code=Code.UNREACHABLE,
@@ -79,7 +80,7 @@ class Mail:
             await self._result({"name": order["name"], "result": result})
 
     async def _send(self, node: str, letter: dict[str, Any]) -> bool:
-        """Send a letter; return whether the ledger has taken it."""
+        """Send a letter; return whether the ledger has accepted it."""
         try:
             await self._relay(node, json.dumps({"letter": letter}, separators=(",", ":")))
         except OSError as error:

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What nodes and the ledger tell each other. Any message may be lost, late, repeated or overtaken.
+"""The messages between nodes and ledger. Any message may be lost, late, repeated or overtaken.
 
 A *key* is one limit that all nodes share, and an amount of it is a whole number: bytes of device
-memory, devices, leases, or the GPU-seconds of one day. A *ceiling* is how much of it a node may
-use. The sum of all ceilings never exceeds the limit: that is all that keeps the quota.
+memory, devices, leases, or the GPU-seconds of one day. A *ceiling* is how much of a key a node may
+use. The sum of all ceilings of a key never exceeds the limit: this alone keeps the quota.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ HolderKind = Literal["user", "group"]
 GPU_SECONDS = "gpu-seconds"
 
 
-#: GPU-seconds by holder, decayed until the report: its order in fair shares depends on them.
+#: GPU-seconds by holder (user or group), decayed until the time of the report. The holder's order
+#: in fair shares depends on them.
 Usages = Mapping[tuple[HolderKind, str], float]
 
 
@@ -30,19 +31,19 @@ class Key(NamedTuple):
     name: str
     #: ``memory``, ``devices``, ``leases`` or ``gpu-seconds``.
     resource: str
-    #: The day of an amount that is used up; "" for one that comes back when a slice does.
+    #: The day, for an amount that is used up; "" for an amount that comes back with the slice.
     window: str = ""
 
 
 class Epoch(NamedTuple):
-    """The fencing token of one life of a ledger. A node obeys the greatest that it has seen."""
+    """The fencing token of one life of a ledger. A node obeys the greatest token it has seen."""
 
     number: int = 0
     ledger: str = ""
 
 
 class Holding(NamedTuple):
-    """What a node has of one key, and would like to have."""
+    """What a node has of one key, and what it would like to have."""
 
     #: Sessions may use this much without a message.
     ceiling: int = 0
@@ -52,18 +53,19 @@ class Holding(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """What a node has, for people: nothing is decided by it. Sizes are bytes."""
+    """What a node has, for people and for placing kernels; no quota depends on it. In bytes."""
 
     #: Its GPUs, and how many of them are out of service.
     devices: int
     out: int
-    #: What the pool can grant there at most, has granted, and could grant without a preemption.
+    #: What the pool can grant there at most, what it has granted, and what it could grant without a
+    #: preemption.
     capacity: int
     granted: int
     free: int
     #: Kernels that wait for a slice.
     waiting: int
-    #: Its GPUs in service: the model of each, and what could be granted on it as in ``free``.
+    #: Its GPUs in service: the model of each, and what the pool could grant on it, as in ``free``.
     gpus: tuple[tuple[str, int], ...] = ()
     #: How many sessions each user has there.
     sessions: tuple[tuple[str, int], ...] = ()
@@ -73,43 +75,44 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a node has, from the node to the ledger."""
+    """All that a node has: a message from the node to the ledger."""
 
     node: str
-    #: Grows with each start of the node's broker. What an earlier life was offered is void.
+    #: Grows with each start of the node's broker. Offers to an earlier life are void.
     life: int
     #: Grows with each report of this life.
     number: int
-    #: The ledger that the node obeys, and the last answer of it that took effect.
+    #: The ledger that the node obeys, and the last answer of that ledger that took effect.
     epoch: Epoch
     applied: int
     holdings: Mapping[Key, Holding] = field(default_factory=dict)
     #: What waiting sessions need in addition, the longest wait first. A session needs all its keys
     #: at once: two nodes that each get one of them would wait for each other.
     waits: tuple[Mapping[Key, int], ...] = ()
-    #: The version of what this node has heard to be spent; and that, for a ledger that has just
-    #: started, else None: what nodes that are gone have used up, by keys with a window.
+    #: ``spent`` is what nodes that are gone have used up, by keys with a window. A node sends it
+    #: only to a ledger that has just started, else None. ``version`` is the version that it knows.
     version: int = -1
     spent: Mapping[Key, int] | None = None
-    #: It grants nothing more; and it has drained: no session there has a slice, and it leaves.
+    #: ``drains``: the node grants nothing more. ``leaves``: it has drained, no session there has a
+    #: slice, and it leaves.
     drains: bool = False
     leaves: bool = False
     summary: Summary | None = None
     #: A user of that node looks at the cluster, so the ledger sends it what all nodes have.
     looks: bool = False
-    #: Now and then: what users and groups have used there, 0 for those that have a session only;
-    #: and after how many seconds of the rules a usage counts half.
+    #: Only in some reports: what users and groups have used there; 0 for those that only have a
+    #: session. Then the half-life of a usage in seconds, from the rules.
     usage: Usages | None = None
     half_life: float = 0.0
 
 
 def larger(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the larger amount of each key: what is spent only ever grows."""
+    """Return the larger amount of each key, because what is spent only grows."""
     return recent({key: max(one.get(key, 0), other.get(key, 0)) for key in {**one, **other}})
 
 
 def recent(spent: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the last two windows of each user and group: today's, and one of a wrong clock."""
+    """Return the last two windows of each user and group: one may be due to a wrong clock."""
     windows: dict[tuple[str, str, str], list[str]] = {}
     for key in spent:
         windows.setdefault(key[:3], []).append(key.window)
@@ -118,29 +121,29 @@ def recent(spent: Mapping[Key, int]) -> dict[Key, int]:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """New ceilings, from the ledger to a node. It also tells that the ledger is alive."""
+    """New ceilings, from the ledger to a node. It also shows that the ledger is alive."""
 
     node: str
     life: int
     #: The last report that the ledger has read.
     number: int
     epoch: Epoch
-    #: Grows with each answer to this life; a node ignores an answer after a later one.
+    #: Grows with each answer to this life. A node ignores an answer that comes after a later one.
     serial: int
     ceilings: Mapping[Key, int] = field(default_factory=dict)
-    #: Keys that other nodes wait for: report at once when some of it comes free.
+    #: Keys that other nodes wait for: the node must report at once when it frees some of them.
     wanted: frozenset[Key] = frozenset()
-    #: Seconds, from when the node sent that report, in which it may grant from its ceilings.
+    #: Seconds in which the node may grant from its ceilings, from when it sent report ``number``.
     ttl: float = 0.0
-    #: What nodes that are gone have used up, where the node has an earlier version of it.
+    #: What nodes that are gone have used up, and its version; None if the node has this version.
     version: int = 0
     spent: Mapping[Key, int] | None = None
-    #: The ledger counts nothing of this life any more. A node that has not asked for that was
-    #: declared dead, and begins a new life.
+    #: The ledger counts nothing of this life any more. If the node has not asked to leave, an admin
+    #: has declared it dead, and it begins a new life.
     gone: bool = False
-    #: What an admin has ordered, until the node does it: drain, or (False) come back.
+    #: The order of an admin, until the node has executed it: True to drain, False to come back.
     drains: bool | None = None
-    #: Keys with a window, of those that the node has, of which all nodes have used up the whole.
+    #: Those of the node's keys with a window that all nodes together have used up.
     used_up: frozenset[Key] = frozenset()
     #: What the users and groups of a report's ``usage`` have used on other nodes.
     elsewhere: Usages | None = None
@@ -234,7 +237,7 @@ def parts_to_json(parts: Mapping[Key, int]) -> str:
 
 
 def parts_from_json(text: str) -> dict[Key, int]:
-    """Return what :func:`parts_to_json` has written; nothing of text that cannot be read."""
+    """Return what :func:`parts_to_json` has written; {} if the text cannot be read."""
     try:
         return _amounts(json.loads(text or "[]")) or {}
     except (ValueError, TypeError, IndexError):
@@ -242,7 +245,7 @@ def parts_from_json(text: str) -> dict[Key, int]:
 
 
 def _summary(values: list[Any] | None) -> Summary | None:
-    """Return a summary; None from a node whose version sends another one."""
+    """Return a summary; None if the node's version sends a summary with other fields."""
     if values is None or len(values) != len(Summary._fields):
         return None
     *figures, gpus, sessions, data = values

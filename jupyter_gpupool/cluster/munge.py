@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Credentials by MUNGE: the daemon of each machine vouches for the user id of its local clients.
 
-The daemons share a key. The kernel tells a daemon who asks, so a credential needs no password. It
-is encrypted, and only one user id can have it decoded. Debian's package ``munge`` has the daemon
-and ``libmunge``; only brokers and servers of a cluster load the library.
+The daemons share a key. Linux tells a daemon the user id of its client, so a credential needs no
+password. A credential is encrypted, and a daemon decodes it for one user id only. Debian's package
+``munge`` has the daemon and ``libmunge``; only brokers and servers of a cluster load the library.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Munge:
     socket:
         The daemon's socket; "" for the one that the library was built with.
     reader:
-        The user id that may check the credentials made here: that of the brokers.
+        The user id that may check the credentials made here: the user id of the brokers.
     """
 
     def __init__(self, socket: str = "", *, reader: int = 0) -> None:
@@ -66,7 +66,7 @@ class Munge:
                 _free(found)
 
     def check(self, credential: str) -> CheckedCredential:
-        """Return who made a credential, and its text; a second time it is refused."""
+        """Return who made a credential, and its text. MUNGE refuses a credential that was used."""
         data, size = ctypes.c_void_p(), ctypes.c_int()
         uid, gid = ctypes.c_uint(), ctypes.c_uint()
         with self._context() as (lib, context):
@@ -100,7 +100,7 @@ class Munge:
 
 
 def _set(lib: Any, context: Any, option: int, value: Any) -> None:
-    """Set an option, or refuse: without it a credential might not be encrypted for its reader."""
+    """Set an option, or raise: without it a credential might not be encrypted for its reader."""
     error = lib.munge_ctx_set(context, option, value)
     if error:
         raise cannot(f"MUNGE cannot be set up: {_words(lib, context, error)}.", _INSTALL)

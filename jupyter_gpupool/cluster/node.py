@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool node``: a machine joins a cluster. One raylet and one agent, supervised.
 
-The raylet has no GPU and takes no work but the ledger: Ray is used for messages and for starting
-the ledger again. When the raylet ends, so does this program, and its service starts it again; when
-the agent ends (it does after a minute without Ray's head), it is started again here.
+The raylet has no GPU and accepts no work except the ledger: Ray only carries messages and restarts
+the ledger. When the raylet ends, this program ends, too, and its service restarts it. When the
+agent ends (for example after 30 s without an answer of the ledger), this program restarts the
+agent.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ from .desk import TTL
 
 _LOG = logging.getLogger(__name__)
 
-#: Ray's defaults notice a dead machine after 14 s and a hung one after 64 s; these after 3 and 6.
+#: With Ray's defaults, Ray notices a dead machine after 14 s and a hung one after 64 s. With these
+#: values it notices them after 3 s and 6 s.
 HEALTH = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
 }
 
-#: Bytes of Ray's object store: nothing is stored there.
+#: Bytes of Ray's object store. The pool stores nothing there.
 STORE = 100_000_000
 
 #: Seconds in which raylet and agent must end.
@@ -47,7 +49,7 @@ PATIENCE = 8.0
 #: For ``prctl``: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
 
-#: Seconds until an agent that has ended is started again.
+#: Seconds between the end of an agent and its restart.
 AGAIN = 1.0
 
 
@@ -69,7 +71,7 @@ def check_ray() -> None:
 
 
 def token_environment(path: Path, *, create: bool) -> dict[str, str]:
-    """Return what closes Ray to all that do not have the token in the file ``path``."""
+    """Return variables with which Ray refuses everybody without the token in the file ``path``."""
     if create and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o600)
@@ -92,7 +94,8 @@ def raylet_command(join: str, port: int, name: str) -> list[str]:
         "--num-gpus=0", "--num-cpus=1", f"--object-store-memory={STORE}",
         "--resources=" + json.dumps({"gpupool": 1}), "--labels", f"gpupool-node={name}",
         "--disable-usage-stats", "--dashboard-agent-listen-port=0", "--metrics-export-port=0",
-        # It would send what processes print to drivers, and none of these drivers listens.
+        # The log monitor would send the output of processes to Ray's drivers, and none of our
+        # drivers reads it.
         "--include-log-monitor=false",
     ]  # fmt: skip
 
@@ -147,9 +150,10 @@ async def run_node(
 
 
 def _die_with_parent() -> None:
-    """Have this process end when its parent does: killed, it would leave a second raylet behind.
+    """Make this process end when its parent ends, even if the parent was killed.
 
-    Two agents of one broker would take it from each other.
+    Otherwise the old raylet and the old agent would run beside the new ones. Two agents of one
+    broker would take the broker from each other.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -166,7 +170,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def own_address() -> str:
-    """Return the address of this machine under which the others reach it."""
+    """Return the address at which the other machines reach this machine."""
     import ray
 
     found: str = ray.util.get_node_ip_address()
@@ -174,7 +178,7 @@ def own_address() -> str:
 
 
 async def _keep(command: Sequence[str], env: dict[str, str]) -> None:
-    """Run the agent, again and again."""
+    """Run the agent, and restart it whenever it ends."""
     while True:
         agent = await asyncio.create_subprocess_exec(*command, env=env, preexec_fn=_die_with_parent)
         try:

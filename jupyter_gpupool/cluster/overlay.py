@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Between the pool's rules and keys of the ledger: limits, and what of them is elsewhere. Pure."""
+"""Translate between the pool's rules and the ledger's keys: limits that machines share. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .messages import GPU_SECONDS, HolderKind, Key
 #: The limits on slices that machines share.
 RESOURCES = ("memory", "devices", "leases")
 
-#: GPU-seconds that a report of usage leaves out, and the most users, and groups, that it names
-#: beside those that are present.
+#: A report of usage leaves out users and groups with at most this many GPU-seconds. Beside those
+#: that are present, it names at most this many users and this many groups.
 LEAST_USAGE, MOST_USAGES = 1.0, 200
 
-#: Tells how much of a key this machine may have.
+#: Returns how much of a key this machine may have.
 Most = Callable[[Key], int]
 
 SILENT = "the ledger of the cluster does not answer, so this machine gets no more of it now"
@@ -29,7 +29,7 @@ DRAINS = "this machine is leaving the cluster and gets no more of it"
 
 
 class Elsewhere(dict[str, Charge]):
-    """What other machines have, by user; for a user that is not in it, ``rest``."""
+    """What other machines have, by user; for a user without an entry it is ``rest``."""
 
     def __init__(self, rest: Charge) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Elsewhere(dict[str, Charge]):
 
 
 def limits_of(settings: PoolSettings) -> Limits:
-    """Return the limits that the ledger divides; those of GPU-seconds hold for each window."""
+    """Return the limits that the ledger divides. Limits of GPU-seconds apply to each window."""
     users, groups = {}, {}
     for name, quota in settings.quotas.items():
         users[name] = {
@@ -72,7 +72,10 @@ def _seconds(daily: Daily | None) -> dict[str, int]:
 
 
 def _is_shared(daily: Daily | None) -> TypeGuard[Daily]:
-    """Return whether machines share a budget: not one that refills, whose parts never come back."""
+    """Return whether machines share a budget. They do not share a budget that refills.
+
+    The parts of such a budget would never come back.
+    """
     return daily is not None and daily.rule == "window"
 
 
@@ -114,9 +117,10 @@ def seconds_used(settings: PoolSettings, usage: PoolUsage, now: float) -> dict[K
 def usage_of(
     settings: PoolSettings, usage: PoolUsage, owners: Iterable[Owner]
 ) -> dict[tuple[HolderKind, str], float]:
-    """Return the decayed usage of this machine, for fair shares over all.
+    """Return the decayed usage of this machine, for fair shares over all machines.
 
-    Of its present ``owners`` and their groups, and of all others that have used something.
+    The result has its present ``owners`` and their groups, and other users and groups with more
+    than :data:`LEAST_USAGE`.
     """
     found: dict[tuple[HolderKind, str], float] = {}
     for owner in owners:
@@ -144,7 +148,7 @@ def windows(settings: PoolSettings, now: float) -> tuple[float, float] | None:
 
 
 def _window(kind: HolderKind, name: str, daily: Daily, now: float) -> Key:
-    """Return the key of a budget's window: its date is the day (UTC) on which it began."""
+    """Return the key of a budget's window. Its date is the day (UTC) on which the window began."""
     began = datetime.fromtimestamp(window_began(now, daily.renews), timezone.utc)
     return Key(kind, name, GPU_SECONDS, began.date().isoformat())
 
@@ -159,10 +163,11 @@ def overlay(
     now: float = 0.0,
     used_up: Container[Key] = (),
 ) -> PoolSettings:
-    """Return the rules with all that this machine may not have now counted as elsewhere.
+    """Return the rules, in which all that this machine may not have now counts as used elsewhere.
 
-    ``owners`` are the users of this machine; ``now`` is the time of day, in seconds since the
-    epoch, which names the windows of budgets; of the keys ``used_up`` no machine has anything left.
+    ``owners`` are the users of this machine. ``now`` is the time in seconds since the epoch, which
+    determines the windows of budgets. ``used_up`` are the keys of which no machine has anything
+    left.
     """
 
     def part(kind: HolderKind, name: str, daily: Daily | None) -> Daily | None:
@@ -182,7 +187,7 @@ def overlay(
             if _is_shared(quota.daily):
                 quotas[name] = replace(quota, daily=part("user", name, quota.daily))
     if "*" in quotas and _is_shared(daily := quotas["*"].daily):
-        # For a user whom this machine has not told the ledger of yet.
+        # This applies to a user whom this machine has not reported to the ledger yet.
         none = replace(daily, here=0.0, more_elsewhere=daily.seconds > 0)
         quotas["*"] = replace(quotas["*"], daily=none)
     missing, groups = {}, dict(settings.groups)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""On which machine a kernel starts. Decided once, at its start: a running kernel does not move."""
+"""Choose the machine for a kernel, once at its start: a running kernel does not move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class PlacementRequest:
     """What a kernel will ask for, and for whom."""
 
     user: str
-    #: Bytes on each of so many GPUs.
+    #: Bytes on each GPU, and the number of GPUs.
     memory: int
     devices: int = 1
     #: Words that the name of each GPU must have; "" for any model.
@@ -28,7 +28,7 @@ class PlacementRequest:
 
 
 class Considered(NamedTuple):
-    """One machine, and what it lacks: '' if the kernel can start there."""
+    """One machine, and what it lacks ('' if the kernel can start there)."""
 
     node: str
     lacks: str
@@ -36,7 +36,7 @@ class Considered(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The chosen machine, '' if no machine will do; and all that were considered."""
+    """The chosen machine ('' if no machine is possible), and all machines that were considered."""
 
     node: str
     considered: tuple[Considered, ...]
@@ -50,9 +50,9 @@ class Placement:
 def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Placement:
     """Choose a machine among those that the ledger has shown.
 
-    What counts, in this order: room now on each GPU that is needed, the shortest queue, how much
-    of its data is on disks of that machine, other kernels of the user (its quota is lent there
-    already), the most free memory, the name.
+    These criteria count, in this order: enough GPUs that have room now, the shortest queue, the
+    number of the kernel's folders on disks of that machine, the number of the user's kernels there
+    (the user's quota is lent there already), the most free memory, the name.
     """
     found: list[tuple[tuple[Any, ...], str]] = []
     considered = []
@@ -75,9 +75,9 @@ def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Place
 
 
 def has_room(summary: Mapping[str, Any], memory: int, devices: int) -> bool:
-    """Return whether so many GPUs of a machine each have so many bytes free.
+    """Return whether ``devices`` GPUs of a machine have ``memory`` bytes free each.
 
-    In a view that was too long to name the GPUs, the sum of what is free decides.
+    If the view was too long to name the GPUs, the free memory of the whole machine decides.
     """
     if summary["gpus"] is None:
         return bool(summary["free"] >= memory * devices)
@@ -94,7 +94,7 @@ def _words(text: str) -> list[str]:
 
 
 def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
-    """Return why a machine cannot take the kernel, however long it waits."""
+    """Return why a machine can never take the kernel, even after a wait; '' if it can."""
     summary = node["summary"]
     if node["state"] != "present":
         return f"it is {node['state']}"
@@ -112,9 +112,10 @@ def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
 
 
 def lacks_model(gpus: list[Any] | None, model: str) -> str:
-    """Return why a machine is not sure to give a kernel this model of GPU.
+    """Return why a machine may not give a kernel this model of GPU; '' if it surely does.
 
-    Its own pool chooses the GPU and knows nothing of models, so all of them must be of this one.
+    The machine's own pool chooses the GPU and does not know models, so all its GPUs must be of this
+    model.
     """
     if gpus is None:
         return "the models of its GPUs are not known, because the cluster is too large for a list"
@@ -131,16 +132,16 @@ def _count(gpus: int) -> str:
 
 
 def _folders(own: Iterable[str], wanted: Iterable[str]) -> int:
-    """Return how many of the folders that a kernel works with are below a machine's own."""
+    """Return how many of the kernel's folders are among a machine's own folders, or below one."""
     folders = [*own]
     return sum(lies_on(one, folders) for one in {*wanted})
 
 
 def lies_on(one: str, own: Iterable[str]) -> bool:
-    """Return whether a folder is one of a machine's own, or below one."""
+    """Return whether a folder is one of a machine's own folders, or is below one of them."""
     return any(PurePosixPath(one).is_relative_to(folder) for folder in own)
 
 
 def _leases(node: Mapping[str, Any], user: str) -> int:
-    """Return how much of the user's limits counts on a machine."""
+    """Return how many leases count for the user on a machine."""
     return sum(row[-1] for row in node["counted"] if tuple(row[:3]) == ("user", user, "leases"))

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Which nodes wait for which key, and in which order. Pure.
 
-The order of two nodes is the same in all keys: that in which they began to wait.
+Two nodes have the same order in the queues of all keys: the order in which they began to wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Queues:
     Parameters
     ----------
     is_silent:
-        Whether a node has not reported for too long: it no longer waits.
+        Returns whether a node has not reported for too long. Such a node no longer waits.
     """
 
     def __init__(self, is_silent: Callable[[str], bool]) -> None:
@@ -36,7 +36,7 @@ class Queues:
         return self._waiting.get(name, {})
 
     def put(self, name: str, needs: Mapping[Key, int]) -> None:
-        """Let a node wait for these amounts; {}: for nothing. Its place stays for the same keys."""
+        """Let a node wait for these amounts ({}: none); with the same keys it keeps its place."""
         if needs.keys() != self.of(name).keys():
             self.drop(name)
         if needs:
@@ -45,7 +45,7 @@ class Queues:
                 self._needs.setdefault(key, {})[name] = need
 
     def drop(self, name: str) -> list[Key]:
-        """Let a node wait no more; return the keys that it waited for."""
+        """Remove a node from all queues; return the keys that it waited for."""
         keys = [*self._waiting.pop(name, ())]
         for key in keys:
             self._needs[key].pop(name, None)
@@ -54,7 +54,7 @@ class Queues:
         return keys
 
     def wanted(self, keys: Iterable[Key], but: str) -> frozenset[Key]:
-        """Return those of ``keys`` that another node than ``but`` waits for."""
+        """Return those of ``keys`` for which a node other than ``but`` waits."""
         found = []
         for key in keys:
             queue = self._needs.get(key)
@@ -63,9 +63,9 @@ class Queues:
         return frozenset(found)
 
     def before(self, key: Key, name: str, most: int) -> int:
-        """Return how much is kept for nodes that wait for longer than ``name``.
+        """Return how much is kept for nodes that have waited for longer than ``name``.
 
-        Not more than ``most`` is counted: a queue may be long, and what is free short.
+        The count stops at ``most``: a queue may be long, and the free amount small.
         """
         if key not in self._needs:
             return 0
@@ -77,7 +77,7 @@ class Queues:
         return min(found, most)
 
     def reached(self, key: Key, free: int) -> Iterator[str]:
-        """Return the nodes of a queue that get something if so much is free."""
+        """Return the nodes of a queue that get something if the amount ``free`` is free."""
         for name, need in self._walk(key):
             if free <= 0:
                 return
@@ -85,7 +85,7 @@ class Queues:
             free -= need
 
     def _walk(self, key: Key) -> Iterator[tuple[str, int]]:
-        """Return who waits for a key and for how much; drop the silent ones on the way."""
+        """Yield each node that waits for a key, and how much it needs; drop silent nodes."""
         for name, need in [*self._needs.get(key, {}).items()]:
             if self._is_silent(name):
                 self.drop(name)

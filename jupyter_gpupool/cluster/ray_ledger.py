@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The ledger as a Ray actor, and the way of an agent to it.
+"""The ledger as a Ray actor, and an agent's connection to it.
 
-Ray carries messages and starts the ledger again when it dies, on its head. It is not trusted with
-anything else: a program that can talk to it can falsify what machines may use of limits, and no
-more than that. No cell and no broker uses Ray.
+Ray carries messages, and restarts the ledger on Ray's head when the ledger dies. Ray has no other
+task. So a program that can talk to Ray can falsify how much of the limits each machine may use, but
+it can do no more than that. No cell and no broker uses Ray.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ NAMESPACE, NAME = "gpupool", "ledger"
 
 #: Seconds that one call waits for an answer, and seconds after which the call must have ended.
 POLL, PATIENCE = 10.0, 15.0
-#: Seconds without an answer after which an agent ends, so that `node` starts one that connects
-#: anew: a driver of Ray that has outlived its head may never find the new ledger.
+#: Seconds without an answer after which an agent ends, so that `node` starts a new agent, which
+#: connects again. A driver of Ray that has outlived its head may never find the new ledger.
 SILENT = 30.0
-#: Answers and letters that are kept for a node that does not fetch them: of the answers only the
-#: last ones matter, and a lost letter is an order that failed.
+#: Most answers and letters that are kept for a node that does not fetch them. Only the last answers
+#: matter, and a lost letter only means that an order failed.
 KEPT = 256
 
 
 class LedgerActor:
-    """What Ray runs: a desk, and the answers that wait for each node."""
+    """The actor that Ray runs: a desk, and the answers that wait for each node."""
 
     def __init__(self, limits: Limits, members: Sequence[str], ttl: float, margin: float) -> None:
         self._arguments = limits, members, ttl, margin
@@ -51,14 +51,14 @@ class LedgerActor:
         self._answers: dict[str, asyncio.Queue[str]] = {}
 
     async def report(self, text: str) -> None:
-        """Take a report of a node."""
+        """Handle a report of a node."""
         desk = self._open()
         desk.report(text)
         if desk.superseded.is_set():
             ray.actor.exit_actor()
 
     async def collect(self, node: str, wait: float) -> list[str]:
-        """Return the answers for a node, as soon as there is one."""
+        """Return the answers for a node, as soon as there is one; [] after ``wait`` seconds."""
         queue, found = self._queue(node), []
         try:
             found.append(await within(queue.get(), wait))
@@ -73,11 +73,11 @@ class LedgerActor:
         self._open().pass_on(node, text)
 
     async def view(self) -> dict[str, Any]:
-        """Return the members and what counts of each limit, and the ledger's process."""
+        """Return the members, how much of each limit counts for each, and the ledger's pid."""
         return {**self._open().view(), "process": os.getpid()}
 
     async def fence(self, node: str) -> None:
-        """Note that no kernel runs on a node any more."""
+        """Record that no kernel runs on a node any more."""
         self._open().fence(node)
 
     async def drain(self, node: str, drains: bool) -> None:
@@ -85,7 +85,7 @@ class LedgerActor:
         self._open().drain(node, drains)
 
     async def change(self, limits: Limits, members: Sequence[str]) -> None:
-        """Take other limits and members."""
+        """Replace the limits and the members."""
         self._open().change(limits, members)
 
     def _open(self) -> Desk:
@@ -105,7 +105,7 @@ class LedgerActor:
 
 
 def connect(address: str) -> None:
-    """Join the cluster at ``address`` as a driver; it runs no task of others."""
+    """Join the cluster at ``address`` as a driver, which runs no tasks for other processes."""
     ray.init(
         address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False,
         ignore_reinit_error=True,
@@ -115,17 +115,18 @@ def connect(address: str) -> None:
 def the_ledger(
     limits: Limits, members: Sequence[str], *, ttl: float = TTL, margin: float = MARGIN
 ) -> Any:
-    """Return the cluster's ledger; start it where none runs."""
+    """Return the cluster's ledger; start it if none runs."""
     actor = ray.remote(LedgerActor)
     return actor.options(
         name=NAME, get_if_exists=True, lifetime="detached", max_restarts=-1, num_cpus=0,
-        # On the head: elsewhere it would die with any machine, and wait for that one as a member.
+        # It runs on the head. On any other machine it would die with that machine, and the new
+        # ledger would wait for the dead machine as a member.
         resources={"node:__internal_head__": 0.001}, max_concurrency=1000,
     ).remote(limits, list(members), ttl, margin)  # fmt: skip
 
 
 class RayLedger:
-    """The ledger of an agent; it is looked up again whenever it does not answer."""
+    """An agent's connection to the ledger; it finds the ledger again if that does not answer."""
 
     def __init__(self, node: str, limits: Limits, members: Sequence[str], ttl: float) -> None:
         self.answers: asyncio.Queue[str] = asyncio.Queue()
@@ -135,11 +136,11 @@ class RayLedger:
         self._failure = ""
 
     async def send(self, report: str) -> None:
-        """Send a report; raise ``OSError`` if no ledger takes it."""
+        """Send a report; raise ``OSError`` if no ledger accepts it."""
         await self._call("report", report)
 
     async def relay(self, node: str, text: str) -> None:
-        """Have the ledger pass a letter on; raise ``OSError`` if no ledger takes it."""
+        """Make the ledger pass a letter on; raise ``OSError`` if no ledger accepts it."""
         await self._call("relay", node, text)
 
     async def collect(self) -> None:
@@ -160,7 +161,7 @@ class RayLedger:
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
             if self._actor is None:
-                # A thread: a call that creates an actor blocks while Ray's head is away.
+                # Use a thread: a call that creates an actor blocks while Ray's head is missing.
                 self._actor = await asyncio.to_thread(
                     the_ledger, self._limits, self._members, ttl=self._ttl, margin=self._ttl / 4
                 )
@@ -192,7 +193,7 @@ async def run_agent(
         for task in done:
             task.result()
         logging.shutdown()
-        # A normal exit would wait for a thread that is in a call of Ray.
+        # A normal exit would wait for a thread that is blocked in a call of Ray.
         os._exit(1)
     finally:
         for task in tasks:
@@ -200,7 +201,7 @@ async def run_agent(
 
 
 def ask(address: str, method: str, *arguments: Any) -> Any:
-    """Return what the cluster's ledger answers; it may take minutes to fail."""
+    """Return the answer of the cluster's ledger. A failure may take minutes."""
     connect(address)
     try:
         actor = ray.get_actor(NAME)

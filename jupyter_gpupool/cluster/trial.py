@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """``make cluster``: three machines of a cluster on this host, on emulated GPUs, to try it out.
 
-``python -m jupyter_gpupool.cluster.trial [FOLDER]`` starts a broker and a node for each, prints how
-to use them, and ends them all at Ctrl-C. Without FOLDER their files are in one that it removes.
+``python -m jupyter_gpupool.cluster.trial [FOLDER]`` starts a broker and a node for each machine,
+prints how to use them, and ends them all at Ctrl-C. Without FOLDER their files are in a temporary
+folder, which the program removes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ NAMES = ("gpu1", "gpu2", "gpu3")
 #: Slices that each user may have on all machines together.
 QUOTA = 2
 
-#: Seconds between two looks at the processes; in which the cluster must be complete; and in which a
-#: process must end.
+#: Seconds between two checks of the processes; seconds until the cluster must be complete; and
+#: seconds until a process must end.
 LOOK, START, PATIENCE = 0.5, 180.0, 20.0
 
-#: Lines of a log that are shown when its process has ended.
+#: How many lines of a process's log are shown when the process has ended.
 TAIL = 15
 
 
 class EndedError(Exception):
-    """A process of the cluster has ended by itself, or does not come up."""
+    """A process of the cluster has ended unexpectedly, or the cluster does not start."""
 
 
 class TrialCluster:
@@ -49,7 +50,7 @@ class TrialCluster:
     head:
         The address of Ray's head.
     program:
-        The words before those of ``jupyter gpupool``.
+        The words of a command line that stand for ``jupyter gpupool``.
     """
 
     def __init__(self, folder: Path, head: str, program: Sequence[str]) -> None:
@@ -58,7 +59,7 @@ class TrialCluster:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, look: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Start all machines; return when the ledger, which ``look`` shows, has heard them."""
+        """Start all machines; return when the ledger (as ``look`` shows) has heard all of them."""
         until = time.monotonic() + START
         for name in NAMES:
             files = ("--config", str(self._configure(name)), "--socket", str(self.socket(name)))
@@ -68,15 +69,15 @@ class TrialCluster:
                 where = ("--head", "--port", self.head.rpartition(":")[2])
             self._run(f"{name}-node", "node", *where, "--token", str(self.token), *files)
             if name == NAMES[0]:
-                self._wait(lambda: look() is not None, until)  # the others need it
+                self._wait(lambda: look() is not None, until)  # the other machines need the head
         self._wait(lambda: bool((look() or {}).get("serving")), until)
 
     def watch(self) -> None:
-        """Return never; raise if a process ends."""
+        """Wait without end; raise if a process ends."""
         self._wait(lambda: False, float("inf"))
 
     def close(self) -> None:
-        """End all processes, those that were started last first."""
+        """End all processes, in the reverse order of their start."""
         for process in reversed(self._running.values()):
             process.terminate()
         for process in self._running.values():
@@ -92,7 +93,7 @@ class TrialCluster:
         return self.folder / f"{name}.sock"
 
     def look(self) -> Mapping[str, Any] | None:
-        """Return what the cluster's ledger knows; None while none answers."""
+        """Return what the cluster's ledger knows; None while no ledger answers."""
         words = ("cluster", "status", "--address", self.head, "--token", str(self.token), "--json")
         done = subprocess.run([*self._program, *words], capture_output=True, check=False)
         found: Mapping[str, Any] | None = json.loads(done.stdout) if not done.returncode else None
@@ -128,7 +129,8 @@ class TrialCluster:
 
     def _run(self, name: str, *words: str) -> None:
         with self._log(name).open("ab") as log:
-            # A session of its own: Ctrl-C would reach it beside this program's SIGTERM.
+            # The process has its own session: otherwise Ctrl-C would reach it, in addition to this
+            # program's SIGTERM.
             self._running[name] = subprocess.Popen(
                 [*self._program, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,
@@ -138,7 +140,7 @@ class TrialCluster:
         return self.folder / f"{name}.log"
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> None:
-        """Wait for ``is_done``; raise if a process ends before, or it takes too long."""
+        """Wait for ``is_done``; raise if a process ends before that, or the wait is too long."""
         while True:
             for name, process in self._running.items():
                 if process.poll() is not None:

@@ -3,18 +3,18 @@
 """The admin's configuration: ``c.GPUPool.*`` in ``jupyter_server_config.py``.
 
 - ``options``: the traits; only this module has their names, units, defaults and examples.
-- ``reading``: readers of their values: sizes, durations, quotas, devices, paths.
-- ``grouping``: reading groups: what each gets, and who is in it.
+- ``reading``: readers of the options' values: sizes, durations, quotas, devices, paths.
+- ``grouping``: reads groups: what each group gets, and who is in it.
 - ``tree``: whether groups contradict each other: parents, sizes, and users in several groups.
 - ``calendar``: when a rule of a calendar is in force; time zones and summer time.
-- ``schedules``: reading schedules: their rules, and what they set.
-- ``settings``: the frozen :class:`BrokerSettings` that the broker makes of the options.
-- ``timetable``: the settings in force at any time, by the schedules.
-- ``accounts``: whether the users and Unix groups that the configuration names exist.
-- ``mistakes``: all mistakes of a configuration, each with its place.
-- ``places``: the line of a file on which a value is written.
-- ``loading``: finding, reading and checking Jupyter's configuration files.
-- ``differences``: the notice to a server whose configuration differs from the broker's.
+- ``schedules``: reads schedules: their rules, and the options that they set.
+- ``settings``: the frozen :class:`BrokerSettings`, which the options become for the broker.
+- ``timetable``: the settings in force at a given time, changed by the schedules.
+- ``accounts``: checks whether the users and Unix groups in the configuration exist.
+- ``mistakes``: the mistakes in a configuration, each with its place.
+- ``places``: finds the line of a file on which a value is written.
+- ``loading``: finds, reads and checks Jupyter's configuration files.
+- ``differences``: the notice for a server whose configuration differs from the broker's.
 """
 
 from .loading import check_config, load_settings, load_timetable

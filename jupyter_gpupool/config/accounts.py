@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether the users and Unix groups that the configuration names exist on this machine.
+"""Checks whether the users and Unix groups in the configuration exist on this machine.
 
-All functions here ask NSS, which may take long.
+All functions here ask the system's name service (NSS), whose answer may take long.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ NSSWITCH = Path("/etc/nsswitch.conf")
 #: them does not exist.
 _LOCAL = frozenset({"files", "compat", "db", "systemd", "altfiles", "mymachines", "extrausers"})
 
-#: Least likeness at which an account is suggested for a wrong name; high, because many names are
-#: short.
+#: An account is suggested for a wrong name only if their likeness is at least this. The value is
+#: high because many names are short.
 _LIKENESS = 0.75
 
 
 def unknown_names(settings: BrokerSettings) -> list[Fault]:
-    """Return the users and Unix groups in groups, quotas and admins that do not exist here.
+    """Return a fault for each configured user or Unix group that does not exist here.
 
-    If the machine cannot know all names (:func:`knows_everybody`), these are only warnings.
+    The names are in groups, quotas and admins. If the machine cannot know all names
+    (:func:`knows_everybody`), callers must treat the faults as warnings.
     """
     return [
         *_unknown("users", "user", settings, _user_exists, _users),
@@ -41,8 +42,8 @@ def unknown_names(settings: BrokerSettings) -> list[Fault]:
 def knows_everybody(path: Path = NSSWITCH) -> bool:
     """Return whether all users and Unix groups of this machine are in its own files.
 
-    False if NSS also uses a directory service or another module: then an unknown name may exist,
-    for example while the service does not answer.
+    Return False if NSS also uses a directory service or another module. An unknown name may then
+    exist, for example while the service does not answer.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -58,7 +59,10 @@ def knows_everybody(path: Path = NSSWITCH) -> bool:
 
 
 def doubly_in(settings: BrokerSettings) -> Iterator[tuple[str, str, str]]:
-    """Yield (user, group, group) for users whose Unix groups are in two groups of equal order."""
+    """Yield (user, group, group) for each user who is in two groups of equal order.
+
+    The user is in them only through Unix groups.
+    """
     claims: dict[float | None, dict[str, str]] = {}
     named = {user for rule in settings.members.values() for user in rule.users}
     for name, rule in settings.members.items():

@@ -1,13 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which rules of a calendar are in force at an instant, and when that changes next. Pure.
+"""Which rules of a calendar are in force at an instant, and when they change next. Pure.
 
 A rule names days, and hours on a wall clock: ``20:00-08:00`` begins on each of its days and ends
 the next morning. A clock that is put forward skips times, and a clock that is put back shows times
-twice. One rule gives both a meaning: **a time of day means the first instant of its date at which
-the clock shows it or a later one.** So a skipped time means the moment of the jump, and a time
-shown twice means its first instant. Two rules that share a boundary therefore never overlap or
-leave a gap. A night of 23 or 25 hours is in force once, from its beginning to its end.
+twice. The following definition covers both cases: **a time of day means the first instant of its
+date at which the clock shows this time or a later time.** So a skipped time means the moment of the
+jump, and a time shown twice means its first instant. Two rules that share a boundary therefore
+never overlap and never leave a gap. A rule for a night is in force once, from its beginning to its
+end, even if the night has 23 or 25 hours.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from datetime import date, datetime, time, timedelta, tzinfo
 from functools import lru_cache
 from typing import Iterator, Sequence
 
-#: In this many seconds every weekly rule begins at least once: there are two of each weekday, and
-#: the clock may skip the hours of one.
+#: Every weekly rule begins at least once in this many seconds. The time has each weekday twice,
+#: because the clock may skip a rule's hours on one of the two days.
 HORIZON = 15 * 86400
 
-#: Minutes of a day.
+#: The minutes of a day.
 DAY = 1440
 
 _ONE_DAY = timedelta(days=1)
@@ -29,20 +30,20 @@ _ONE_DAY = timedelta(days=1)
 
 @dataclass(frozen=True)
 class RuleTimes:
-    """When one rule is in force."""
+    """The times at which one rule is in force."""
 
     name: str
     #: Days on which the rule begins; 0 is Monday.
     days: frozenset[int]
-    #: Pairs (begin, end) in minutes after midnight. If the end is not after the begin, it is on the
-    #: next day.
+    #: Pairs (begin, end) in minutes after midnight. If the end is not later than the begin, it is
+    #: on the next day.
     hours: tuple[tuple[int, int], ...]
     zone: tzinfo
 
     def times(self, since: float, until: float) -> Iterator[tuple[int, int]]:
-        """Yield (begin, end) of each time in force that may overlap ``since`` to ``until``."""
-        # One day more on each side for hours over midnight, and one before for clocks that skip a
-        # whole day.
+        """Yield (begin, end) of each time in force that may overlap [``since``, ``until``]."""
+        # The search has one more day on each side, for hours that pass midnight, and a second day
+        # at its beginning, for clocks that skip a whole day.
         day = datetime.fromtimestamp(since, self.zone).date() - 2 * _ONE_DAY
         last = datetime.fromtimestamp(until, self.zone).date() + _ONE_DAY
         while day <= last:
@@ -69,7 +70,7 @@ def changes(
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield each instant after ``since``, up to ``until``, at which the rules in force change.
 
-    Each comes with the indices of the rules that are in force from then on.
+    With each instant, yield the indices of the rules that are in force from then on.
     """
     steps: dict[int, list[tuple[int, int]]] = {}
     count = [0] * len(rules)
@@ -91,7 +92,7 @@ def changes(
 
 
 def next_change(rules: Sequence[RuleTimes], now: float) -> tuple[int, tuple[int, ...]] | None:
-    """Return when the rules in force change after ``now``, and to which; None if never."""
+    """Return when the rules in force change next, and to which rules; None if never."""
     return next(changes(rules, now, now + HORIZON), None)
 
 
@@ -101,8 +102,8 @@ def instant(day: date, minute: int, zone: tzinfo) -> int:
     wall = datetime.combine(day, time()) + timedelta(minutes=minute)
     before, after = (int(wall.replace(tzinfo=zone, fold=fold).timestamp()) for fold in (0, 1))
     if before <= after:
-        return before  # if the clock shows the time twice, this is the first instant
-    # The clock skips the time: the jump is between its two readings (see PEP 495).
+        return before  # the first instant, also if the clock shows the time twice
+    # The clock skips the time. The jump is between the two results for this time (see PEP 495).
     early, late = after, before
     while late - early > 1:
         middle = (early + late) // 2

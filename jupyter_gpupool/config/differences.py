@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Differences between the configurations of a server or command and its broker.
+"""Differences between the configuration of a server or command and that of its broker.
 
-One broker serves all of a user's servers, with the configuration of its start. A server with
-another configuration learns which options differ, where the present values come from, and how to
-change them.
+One broker serves all servers of a user, with the configuration that it read. A server with another
+configuration gets a notice that tells which options differ, where the values in force come from,
+and how to change them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .options import GPUPool
 from .reading import Seconds, Size
 from .settings import BrokerSettings
 
-#: Options with names of users: a broker shows them only to its admins.
+#: Options whose values name users. A broker shows these options only to its admins.
 PRIVATE = ("quotas", "admins", "groups", "schedules")
 
-#: Options that only say where the broker is; they do not change its work.
+#: Options that only say where the broker is. A difference in them has no other effect.
 _ASIDE = ("socket",)
 
-#: Most options that one sentence names.
+#: The largest number of options that one sentence names.
 _MOST = 4
 
-#: Most characters of a value in a sentence. For longer values ``check-config`` shows the
-#: difference.
+#: The largest number of characters of a value in a sentence. ``check-config`` shows longer values
+#: in full.
 _LONGEST = 100
 
 
@@ -41,9 +41,9 @@ _LOGGED: set[str] = set()
 
 
 def not_logged(text: str) -> bool:
-    """Return True the first time that this process gets ``text``, so that it is logged only once.
+    """Return True only the first time that this process passes ``text``, to log it only once.
 
-    The provisioner and the server extension both notice the same difference.
+    Both the provisioner and the server extension may notice the same difference.
     """
     if not text or text in _LOGGED:
         return False
@@ -53,7 +53,10 @@ def not_logged(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Difference:
-    """One option whose value here differs from the broker's. Values are in the form of the file."""
+    """One option whose value here differs from the broker's.
+
+    The values are texts as in a configuration file.
+    """
 
     option: str
     here: str
@@ -63,7 +66,7 @@ class Difference:
 
 
 def shown(settings: BrokerSettings, *, private: bool) -> dict[str, Any]:
-    """Return the part of a broker's configuration for users, or with ``private`` for admins."""
+    """Return the part of a broker's configuration that users see; with ``private``, all of it."""
     hidden = [] if private else [*PRIVATE]
     return {
         "options": {k: v for k, v in settings.options.items() if k not in hidden},
@@ -100,15 +103,15 @@ def notice(
 ) -> str:
     """Return the notice about different configurations; "" if they agree.
 
-    What only a machine-wide broker sets is no difference: its admin may keep it in files of the
-    service, which users' servers do not read.
+    An option that only a machine-wide broker sets is no difference: its admin may set it in files
+    of the service, which users' servers do not read.
 
     Parameters
     ----------
     section:
         The caller's own ``c.GPUPool``, in addition to the configuration files.
     status:
-        The broker's status, or the part of an answer with its ``config`` and ``broker``.
+        The broker's status, or the fields ``config`` and ``broker`` of another answer.
     who:
         The subject of the sentence, such as "This server".
     """
@@ -126,7 +129,7 @@ def notice(
 
 
 def sentence(found: Sequence[Difference], status: Mapping[str, Any], *, who: str) -> str:
-    """Return the differences as text for people, with what to do."""
+    """Return the differences and what to do, as text for people."""
     parts = [
         f"c.GPUPool.{d.option} is {d.in_force} (from {d.in_force_from}), not {d.here} (from "
         f"{d.here_from})"

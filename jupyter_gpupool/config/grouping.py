@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Read ``c.GPUPool.groups``: what each group gets, and who is in it."""
+"""Reads ``c.GPUPool.groups``: what each group gets, and who is in it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Members:
     """Who is in a group: named users, members of Unix groups and Hub groups, or everybody else.
 
     If a user is in several groups, the group that names the user comes first, then a group with a
-    Unix group or a Hub group of the user, then the group for everybody. Among equals the group with
-    the lower ``order`` comes first, then the group that is written first.
+    Unix group or a Hub group of the user, then the group for everybody. Among groups of equal rank,
+    the group with the lower ``order`` comes first, then the group that is written first.
     """
 
     users: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class Members:
 
     @property
     def asks(self) -> bool:
-        """Whether the broker must ask a directory of users who is in the group."""
+        """Whether the broker must ask the system or the Hub for the members of the group."""
         return bool(self.unix_groups or self.hub_groups)
 
 
@@ -58,7 +58,7 @@ def groups_of(
     unix_groups: Iterable[str],
     hub_groups: Iterable[str] = (),
 ) -> tuple[str, ...]:
-    """Return the groups that ``user`` is in; the first counts unless the kernel chooses another."""
+    """Return the groups of ``user``. The first one counts if the kernel chooses no other."""
     found: list[tuple[int, float, int, str]] = []
     unix, hub = frozenset(unix_groups), frozenset(hub_groups)
     for place, (name, rule) in enumerate(members.items()):
@@ -78,7 +78,7 @@ def groups_of(
 
 
 def read_groups(value: Mapping[Any, Any]) -> Groups:
-    """Return ``c.GPUPool.groups`` as values.
+    """Return the value of ``c.GPUPool.groups``, checked and in the form for the broker.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def _read_weight(value: Any) -> float:
 
 
 def read_bytes(value: Any) -> int:
-    """Return the bytes of a size; refuse a small number without a unit as a likely mistake.
+    """Return the bytes of a size. A small number without a unit is refused, as a likely mistake.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Read ``c.GPUPool`` from Jupyter's configuration files, and refuse unknown options."""
+"""Reads ``c.GPUPool`` from Jupyter's configuration files, and refuses unknown options."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .schedules import with_value, wrong_settings
 from .settings import EMULATE_VARIABLE, BrokerSettings
 from .timetable import Timetable
 
-#: Jupyter Server's own files: later ones win over earlier ones in the same folder.
+#: Jupyter Server's own files. In the same folder, a later file wins over an earlier file.
 _NAMES = (
     "jupyter_config.py",
     "jupyter_config.json",
@@ -38,13 +38,14 @@ _NAMES = (
     "jupyter_server_config.json",
 )
 
-#: Our sections of a configuration file, and the class of each.
+#: The sections of this package in a configuration file, and what each configures.
 _OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
 
-#: Least likeness at which a section's name counts as a misspelling of one of our sections.
+#: A section's name counts as a misspelling of one of these sections if their likeness is at least
+#: this.
 _LIKENESS = 0.8
 
-#: The origin of values that overrule every file.
+#: The origin of values that win over every file.
 _COMMAND_LINE = "the command line"
 
 
@@ -67,20 +68,21 @@ def load_timetable(
 ) -> Timetable:
     """Return the settings of this machine's (or user's) pool at all times.
 
-    It reads these files in this order, and later values win: ``jupyter_config`` and
-    ``jupyter_server_config`` (``.py``, then ``.json``) in each folder of ``jupyter --paths``, from
-    the last listed to the first; then ``config_files``; then ``overrides``, usually the command
-    line's. Only the section ``GPUPool`` counts. Unlike Jupyter Server, this does not search the
-    working directory: a broker may start in a folder of notebooks.
+    The function reads values in this order, and later values win. First it reads ``jupyter_config``
+    and ``jupyter_server_config`` (``.py``, then ``.json``) in each folder of ``jupyter --paths``,
+    from the last listed folder to the first. Then it reads ``config_files``, and at last
+    ``overrides``, which are usually from the command line. Only the section ``GPUPool`` counts.
+    Unlike Jupyter Server, the function does not search the working directory, because a broker may
+    start in a folder of notebooks.
 
-    With ``only_given``, ``config_files`` and ``overrides`` alone are read. ``now`` (seconds since
-    the epoch) is the beginning of the year for which all schedules are checked.
+    With ``only_given``, it reads only ``config_files`` and ``overrides``. ``now`` (seconds since
+    the epoch) is the beginning of the year for which it checks all schedules.
 
     Raises
     ------
     WrongConfiguration
         For an unreadable file, an unknown name, a bad value, or values that contradict each other,
-        also while a schedule is in force. The error names each place, the allowed values, and the
+        with or without a schedule in force. The error names each place, the allowed values, and the
         nearest valid name.
     """
     merged = Config()
@@ -125,8 +127,8 @@ def load_timetable(
         new: dict[str, Any] = {}
         for index in rules:
             for name, value in base.schedules[index].values.items():
-                # ``chosen`` has the final value; the section may only have an addition to another
-                # file's value.
+                # The value comes from ``chosen``, because the section may have only an addition to
+                # a value, such as ``append``.
                 new[name] = with_value(new.get(name, getattr(chosen, name)), value)
         config = Config({"GPUPool": {**merged.get("GPUPool", {}), **new}})
         found = wrong_values(config)
@@ -161,10 +163,10 @@ class _Places:
 
 
 def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
-    """Note ``origin`` for the options that ``more`` changes.
+    """Note ``origin`` as the origin of each option that ``more`` changes.
 
-    A server passes on its whole configuration, so a value that a file has too keeps the file's
-    name.
+    A server passes on its whole configuration. If a file has the same value, the file stays the
+    origin.
     """
     before = merged.get("GPUPool", {})
     for name, value in more.get("GPUPool", {}).items():
@@ -173,12 +175,12 @@ def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin:
 
 
 def check_config(config: Config, *, origin: str = "") -> None:
-    """Refuse unknown names and bad values of ``c.GPUPool`` in ``config``, read from ``origin``.
+    """Raise an error if ``config``, read from ``origin``, has unknown names or bad values.
 
     Raises
     ------
     WrongConfiguration
-        Naming ``origin``, the option, and what is allowed.
+        The error names ``origin``, the option, and what is allowed.
     """
     faults = wrong_values(config, origin=origin)
     if faults:
@@ -186,7 +188,7 @@ def check_config(config: Config, *, origin: str = "") -> None:
 
 
 def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
-    """Return the unknown names and bad values of ``c.GPUPool`` in ``config``."""
+    """Return a fault for each unknown name and each bad value of ``c.GPUPool`` in ``config``."""
     faults = []
     for section in config:
         meant = _meant(section)
@@ -203,8 +205,8 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
             found.append(Fault("there is no such option.", hint, name))
             continue
         try:
-            # A copy, because reading a value such as ``c.GPUPool.admins.append(...)`` would end its
-            # merging.
+            # This uses a copy: to read a value such as ``c.GPUPool.admins.append(...)`` ends its
+            # merging with the values of other files.
             GPUPool(config=Config({"GPUPool": {name: deepcopy(value)}}))
         except (TraitError, ValueError, TypeError) as error:
             example = f"Example: {options[name].metadata['example']}"
@@ -220,7 +222,7 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
 
 
 def _reason(name: str, value: Any, error: Exception) -> str:
-    """Return the sentence for a bad value: that of our check, else one with the allowed values."""
+    """Return the sentence for a bad value: of this package's check, or with the allowed values."""
     option = GPUPool.class_traits()[name]
     text = str(error)
     if isinstance(error, TraitError) and " trait of " not in text:
@@ -256,18 +258,19 @@ def _read(path: Path, *, required: bool) -> Config | None:
     except Exception as error:
         text = f"The configuration file {path} cannot be read: {_one_line(error, path)}."
         raise WrongConfiguration([Fault(text, "Correct it; nothing was changed.")]) from error
-    # A file of another application may have any content; only our sections are checked.
+    # A file of another application may have any content, so only this package's sections are kept
+    # and checked.
     return Config({name: value for name, value in config.items() if _meant(name)})
 
 
 def _meant(section: str) -> str:
-    """Return the name of our section that ``section`` is or misspells; "" if none."""
+    """Return this package's section that ``section`` is, or whose name it misspells; else ""."""
     near = {name.lower(): name for name in _OURS}
     return near.get(nearest(section.replace("_", "").lower(), near, likeness=_LIKENESS), "")
 
 
 def _one_line(error: Exception, path: Path) -> str:
-    """Return an error as text, with the last line of the file at ``path`` that led to it."""
+    """Return an error as text, with the line of the file at ``path`` that raised it."""
     number = error.lineno if isinstance(error, SyntaxError) else None
     for frame in traceback.extract_tb(error.__traceback__):
         if Path(frame.filename) == path and not isinstance(error, SyntaxError):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Mistakes in the configuration: each says what is wrong, where, and what to do about it."""
+"""Mistakes in the configuration. Each says what is wrong, where it is, and what to do about it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Iterable, Sequence
 from ..errors import ConfigError
 from .places import line_of
 
-#: Most mistakes that one message lists.
+#: The largest number of mistakes that one message lists.
 MOST = 8
 
 #: A key of a dict, or an index of a list, inside the value of an option.
@@ -30,7 +30,7 @@ class Fault:
     next_step: str = ""
     option: str = ""
     keys: tuple[OptionKey, ...] = ()
-    #: The file, or the words for another place; "" if nothing is known.
+    #: The file, or words for a place that is no file; "" if the origin is unknown.
     origin: str = ""
     line: int | None = None
 
@@ -44,21 +44,21 @@ class Fault:
 
     @property
     def text(self) -> str:
-        """Return place and message."""
+        """Return the place and the message."""
         return f"{self.place}: {self.message}" if self.option else self.message
 
     def __str__(self) -> str:
         return f"{self.text} {self.next_step}".rstrip()
 
     def inside(self, *keys: OptionKey) -> Fault:
-        """Return the fault of a part as one of the whole; ``keys`` lead to the part."""
+        """Return the fault of a part as a fault of the whole value; ``keys`` lead to the part."""
         return replace(self, keys=(*keys, *self.keys))
 
     def at(self, origins: Sequence[str]) -> Fault:
-        """Return the fault with its file: the last of the files ``origins`` that has its place.
+        """Return the fault with its file: the last file of ``origins`` that contains its place.
 
-        A file that has more of the keys of the place wins. If no file has any, the last of
-        ``origins`` is the origin.
+        A file that contains more of the fault's keys wins. If no file contains any of them, the
+        last of ``origins`` is the origin.
         """
         if self.origin or not origins:
             return self
@@ -73,7 +73,7 @@ class Fault:
 
 
 class WrongValue(ValueError):
-    """The value of an option has mistakes; the caller knows which option."""
+    """The value of an option has mistakes. The caller knows the option and adds its name."""
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self.faults = (*faults,)
@@ -81,7 +81,7 @@ class WrongValue(ValueError):
 
 
 class WrongConfiguration(ConfigError):
-    """The configuration has mistakes; ``faults`` has them all."""
+    """The configuration has mistakes; ``faults`` contains all of them."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self.faults = (*faults,)

@@ -53,8 +53,8 @@ from .settings import (
 )
 from .tree import check_groups
 
-#: Shortest turn in seconds; shorter is useless, as the broker's timers and a kernel's polling take
-#: milliseconds.
+#: The shortest turn in seconds. A shorter turn is useless, because the broker's timers and a
+#: kernel's polling take milliseconds.
 MIN_TURN = 0.01
 
 _POOL = PoolSettings()
@@ -71,10 +71,11 @@ def _option(
     read: Callable[[Any], object] | None = None,
     restart: bool = False,
 ) -> _T:
-    """Return ``trait`` as a configuration option, with its reader.
+    """Return ``trait`` as an option of the configuration.
 
-    ``read`` returns the value for the broker, or raises ``ValueError`` with a sentence; without it
-    the broker uses the value unchanged. ``restart``: a running broker keeps the old value.
+    ``read`` returns the value for the broker, or raises ``ValueError`` with a sentence. Without
+    ``read`` the broker uses the value unchanged. ``restart``: a running broker keeps the old value
+    until its restart.
     """
     trait.help = f"{what}\n\nUnit: {unit}. Default: {default}. Example: c.GPUPool.{example}"
     trait.tag(
@@ -85,7 +86,7 @@ def _option(
 
 
 def _reader(trait: object) -> Callable[[Any], Any] | None:
-    """Return the reader of an option; None if its values are used unchanged."""
+    """Return the reader of an option; None if the broker uses its values unchanged."""
     return trait.metadata.get("read") if isinstance(trait, TraitType) else None
 
 
@@ -99,10 +100,10 @@ def _choice(policy: Any, what: str, *, example: str, trait: Any = Enum) -> Any:
 
 
 class _Overuse(Enum):  # type: ignore[type-arg]
-    """The policies for overuse; explains the refusal of a policy that earlier versions had."""
+    """The policies for overuse. It refuses a policy of earlier versions with an explanation."""
 
     def validate(self, obj: Any, value: Any) -> Any:
-        """Return ``value``, or raise with the replacement of an old value."""
+        """Return ``value``; for an old value, raise an error that names its replacement."""
         if value == "suspend":
             raise TraitError(
                 "'suspend' is no longer a value: a kernel that goes around the guard can take "
@@ -622,7 +623,7 @@ class GPUPool(Configurable):
 
     @validate(*[name for name, trait in vars().items() if _reader(trait)])
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
-        # Refuses a bad value, but keeps the admin's text, because ``settings`` reads that text
+        # This refuses a bad value, but keeps the admin's text, because ``settings`` reads the text
         # later.
         try:
             proposal["trait"].metadata["read"](proposal["value"])
@@ -638,14 +639,14 @@ class GPUPool(Configurable):
         Parameters
         ----------
         host_total:
-            Bytes of host memory, for percentages; None: read from the machine.
+            Bytes of host memory, for values in per cent; None means those of this machine.
         environ:
-            The environment that may have ``GPUPOOL_EMULATE``; None: ``os.environ``.
+            The environment that may have ``GPUPOOL_EMULATE``; None means ``os.environ``.
 
         Raises
         ------
         ConfigError
-            If values contradict each other, although each of them is valid.
+            If valid values contradict each other.
         """
         total = Host().total() if host_total is None else host_total
         faults: list[Fault] = []
@@ -672,7 +673,7 @@ class GPUPool(Configurable):
         return BrokerSettings(pool=PoolSettings(**pool), notes=tuple(notes), **values)
 
     def chosen(self) -> dict[str, Any]:
-        """Return the options with other values than their defaults, as JSON values."""
+        """Return the options whose values differ from their defaults, as JSON values."""
         found = {}
         for name, trait in self.class_traits(config=True).items():
             value = getattr(self, name)
@@ -693,7 +694,7 @@ class GPUPool(Configurable):
                 yield Fault(text, step, "groups", (name, "hub_groups"))
 
     def _check_cluster(self, groups: Mapping[str, Group]) -> Iterator[Fault]:
-        """Yield a fault for each cap that has a different size on each machine."""
+        """Yield a fault for each cap whose size would differ between the machines of a cluster."""
         for name, group in groups.items() if self.cluster_nodes else ():
             if group.cap is not None and group.cap.bytes is None:
                 text = "A cap that all machines of a cluster share must be a size."
@@ -713,10 +714,10 @@ class GPUPool(Configurable):
                 faults.append(Fault(text, hint, "classes_allowed", (index,)))
 
     def _check_sizes(self, faults: list[Fault]) -> None:
-        """Add a fault if the limit is below the memory, or one of them above a kernel's maximum.
+        """Add a fault if a limit is below the memory, or one of the two is above the maximum.
 
-        Without ``default_limit`` only the memory counts: each kernel's limit is then at most
-        ``max_memory_per_kernel``.
+        The maximum is ``max_memory_per_kernel``. Without ``default_limit``, only the memory is
+        checked, because each kernel's limit is then at most the maximum.
         """
         memory, limit, most = self.default_memory, self.default_limit, self.max_memory_per_kernel
         if limit is not None and limit < memory:
@@ -753,7 +754,7 @@ class GPUPool(Configurable):
 
 
 def _plain(value: Any) -> str:
-    """Return the JSON text for a value; for a function, a text that is equal in every process."""
+    """Return the JSON text for a value. The text for a function is the same in every process."""
     return f"function {value.__qualname__}" if hasattr(value, "__qualname__") else str(value)
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The line of a configuration file on which a value is written, found in its syntax tree.
+"""Finds the line of a configuration file on which a value is written, in its syntax tree.
 
-Nothing is executed. If the file computes the value, the line is that of the assignment, or of the
-innermost key that the file spells out.
+It executes no code of the file. If the file computes the value, the result is the line of the
+assignment, or of the innermost key that is written in the file.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import ast
 from pathlib import Path
 from typing import Iterator, Mapping, Sequence
 
-#: How many of the names a place has (see :func:`line_of`), and its line.
+#: How many of the names a place in the file matches (see :func:`line_of`), and its line.
 _DepthAndLine = tuple[int, int | None]
 
 
 def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
     """Return how many of ``names`` the file ``path`` contains, and the line of the last of these.
 
-    ``names`` are the section (``"GPUPool"``), the option, and keys inside its value. (0, None) if
-    the file lacks the section or cannot be read.
+    ``names`` are the section (``"GPUPool"``), the option, and keys inside its value. The result is
+    (0, None) if the file does not have the section or cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
-        # Python's parser reads JSON, too: it takes true, false and null for names.
+        # Python's parser can read JSON, too: it reads true, false and null as names of variables.
         mode = "eval" if path.suffix == ".json" else "exec"
         tree = ast.parse(text, mode=mode)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
@@ -41,7 +41,8 @@ def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
     best: _DepthAndLine = (0, None)
     for node in ast.walk(tree):
         for found in _in_statement(node, names, variables):
-            # The last of two assignments to one option counts; ast.walk may meet it first.
+            # If an option is assigned twice, the later line counts, but ast.walk may visit that
+            # line first.
             if found[0] > best[0] or (found[0] == best[0] and (found[1] or 0) > (best[1] or 0)):
                 best = found
     return best
@@ -50,7 +51,7 @@ def line_of(path: Path, names: Sequence[str | int]) -> tuple[int, int | None]:
 def _in_statement(
     node: ast.AST, names: Sequence[str | int], variables: Mapping[str, ast.expr]
 ) -> Iterator[_DepthAndLine]:
-    """Yield the places in an assignment, or a call such as ``c.GPUPool.quotas.update({})``."""
+    """Yield the places in an assignment, or in a call such as ``c.GPUPool.quotas.update({})``."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             chain = _chain(target)
@@ -61,7 +62,7 @@ def _in_statement(
 
 
 def _chain(node: ast.AST) -> list[str | int]:
-    """Return ``["c", "GPUPool", "groups", "vision"]`` of ``c.GPUPool.groups["vision"]``."""
+    """Return ``["c", "GPUPool", "groups", "vision"]`` for ``c.GPUPool.groups["vision"]``."""
     if isinstance(node, ast.Name):
         return [node.id]
     if isinstance(node, ast.Attribute):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Read the values that an admin writes: sizes, durations, quotas, devices, paths.
+"""Reads the values that an admin writes: sizes, durations, quotas, devices, paths.
 
 A reader returns the value for the broker, or raises ``ValueError`` with a sentence for people.
 """
@@ -24,27 +24,28 @@ from ..units import parse_bytes, parse_seconds
 from .grouping import read_bytes, read_daily
 from .mistakes import Fault, WrongValue
 
-#: Returns the Hub groups of the user with this name.
+#: A function that returns the Hub groups of the user with a given name.
 HubGroups = Callable[[str], Iterable[str]]
 
-#: Keys of the option whose names differ from the fields of a quota.
+#: Keys of the option ``quotas`` whose names differ from the fields of :class:`Quota`.
 _QUOTA_FIELDS = {"gpu_seconds_per_day": "daily"}
 QUOTA_KEYS = tuple(
     {field: key for key, field in _QUOTA_FIELDS.items()}.get(f.name, f.name) for f in fields(Quota)
 )
 
-#: A reserve given as a share has at least this many bytes, but at most one fourth of a small limit.
+#: A reserve given as a share has at least this many bytes. But it has at most this part (one
+#: fourth) of a small limit.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
 
 
-#: Most folders of ``cluster_data``, and most characters of each; each report of a machine contains
-#: them all.
+#: The most folders of ``cluster_data``, and the most characters of each. There is a limit because
+#: each report of a machine contains all of them.
 MOST_FOLDERS, MOST_PATH = 8, 200
 
 
 @dataclass(frozen=True, slots=True)
 class HostReserve:
-    """Host memory that a suspend leaves free: a share of each limit, or the configured size."""
+    """The host memory that a suspend leaves free: a share of each limit, or a fixed size."""
 
     share: float = 0.1
     size: int | None = None
@@ -52,8 +53,8 @@ class HostReserve:
     def of(self, limit: int, *, machine: bool) -> int:
         """Return how many bytes of a machine's or control group's ``limit`` stay free.
 
-        A share is at least 1 GiB. The result is at most a quarter of a control group, so that a
-        small group can still hold suspended state.
+        A reserve given as a share is at least 1 GiB. In a control group, the result is at most a
+        quarter of the limit, so that a small control group has room for suspended state.
         """
         scaled = limit // MOST_RESERVE_PART
         if self.size is not None:
@@ -65,7 +66,7 @@ class HostReserve:
 
 
 class _Quantity(TraitType[Any, Any]):
-    """A trait that takes a number or text with a unit.
+    """A trait whose value is a number, or text with a unit.
 
     ``zero`` says whether 0 is allowed, ``least`` is the smallest value.
     """
@@ -88,7 +89,7 @@ class _Quantity(TraitType[Any, Any]):
         raise NotImplementedError
 
     def validate(self, obj: Any, value: Any) -> Any:  # noqa: ARG002 (traitlets' contract)
-        """Return ``value`` as a plain number, or raise with the reason."""
+        """Return ``value`` as a plain number, or raise an error with the reason."""
         if not isinstance(value, (int, float, str)) or isinstance(value, bool):
             raise TraitError(f"{value!r} is not {self.what}")
         if self.zero and str(value).strip() in ("0", "0.0"):
@@ -143,7 +144,10 @@ class Share(_Quantity):
 
 
 def read_quotas(value: Mapping[Any, Any]) -> dict[str, Quota]:
-    """Return ``c.GPUPool.quotas`` as values; raise :class:`WrongValue` with every mistake."""
+    """Return ``c.GPUPool.quotas`` in the form for the broker.
+
+    It raises :class:`WrongValue` with every mistake.
+    """
     quotas, faults = {}, []
     for owner, entry in value.items():
         if not isinstance(owner, str) or not owner.strip():
@@ -230,7 +234,7 @@ def read_unsuspendable_after(value: Sequence[Any]) -> tuple[float, float, float]
 
 
 def read_devices(value: Sequence[Any] | None) -> tuple[str, ...] | None:
-    """Return ``c.GPUPool.devices`` as text; None: every device."""
+    """Return ``c.GPUPool.devices`` as texts; None means every device."""
     if value is None:
         return None
     if not value:
@@ -279,7 +283,7 @@ def read_identity(value: Any) -> str:
 
 
 def read_host_memory(value: Any, total: int) -> int:
-    """Return ``c.GPUPool.host_memory`` in bytes; per cent values are parts of ``total``."""
+    """Return ``c.GPUPool.host_memory`` in bytes; per cent means a part of ``total``."""
     if isinstance(value, str) and value.strip().endswith("%"):
         try:
             share = float(value.strip()[:-1])
@@ -297,7 +301,7 @@ def read_host_memory(value: Any, total: int) -> int:
 
 
 def read_host_reserve(value: Any) -> HostReserve:
-    """Return ``c.GPUPool.host_reserve``: a size in bytes, or per cent of each limit."""
+    """Return ``c.GPUPool.host_reserve``: a size in bytes, or a share of each limit."""
     if isinstance(value, str) and value.strip().endswith("%"):
         try:
             share = float(value.strip()[:-1]) / 100
@@ -329,7 +333,7 @@ def read_uid(value: Any) -> int:
 
 
 def read_folders(value: Sequence[str]) -> tuple[str, ...]:
-    """Return absolute paths, few and short enough for the reports of this machine."""
+    """Return the absolute paths; refuse too many or too long paths for this machine's reports."""
     if len(value) > MOST_FOLDERS:
         raise ValueError(f"There are {len(value)} folders. Write at most {MOST_FOLDERS}.")
     found = tuple(os.path.normpath(read_path(one)) for one in value)
@@ -342,7 +346,7 @@ def read_folders(value: Sequence[str]) -> tuple[str, ...]:
 
 
 def read_port(value: Any) -> int:
-    """Return a TCP port, or 0 for none."""
+    """Return a TCP port; 0 means no port."""
     if type(value) is not int or not 0 <= value <= 65535:
         raise ValueError(
             f"{value!r} is not a port. Write a whole number up to 65535, or 0 for none."
@@ -364,7 +368,7 @@ def read_program(value: str) -> str:
 
 
 def read_folder(value: str) -> Path:
-    """Return the folder of the journal; "" is the default."""
+    """Return the folder of the journal; "" means the default folder."""
     return read_path(value) if value else local_machine.state_dir()
 
 

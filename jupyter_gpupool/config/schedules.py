@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Read ``c.GPUPool.schedules``: rules of a calendar, and the options that each of them sets."""
+"""Reads ``c.GPUPool.schedules``: rules of a calendar, and the options that each rule sets."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ from .mistakes import Fault, OptionKey, WrongValue
 
 KEYS = ("name", "days", "hours", "time_zone", "set")
 
-#: Marks a key without a default.
+#: Marks a key that has no default.
 _NEEDED = object()
 
 DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 
-#: Keys of a group that a schedule may set: who is in which group is the same at all times.
+#: The keys of a group that a schedule may set. A schedule cannot change the members of a group.
 GROUP_KEYS = ("guarantee", "weight", "cap", "gpu_seconds_per_day")
 
 _SPAN = re.compile(r"(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})")
 
-#: Where a system keeps its time zone.
+#: The file with the system's time zone.
 LOCALTIME = Path("/etc/localtime")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A rule, and the options that it sets, as they are written."""
+    """A rule, and the options that it sets, as the admin has written them."""
 
     rule: RuleTimes
-    #: The name of its time zone, and its days and hours as the admin wrote them, for messages.
+    #: For messages: the name of the rule's time zone, and its days and hours as written by the
+    #: admin.
     zone: str
     written: str
     values: Mapping[str, Any]
@@ -50,7 +51,7 @@ class Schedule:
 
 
 def read_schedules(value: Sequence[Any]) -> tuple[Schedule, ...]:
-    """Return ``c.GPUPool.schedules`` as values; does not check the options that they set.
+    """Return the schedules in ``c.GPUPool.schedules``, without a check of what they set.
 
     Raises
     ------
@@ -124,7 +125,7 @@ def _read_set(value: Any) -> Mapping[str, Any]:
 
 
 def _parts(value: Any, what: str) -> list[str]:
-    """Return the items of a list, or of text with commas."""
+    """Return the items of a list, or of a text with commas."""
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or not parts:
         raise ValueError(f"{value!r} is not {what}")
@@ -218,7 +219,7 @@ def machine_zone() -> tuple[tzinfo, str]:
 
 
 def with_value(old: Any, new: Any) -> Any:
-    """Return the value of an option when a schedule sets ``new``: dicts are merged key by key."""
+    """Return the value of an option after a schedule sets ``new``. Dicts are merged key by key."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return new
     return {**old, **{key: with_value(old.get(key), value) for key, value in new.items()}}
@@ -227,10 +228,10 @@ def with_value(old: Any, new: Any) -> Any:
 def wrong_settings(
     schedules: Sequence[Schedule], known: Iterable[str], fixed: Iterable[str], groups: Iterable[str]
 ) -> list[Fault]:
-    """Return a fault for each value that a schedule sets, but cannot set.
+    """Return a fault for each value that a schedule sets but is not allowed to set.
 
-    ``known`` are all options, ``fixed`` those that need a restart of the broker, ``groups`` the
-    names of all groups.
+    ``known`` are the names of all options, ``fixed`` the options that need a restart of the broker,
+    and ``groups`` the names of all groups.
     """
     faults: list[Fault] = []
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The broker's settings, and the rules that configured values must satisfy together."""
+"""The broker's settings, and checks that depend on the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnLedgerLoss = Literal["closed", "min_share"]
 
 @dataclass(frozen=True)
 class BrokerSettings:
-    """The configuration, checked. Sizes are bytes, times seconds.
+    """The checked configuration. Sizes are in bytes, times in seconds.
 
     A field has the name and meaning of its option (:class:`.GPUPool`). The settings of the pool's
     rules are in ``pool``.
@@ -43,9 +43,9 @@ class BrokerSettings:
     overuse: OverusePolicy
     emulate: str
     devices: tuple[str, ...] | None
-    #: The configured socket; "": :func:`jupyter_gpupool.endpoint.find_socket` decides.
+    #: The configured socket; "" means that :func:`jupyter_gpupool.endpoint.find_socket` decides.
     socket: str
-    #: The Python of the device processes; "": the broker searches for one.
+    #: The Python of the device processes; "" means that the broker searches for one.
     device_python: str
     state_dir: Path
     journal_size: int
@@ -71,13 +71,14 @@ class BrokerSettings:
     schedules: tuple[Schedule, ...] = ()
     #: Who is in each group of ``pool.groups``.
     members: Mapping[str, Members] = field(default_factory=dict)
-    #: Returns the Hub groups of a user; None: no user is in a Hub group.
+    #: The function that returns a user's Hub groups; None means that no user is in a Hub group.
     hub_groups: HubGroups | None = None
-    #: Messages for the admin's log: settings whose effect differs from their text.
+    #: Messages for the admin's log about settings that do not have the effect that they promise.
     notes: tuple[str, ...] = ()
     #: The configuration files that were read, lowest precedence first.
     files: tuple[Path, ...] = ()
-    #: Options that differ from their defaults, as JSON; and the file or command that set each.
+    #: The options that differ from their defaults, as JSON, and for each option the file or the
+    #: command that has set it.
     options: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
 
@@ -85,16 +86,16 @@ class BrokerSettings:
 def usable_attach(
     policy: AttachPolicy, guarded: bool, reason: str = ""
 ) -> tuple[AttachPolicy, str]:
-    """Return the attach policy to use for a requested ``policy``, and the reason if it differs.
+    """Return the attach policy to use in place of ``policy``, and the reason if the two differ.
 
     Parameters
     ----------
     policy:
-        As configured, or as requested by a kernelspec.
+        The policy from the configuration or from a kernelspec.
     guarded:
         Whether a device of the pool has the tier "guarded".
     reason:
-        Why no device has it, as a sentence (``DeviceService.guard_problem``).
+        Why no device has this tier, as a sentence (``DeviceService.guard_problem``).
     """
     if policy != "lazy" or guarded:
         return policy, ""
@@ -106,8 +107,8 @@ def usable_attach(
 
 
 def wrong_machine(text: str) -> str:
-    """Return why the driver cannot emulate the machine ``text``, or ""."""
-    # Imported here, because most brokers do not need the emulator.
+    """Return why the driver cannot emulate the machine ``text``; "" if it can."""
+    # The import is here, because most brokers do not need the emulator.
     from .. import emulation
 
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The settings in force at any time: those of the files, changed by the schedules."""
+"""The settings in force at any time: the settings of the files, changed by the schedules."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from .calendar import HORIZON, changes, in_force, next_change
 from .mistakes import Fault, OptionKey, WrongConfiguration
 from .settings import BrokerSettings
 
-#: The settings under all schedules are checked for this many seconds ahead.
+#: For this many seconds ahead, the settings under all schedules are checked.
 YEAR = 366 * 86400.0
 
-#: Indices of the rules that are in force together.
+#: The indices of the rules that are in force at the same time.
 Rules = tuple[int, ...]
 
 
@@ -26,7 +26,7 @@ class Timetable:
     base:
         The settings while no rule is in force.
     make:
-        Returns the settings while these rules are in force, or raises
+        Returns the settings while the given rules are in force, or raises
         :class:`WrongConfiguration`.
     place:
         Returns a mistake with its file and line.
@@ -56,13 +56,13 @@ class Timetable:
         return self._made[rules]
 
     def next_change(self, now: float) -> tuple[int, Rules] | None:
-        """Return when the rules in force change after ``now``, and to which; None if never."""
+        """Return when the rules in force change next, and to which rules; None if never."""
         return next_change(self._rules, now)
 
     def classes_open(self, now: float) -> dict[str, float]:
         """Return when each priority class that may not run at ``now`` may run again.
 
-        Leaves out classes that no schedule allows within :data:`~.calendar.HORIZON`.
+        The result has no class that stays forbidden for all of :data:`~.calendar.HORIZON`.
         """
         found: dict[str, float] = {}
         pool = self.under(self.rules(now)).pool
@@ -82,9 +82,13 @@ class Timetable:
         return tuple(self._rules[index].name for index in rules)
 
     def combinations(self, now: float) -> list[Rules]:
-        """Return each set of rules in force together within a year, first the set at ``now``."""
+        """Return each set of rules that is in force at some time of the next year.
+
+        The set at ``now`` is the first.
+        """
         day = now // 86400
-        if self._combinations[0] != day:  # changes() takes tens of milliseconds
+        # Kept for a day, because changes() takes tens of milliseconds.
+        if self._combinations[0] != day:
             found = (rules for _, rules in changes(self._rules, now, now + YEAR))
             self._combinations = day, (*dict.fromkeys(found),)
         return [*dict.fromkeys([self.rules(now), *self._combinations[1]])]
@@ -92,10 +96,11 @@ class Timetable:
     def faults(
         self, now: float, check: Callable[[BrokerSettings], Sequence[Fault]] = lambda _: ()
     ) -> list[Fault]:
-        """Return the mistakes of all settings within a year, each only once.
+        """Return the mistakes in all settings of the next year. Each mistake appears only once.
 
-        ``check`` finds further mistakes in settings. A mistake that exists without schedules keeps
-        its place. Any other gets the place of the last schedule that sets a part of the value.
+        ``check`` finds further mistakes in settings. A mistake that also exists without schedules
+        keeps its place. Any other mistake gets the place of the last schedule that sets a part of
+        the value.
         """
         known = {(fault.option, fault.keys, fault.message): fault for fault in check(self.base)}
         for rules in filter(None, self.combinations(now)):
@@ -109,7 +114,7 @@ class Timetable:
         return [self.place(fault) for fault in known.values()]
 
     def overruled(self, now: float) -> list[str]:
-        """Return which schedules set options without effect within a year, as sentences."""
+        """Return a sentence for each schedule that sets an option without effect for a year."""
         schedules, found = self.base.schedules, []
         combinations = self.combinations(now)
         for index, schedule in enumerate(schedules):
@@ -161,7 +166,7 @@ def _leaves(values: Mapping[Any, Any], above: tuple[Any, ...] = ()) -> Iterator[
 
 
 def _sets(values: Any, path: Sequence[Any]) -> bool:
-    """Return whether a schedule with ``values`` overrules an earlier one's value at ``path``."""
+    """Return whether a schedule with ``values`` overrules the earlier schedules at ``path``."""
     for key in path:
         if not isinstance(values, Mapping):
             return True  # the schedule replaces the whole dict
@@ -172,12 +177,12 @@ def _sets(values: Any, path: Sequence[Any]) -> bool:
 
 
 def _begun(fault: Fault) -> str:
-    """Return the message of a fault, with the option's name before it if the fault has no keys."""
+    """Return the message of a fault. If the fault has no keys, the option's name comes first."""
     return fault.message if fault.keys else f"c.GPUPool.{fault.option}: {fault.message}"
 
 
 def _written(values: Mapping[str, Any], path: Sequence[OptionKey]) -> tuple[OptionKey, ...]:
-    """Return the part of ``path`` that exists in ``values``, from its beginning."""
+    """Return the longest beginning of ``path`` that exists in ``values``."""
     found: list[OptionKey] = []
     at: Any = values
     for key in path:

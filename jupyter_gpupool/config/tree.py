@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether groups contradict each other: their parents, their sizes, and users in several groups.
+"""Checks whether groups contradict each other: parents, sizes, and users in several groups.
 
-:func:`check_groups` finds mistakes for which the configuration is enough: a cycle, or guarantees
-that add up to 110 %. :func:`check_sizes` also needs the sizes of the GPUs, for example to compare 3
-devices with 200 GiB.
+:func:`check_groups` finds the mistakes that the configuration alone shows, such as a cycle, or
+guarantees that add up to 110 %. :func:`check_sizes` also needs the sizes of the GPUs, for example
+to compare 3 devices with 200 GiB.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..units import format_bytes
 from .grouping import Groups, Members
 from .mistakes import Fault
 
-#: Rounding may add this many bytes to a sum, because percentages of a machine are rarely whole
-#: bytes.
+#: Rounding may add up to this many bytes to a sum, because a percentage of a machine is rarely a
+#: whole number of bytes.
 _ROUNDING = 1 << 20
 
 
 def check_groups(groups: Groups) -> list[Fault]:
-    """Return the mistakes in groups that are mistakes on every machine."""
+    """Return the faults in groups that are faults on every machine."""
     tree = groups.tree
     faults = _wrong_parents(tree) or [
         fault for scale in _AS_WRITTEN for fault in _wrong_sizes(tree, scale)
@@ -68,7 +68,7 @@ def _wrong_parents(tree: Mapping[str, Group]) -> list[Fault]:
 
 
 def _order(members: Mapping[str, Members]) -> Iterator[Fault]:
-    """Yield a fault for each user, Unix group and Hub group in two groups that nothing orders."""
+    """Yield a fault for each user, Unix group or Hub group in two groups of equal ``order``."""
     ways: list[tuple[str, str, Callable[[Members], Sequence[str]]]] = [
         ("users", "The user {} is", lambda rule: rule.users),
         ("unix_groups", "The Unix group {} is", lambda rule: rule.unix_groups),
@@ -97,13 +97,17 @@ def children(tree: Mapping[str, Group], parent: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How to compare portions: their size, or None if they have none on this scale, and text."""
+    """How to compare portions.
+
+    ``size`` returns the size of a portion, None if it has no size on this scale. ``text`` returns a
+    size as text.
+    """
 
     size: Callable[[Portion], float | None]
     text: Callable[[float], str]
     #: The size of the whole pool; None if it is unknown.
     whole: float | None
-    #: The subject and verb before the size of the whole pool in a message.
+    #: In a message: the subject and the verb before the size of the whole pool.
     where: str = ""
     tolerance: float = 1e-6
 
@@ -116,7 +120,7 @@ _AS_WRITTEN = (
 
 
 def check_sizes(tree: Mapping[str, Group], capacities: Sequence[int]) -> list[Fault]:
-    """Return the mistakes in guarantees and caps on GPUs that can give ``capacities`` bytes."""
+    """Return the faults in guarantees and caps for GPUs with ``capacities`` bytes to grant."""
     scale = _Scale(
         lambda portion: float(portion.of(capacities)),
         lambda size: format_bytes(int(size)),
@@ -132,14 +136,15 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
         return None if portion is None else scale.size(portion)
 
     def needs(name: str) -> float:
-        """Return the guarantee of a group, or the sum of the guarantees of the groups in it."""
+        """Return the guarantee of a group; without one, the sum of the guarantees inside it."""
         own = size(tree[name].guarantee)
         return own if own is not None else sum(map(needs, children(tree, name)))
 
     def more(a: float | None, b: float | None) -> bool:
         return a is not None and b is not None and a > b + scale.tolerance
 
-    #: Groups that contain a guarantee above a cap. It is reported already, so their sums are not.
+    #: Groups that contain a guarantee above a cap. That guarantee is already reported, so the sums
+    #: of these groups are not reported, too.
     refused: set[str] = set()
     for name, group in tree.items():
         guarantee, cap = size(group.guarantee), size(group.cap)
@@ -203,7 +208,7 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
 def _lowest_cap(
     tree: Mapping[str, Group], name: str, size: Callable[[Portion | None], float | None]
 ) -> tuple[str, float] | None:
-    """Return the group with the lowest cap among ``name`` and the groups above it, and that cap."""
+    """Return the lowest cap of ``name`` and the groups above it: the group and the cap."""
     found: list[tuple[float, str]] = []
     while name in tree:
         cap = size(tree[name].cap)
@@ -214,7 +219,7 @@ def _lowest_cap(
 
 
 def written(portion: Portion) -> str:
-    """Return a portion as people write it: ``"40%"``, ``"2 devices"``, ``"24 GiB"``."""
+    """Return a portion as people write it, such as ``"40%"``, ``"2 devices"`` or ``"24 GiB"``."""
     if portion.percent is not None:
         return f"{portion.percent:g}%"
     if portion.devices is not None:
@@ -223,7 +228,7 @@ def written(portion: Portion) -> str:
 
 
 def _said(portion: Portion | None, scale: _Scale) -> str:
-    """Return a portion as written, and its size if that is not the same text."""
+    """Return a portion as written, and also its size if the text of the size is different."""
     assert portion is not None
     size = scale.size(portion)
     text, shown = written(portion), "" if size is None else scale.text(size)

@@ -1,7 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What containers find in the one folder of the machine that is mounted there.
+"""What containers find in the machine's folder that they mount.
 
-- ``content``: the broker puts this package, the guard and a kernelspec there
-- ``start``: starts the kernel of that kernelspec; also in images that cannot use a GPU
+- ``content``: puts this package, the guard and a kernelspec into the folder; the broker calls it
+- ``start``: starts the kernel of that kernelspec, even in images that cannot use a GPU
 """

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The files that every container gets: made once, then linked into the folder of each user.
+"""The files that every container gets. They are made once, then linked into each user's folder.
 
-The links are hard, so a thousand users cost no more memory than one. Each file is replaced by a
-rename: a kernel that starts finds the old one or the new one.
+These are hard links, so a thousand users need no more memory than one user. A rename replaces each
+file, so a starting kernel finds either the old file or the new file, never a part of one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Iterator, Mapping
 
 from ..guard.install import FOLDER, LIBRARIES, library
 
-#: The folder of these files beside the socket.
+#: The name of the folder with these files, beside the socket.
 NAME = "inside"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -29,20 +29,21 @@ _KERNEL = Path("share/jupyter/kernels/gpupool-python3/kernel.json")
 
 
 class Content:
-    """The files for the containers of a broker whose socket is ``socket`` also there.
+    """The files for the containers of a broker. In the containers, too, its socket is ``socket``.
 
     ``emulated``: the folder of the emulated driver's libraries, if the GPUs are emulated.
     """
 
     def __init__(self, socket: Path, emulated: Path | None = None) -> None:
         self._emulated = emulated
-        #: Where the files are in a container.
+        #: The folder of the files in a container.
         self.folder = socket.parent / NAME
-        #: The folder with the guard's libraries there, and with those of the emulated driver.
+        #: In a container: the folder with the guard's libraries, and the folder with the emulated
+        #: driver's libraries.
         self.guard, self.driver = self.folder / FOLDER, self.folder / "emulated"
 
     def environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return a kernel's variables as they must be in a container: with the driver there."""
+        """Return a kernel's variables for a container, with the emulated driver's folder."""
         paths = {"LD_LIBRARY_PATH": str(self.driver)} if self._emulated is not None else {}
         return {**environment, **paths}
 
@@ -52,9 +53,9 @@ class Content:
         Raises
         ------
         OSError, GPUPoolError
-            If that is not possible.
+            If a file cannot be made, or there is no guard.
         """
-        library()  # or the reason why there is none
+        library()  # raises GuardMissing if there is no guard
         for source, name in self._copied():
             target = folder / name
             if not _same(source, target):
@@ -75,7 +76,7 @@ class Content:
         Raises
         ------
         OSError
-            If that is not possible.
+            If a file cannot be linked.
         """
         for path in _files(made):
             target = folder / path.relative_to(made)
@@ -102,13 +103,14 @@ class Content:
             "argv": ["python", str(self.folder / "start.py"), "-f", "{connection_file}"],
             "display_name": "Pooled GPU",
             "language": "python",
-            # Without a provisioner: the image need not have ours. The program opens the session.
+            # The kernelspec names no provisioner, because the image need not have ours. The program
+            # ``start`` opens the session.
             "metadata": {"debugger": True, "supported_encryption": ["curve"]},
         }
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files below ``folder`` that belong into containers."""
+    """Yield the files below ``folder`` that containers need."""
     for path in sorted(folder.iterdir()):
         if path.is_dir() and not path.is_symlink():
             if path.name not in _NOT_INSIDE:
@@ -135,7 +137,7 @@ def _write(path: Path, text: str) -> None:
 
 @contextmanager
 def _instead_of(path: Path) -> Iterator[Path]:
-    """Take the file that is made at the yielded path in the place of ``path``."""
+    """Yield a path for a new file, and then replace ``path`` by this file."""
     for folder in [*reversed(path.parents)]:
         if not folder.exists():
             folder.mkdir()

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Starts a Pooled GPU kernel in a container, whose image need not have this package.
 
-It runs with every Python and every C library. If an image cannot load the guard, its kernel starts
-without a GPU, and one line says why.
+This program runs with every Python and every C library. If an image cannot load the guard, the
+kernel starts without a GPU, and prints one line that says why.
 """
 
 import os
@@ -14,7 +14,7 @@ PYTHON = (3, 10)
 
 
 def problem(library: str) -> str:
-    """Return why the guard ``library`` cannot be used in this image, or ""."""
+    """Return why this image cannot use the guard ``library``; "" if it can."""
     if sys.version_info < PYTHON:
         return "Pooled GPU kernels need Python {}.{} or newer, and this image has {}.{}".format(
             *PYTHON, *sys.version_info[:2]
@@ -37,7 +37,7 @@ def problem(library: str) -> str:
 
 
 def main() -> None:
-    """Become the kernel."""
+    """Replace this process by the kernel."""
     here = os.path.dirname(os.path.abspath(__file__))
     why = problem(os.path.join(here, "gpupool-guard", "libcuda.so.1"))
     module = "ipykernel_launcher"

@@ -5,7 +5,7 @@
 ======================  ========================================================================
 ``backend``             the Protocol: what the broker needs of a vendor's GPUs
 ``model``               the results: samples and outcomes, frozen values
-``children``, ``child``   child processes for vendor libraries: the parent's end, the child's
+``children``, ``child``   child processes for vendor libraries: the parent's side, the child's side
 ``nvidia``              NVIDIA's GPUs
 ======================  ========================================================================
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The Protocol that a vendor's code implements: all that the broker needs of its GPUs.
+"""The Protocol that a vendor's code implements: all that the broker needs from the vendor's GPUs.
 
 A vendor is one folder here, such as ``nvidia``, with an ``open_devices(options)`` that returns
 :class:`Devices`; ``devices/__init__.py`` chooses the vendor. Devices are named by UUID, sizes are
@@ -46,13 +46,13 @@ class DeviceOptions:
     given: Mapping[str, str] = field(default_factory=dict)
     #: ``c.GPUPool.devices``: indices or beginnings of UUIDs; None: all that this user was given.
     wanted: Sequence[str] | None = None
-    #: Seconds for a session's submitted work to finish before a suspend is given up.
+    #: Seconds that a suspend waits for a session's submitted work to finish before it gives up.
     lock_timeout: float = 5.0
     #: Whether sessions run under the guard, if the vendor has one.
     guard: bool = False
     #: ``c.GPUPool.device_python``: the interpreter of child processes; "": the vendor's choice.
     python: str = ""
-    #: :attr:`Devices.memo` of the broker before this one; "" if there was none.
+    #: :attr:`Devices.memo` of the previous broker; "" if there was none.
     memo: str = ""
     #: Prefix of the paths of the GPUs' device files; "": the vendor's usual one.
     files: str = ""
@@ -97,10 +97,10 @@ class Devices(Protocol):
     # ------------------------------------------------------------------ discover and test
 
     async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
-        """Find the devices, test each, and return them; [] and :attr:`problem` if there are none.
+        """Find the devices, test each, and return them; if there are none, return [].
 
-        ``known`` are devices that an earlier broker has tested. They are not tested again, because
-        its sessions may use them, and a test takes memory.
+        Then :attr:`problem` says why. ``known`` are devices that an earlier broker has tested. They
+        are not tested again, because that broker's sessions may use them, and a test takes memory.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class Devices(Protocol):
     # ------------------------------------------------------------------ look
 
     async def sample(self) -> list[DeviceSample]:
-        """Return one sample for each device; a device that cannot be read is ``lost`` in it.
+        """Return one sample for each device; if a device cannot be read, its sample is ``lost``.
 
         Raises
         ------
@@ -147,11 +147,11 @@ class Devices(Protocol):
     ) -> SuspendOutcome:
         """Move a session's device state to host memory: all of its processes, or none.
 
-        These are ``root``, its descendants, and processes of the same user with
-        ``GPUPOOL_SESSION=session`` in their environment. ``devices`` are those of its lease.
+        The session's processes are ``root``, its descendants, and processes of the same user with
+        ``GPUPOOL_SESSION=session`` in their environment. ``devices`` are the devices of its lease.
 
-        The driver's refusal of a suspend undoes all of its steps. If the undo takes longer, the
-        operation lasts until the undo is done, and ``on_kept`` is called once with the reason.
+        If the driver refuses, the operation undoes all of its steps. If the undo does not succeed
+        at once, the operation continues until it does, and calls ``on_kept`` once with the reason.
         """
 
     async def resume(
@@ -166,12 +166,13 @@ class Devices(Protocol):
     ) -> ResumeOutcome:
         """Move a suspended session's state back: from ``origin[i]`` to ``devices[i]``.
 
-        ``need`` is the free memory, by device, without which the operation does not begin. The
-        broker has reserved it. ``known`` are the processes of the session's last suspend.
+        ``need`` is the free memory that the resume needs, by device; with less, it does not begin.
+        The broker has reserved this memory. ``known`` are the processes of the session's last
+        suspend.
         """
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
-        """Return the driver's state of a session: the worst over its processes."""
+        """Return the driver's state of a session: the worst state of its processes."""
 
     async def unlock(self, root: ProcessId, *, session: str) -> None:
         """Let a session run again after the broker died during a suspend.
@@ -215,7 +216,7 @@ class Devices(Protocol):
         """
 
     async def retest(self, uuid: str) -> Device:
-        """Test a device that failed, forgetting the failure; return it as it is now.
+        """Forget a device's failure, test the device again, and return its new state.
 
         Raises
         ------
@@ -224,8 +225,9 @@ class Devices(Protocol):
         """
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether this one device, and not the whole driver, was released and is not renewed
-        yet.
+        """Return whether this one device is released now, and not the whole driver.
+
+        :meth:`stand_down` releases it; :meth:`renew` uses it again.
         """
 
     def has_file(self, uuid: str) -> bool:
@@ -243,15 +245,15 @@ class Devices(Protocol):
         """
 
     async def close(self, grace: float = 10.0) -> None:
-        """End, after waiting at most ``grace`` seconds for operations under way."""
+        """End all child processes, after at most ``grace`` seconds for operations under way."""
 
 
 class GuardedDevices(Devices, Protocol):
     """Further functions of the devices, for kernels under the guard.
 
-    A guarded process may initialise the driver without a lease. It is then bound to the devices
-    that it saw at that moment, and *lands*: the broker moves this process alone to the devices of
-    its session.
+    A guarded process may initialise the driver without a lease. Then it is bound to the devices
+    that it saw at that moment. When its session has a lease, the process *lands*: the broker moves
+    only this process to the devices of its session.
     """
 
     @property
@@ -273,22 +275,23 @@ class GuardedDevices(Devices, Protocol):
     ) -> ResumeOutcome:
         """Move one process from ``origin[i]`` to ``devices[i]``: a suspend and a resume.
 
-        ``restoring`` is called between the two. A refusal leaves the process running where it was.
+        The method calls ``restoring`` between the two. After a refusal the process continues to run
+        where it was.
         """
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
-        """Let a process run after its broker died during its landing.
+        """Let a process continue whose broker died while it moved the process (its landing).
 
         Return the driver's state before the call, and why the process does not run ("" if it runs).
         """
 
 
-#: Opens a vendor. It looks for no device yet, and touches no driver.
+#: Opens a vendor's devices. It does not look for devices yet, and does not touch the driver.
 OpenDevices = Callable[[DeviceOptions], Devices]
 
 
 def named(machine: Mapping[str, int], wanted: Sequence[str], limit: str = "") -> list[str]:
-    """Return the devices that ``c.GPUPool.devices`` names, in its order.
+    """Return the devices that ``c.GPUPool.devices`` names, in the order of that option.
 
     ``machine`` maps each device's UUID to its index; ``limit`` is the reason why some devices are
     missing.

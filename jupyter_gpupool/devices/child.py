@@ -3,8 +3,9 @@
 """The start script of every child process: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
 It runs ``MODULE`` (such as ``jupyter_gpupool.devices.nvidia.child_programs``) in any Python, even
-if this package is not installed there: it imports the package from this file's folder, and nothing
-else that is installed beside it. A vendor's packages come from the interpreter's own environment.
+if this package is not installed there. It imports the package from this file's folder, and imports
+nothing else that is installed beside it. A vendor's packages come from the interpreter's own
+environment.
 """
 
 import runpy
@@ -19,12 +20,13 @@ SCRIPT = Path(__file__).resolve()
 def main() -> None:
     """Import this package from this file's folder, and run the program."""
     folder = SCRIPT.parent
-    # Python puts a script's folder first: our modules would hide others of the same name.
+    # Python puts a script's folder first in sys.path, where our modules would hide other modules of
+    # the same name.
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != folder]
     package = folder.parent
     _add_package(package.name, package)
-    # The package's __init__.py imports modules that only the broker needs, which took a third of
-    # the time of a child's start.
+    # The package's __init__.py imports modules that only the broker needs. These imports took a
+    # third of the time of a child's start.
     _add_package(f"{package.name}.{folder.name}", folder)
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The parent's end of a child process: calls with a wall-clock time-out.
+"""The parent's side of a child process: calls with a wall-clock time-out.
 
 If a call exceeds its time-out, the parent kills the child: a driver call cannot be cancelled, but
 its process can be killed. The next call starts a new child. :class:`Children` creates all children
@@ -31,10 +31,10 @@ START_TIMEOUT = 60.0
 #: Seconds to wait for a killed child. A child that is stuck in the kernel driver is left alone.
 _REAP_TIMEOUT = 5.0
 
-#: Seconds before a call is repeated after its child died.
+#: Seconds between the death of a child and the repetition of the call.
 RETRY_PAUSE = 0.05
 
-#: Bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
+#: Most bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
 _MAX_LINE = 1 << 24
 
 
@@ -55,7 +55,7 @@ class _PendingCall:
 
 
 class Child:
-    """One child program, started when first needed and again whenever it has died.
+    """One child program. It starts when it is first needed, and again after each death.
 
     Parameters
     ----------
@@ -72,9 +72,9 @@ class Child:
     restart:
         Whether the next call replaces a lost child.
     python:
-        The interpreter that has the vendor's packages; "": this process's own.
+        The interpreter that has the vendor's packages; "": this process's own interpreter.
     closed:
-        Whether it must not start, because its service has ended.
+        Whether the child must not start, because its service has ended.
     """
 
     def __init__(
@@ -157,13 +157,13 @@ class Child:
 
         ``latest`` returns the fields that may change while a process starts. This method calls it
         just before it sends the request. When the child has not answered in ``timeout`` seconds,
-        this method calls ``more``. It waits as many more seconds as ``more`` returns, and calls it
-        again; it stops at 0.
+        this method calls ``more`` and waits for as many more seconds as ``more`` returns. It
+        repeats this until ``more`` returns 0.
 
         Raises
         ------
         ChildLost
-            If the child dies, or has not answered in time and was killed for that.
+            If the child dies, or has not answered in time, so that this method killed it.
         DriverError
             If the child answered with an error.
         """
@@ -214,9 +214,9 @@ class Child:
         """Make a :meth:`call` that changes nothing; if the child dies during it, repeat it with a
         new child.
 
-        The repetitions last for one call's time-out, because a kernel may be ended if the broker
-        gets no answer. After a child that hung, there is no repetition, because the whole time-out
-        is used up.
+        The repetitions last for one call's time-out, because the broker may end a kernel if it gets
+        no answer. If the child hung, this method does not repeat the call, because the whole
+        time-out is used up.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -228,12 +228,12 @@ class Child:
             await asyncio.sleep(RETRY_PAUSE)
 
     async def kill(self) -> None:
-        """End the process now, if it runs. The next call starts another."""
+        """End the process now, if it runs. The next call starts a new one."""
         if self._process is not None:
             await self._end(self._process)
 
     async def replace(self) -> None:
-        """End the process, even while it starts. The next call starts another."""
+        """End the process, even while it starts. The next call starts a new one."""
         async with self._lock:
             await self.kill()
 
@@ -246,16 +246,16 @@ class Child:
             await self.replace()
 
     async def close(self) -> None:
-        """End the process for good."""
+        """End the process, and never start a new one."""
         self._closed = True
         await self.kill()
         with contextlib.suppress(asyncio.TimeoutError, TimeoutError):
             await within(self._end_late(), _REAP_TIMEOUT)
 
     async def _end_late(self) -> None:
-        """End a process that is being started, and wait for those that have died.
+        """End a process that is being started, and wait for all earlier processes.
 
-        An earlier process may not have ended yet: its pipes are open until it has.
+        An earlier process may not have ended yet, and its pipes are open until then.
         """
         await self.replace()
         if others := self._readers - {asyncio.current_task()}:
@@ -271,7 +271,7 @@ class Child:
         self._ready = loop.create_future()
         try:
             process = await self._execute()
-        except OSError as error:  # no memory or no process number left
+        except OSError as error:  # no memory or no pid is left
             raise ChildLost(
                 f"The {self.program} process cannot be started: {error}.", hung=False
             ) from None
@@ -298,7 +298,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 env=self._env,
                 cwd="/",
-                start_new_session=True,  # ^C in a terminal is for the broker alone
+                start_new_session=True,  # Ctrl-C in a terminal must reach only the broker
                 limit=_MAX_LINE,
             )
         )
@@ -311,7 +311,7 @@ class Child:
             raise
 
     def _to_await(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Return the task of ``work``, which the end of the child waits for."""
+        """Return a task for ``work``; :meth:`close` waits for this task."""
         task = asyncio.create_task(work)
         self._readers.add(task)
         task.add_done_callback(self._readers.discard)
@@ -338,7 +338,7 @@ class Child:
             self._log.exception("A line from the %s process could not be handled", self.program)
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-        # Closed stdout is the end, even if the process lingers.
+        # If stdout is closed, the process counts as ended, even if it still exists.
         if self._process is process:
             self._process = None
         lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)
@@ -417,7 +417,7 @@ class Children:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         restart: bool = True,
     ) -> Child:
-        """Return a new child; ``env`` is its whole environment, or None for the usual one."""
+        """Return a new child; ``env`` is its whole environment, None: that of the service."""
         child = Child(
             program, *arguments, module=self._module, env=self._env if env is None else env,
             log=self._log, on_event=on_event, restart=restart, python=self._python,

@@ -12,7 +12,7 @@ from ..procfs import ProcessId
 SuspendStatus = Literal["suspended", "nothing", "pinned", "drain", "gone", "failed", "hung", "kept"]
 ResumeStatus = Literal["resumed", "no-room", "refused", "gone", "failed", "hung"]
 
-#: The driver's state of a session: the worst over its processes. ``none``: no CUDA context.
+#: The driver's state of a session: the worst state of its processes. ``none``: no CUDA context.
 #: ``hung``: no answer in time, or a process is stopped (SIGSTOP) and so cannot answer.
 SessionState = Literal["running", "locked", "checkpointed", "failed", "none", "gone", "hung"]
 
@@ -34,7 +34,7 @@ class Finding:
 class ProcessMemory:
     """Device bytes of one process as NVML shows them; None if NVML shows none."""
 
-    #: Negative if the number may belong to another PID namespace; see ``nvidia/sampler.py``.
+    #: Negative if the pid may belong to another PID namespace; see ``nvidia/sampler.py``.
     pid: int
     bytes: int | None
 
@@ -77,11 +77,12 @@ class SuspendOutcome:
     ``suspended``  the session's device memory is in host memory; ``message`` is empty, or warns
                    that NVML still shows bytes of it
     ``nothing``    no process of the session has a CUDA context
-    ``pinned``     the driver cannot suspend it; everything was undone and runs
-    ``drain``      not now: its work did not drain in time, a process is stopped (SIGSTOP), or
-                   the operation could not begin; nothing changed, and a retry is possible
-    ``kept``       refused, and a part of the session could not be brought back yet; the driver has
-                   its state. (Only of one operation; the service retries until the status changes.)
+    ``pinned``     the driver cannot suspend it; all steps were undone, and the session runs
+    ``drain``      not possible now: its work did not drain in time, a process is stopped (SIGSTOP),
+                   or the operation could not begin; nothing changed, and a retry is possible
+    ``kept``       the driver refused, and a part of the session is not back on its GPU yet; the
+                   driver has the state. (Only a single operation returns this: the service retries
+                   until the status changes.)
     ``gone``       the root process has ended
     ``failed``     the driver lost the session's state: end it to free its memory
     ``hung``       not even a fresh worker could read the state: treat as ``failed``
@@ -92,16 +93,17 @@ class SuspendOutcome:
     message: str = ""
     #: Freed device bytes, by device: the footprint that a resume must reserve. They come from
     #: NVML's process lists if these show the session's processes, else from the increase of free
-    #: memory. That increase is too small if others took memory meanwhile, so reserve the grant if
-    #: that is more. Empty if NVML did not answer, or if a process was already suspended (a broker
-    #: died meanwhile), so that its memory is unknown: then the grant is the safe figure, too.
+    #: memory. That increase is too small if other processes took memory meanwhile, so reserve the
+    #: grant if the grant is larger. The mapping is empty if NVML did not answer, or if a process
+    #: was already suspended (a broker died meanwhile), so that its memory is unknown. Then reserve
+    #: the grant, too.
     freed: Mapping[str, int] = field(default_factory=dict)
     #: Whether the session has called cuInit and is bound to its devices; None: unknown.
     cuda: bool | None = None
     #: Seconds of the whole operation, and of its driver calls.
     seconds: float = 0.0
     driver_seconds: float = 0.0
-    #: Seconds before it began, in which other operations used the same devices.
+    #: Seconds that the operation waited for other operations on the same devices.
     waited: float = 0.0
     #: The suspended processes, in the order of their suspend (children first).
     processes: tuple[ProcessId, ...] = ()
@@ -127,14 +129,15 @@ class ResumeOutcome:
     message: str = ""
     seconds: float = 0.0
     driver_seconds: float = 0.0
-    #: Seconds before it began, in which other operations used the same devices.
+    #: Seconds that the operation waited for other operations on the same devices.
     waited: float = 0.0
     #: True if the driver cannot move this session to another device.
     stay: bool = False
 
 
-#: Assumed bytes of a context without a measurement; at most this part of a small (emulated)
-#: device. With the drivers in use, contexts take 300 to 600 MiB on data-centre GPUs.
+#: Assumed bytes of a context that was not measured. On a small (emulated) device, at most a
+#: sixteenth of the device counts. With current drivers, contexts take 300 to 600 MiB on data-centre
+#: GPUs.
 _CONTEXT = 512 << 20
 _CONTEXT_PART = 16
 

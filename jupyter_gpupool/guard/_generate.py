@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Make the guard's entry points out of ``entries.txt``: assembly, and tables for the C parts.
+"""Generate the guard's entry points from ``entries.txt``: assembly, and tables for the C parts.
 
-Imported by path by the package build: standard library only, nothing from this package.
+The package build imports this module by its path, so it uses only the standard library and nothing
+from this package.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Collection, Mapping, Sequence
 
-#: Entry points for what ``cuGetProcAddress`` returns and ``entries.txt`` does not know.
+#: Entry points for functions that ``cuGetProcAddress`` returns and ``entries.txt`` does not have.
 SPARES = 256
 
 _NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
 _KINDS = ("never", "free", "gate", "wait", "note", "back", "wrap", "peek", "launch", "same",
           "refuse")  # fmt: skip
 
-#: Most arguments of a noted call: ``LATER_ARGUMENTS`` of ``src/guard.h``.
+#: The most arguments that a noted call can have: ``LATER_ARGUMENTS`` of ``src/guard.h``.
 _NOTED = 3
 
 
@@ -32,16 +33,16 @@ class Entry:
     """One line of ``entries.txt``."""
 
     symbol: str
-    #: The name of the function for cuGetProcAddress.
+    #: The name by which cuGetProcAddress finds the function.
     base: str
     #: Whether it is the variant for per-thread default streams.
     per_thread: bool
-    #: Version from which cuGetProcAddress gives this form; 0: unknown.
+    #: The first version for which cuGetProcAddress returns this form; 0: unknown.
     since: int
     kind: str
-    #: Number of arguments of ``wait``, ``note`` and ``back``.
+    #: The number of arguments that ``entries.txt`` gives for ``wait``, ``note`` and ``back``.
     arguments: int = 0
-    #: The symbol of ``same``.
+    #: The symbol that ``entries.txt`` gives for ``same``.
     target: str = ""
 
 
@@ -91,7 +92,7 @@ def _entry(words: Sequence[str]) -> Entry | None:
 def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, str]:
     """Return the text of each generated file, by name.
 
-    ``wraps``: the symbols for which there is a C function.
+    ``wraps`` has the symbols for which a C function exists.
 
     Raises
     ------
@@ -109,8 +110,8 @@ def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, s
 
 def header(entries: Sequence[Entry]) -> str:
     """Return the indices and names of the entries, in C."""
-    # Names in one string and addresses as offsets: a table of pointers would have to be relocated
-    # in every process that inherits LD_PRELOAD.
+    # All names are in one string, and the addresses are offsets. A table of pointers would have to
+    # be relocated in every process that inherits LD_PRELOAD.
     lines = ["/* Generated from entries.txt by _generate.py. */", "enum guard_entry {"]
     lines += [f"    E_{entry.symbol} = {i}," for i, entry in enumerate(entries)]
     lines += [f"    E_COUNT = {len(entries)},", f"    E_SPARES = {SPARES},", "};"]

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Compile the guard: ``python -m jupyter_gpupool.guard.build``.
 
-It needs a C compiler (``$CC``, or ``cc``), libc's headers and the standard library: the package
-build runs it before the package's dependencies are installed.
+It needs only a C compiler (``$CC``, or ``cc``), libc's headers and Python's standard library: the
+package build runs it before the package's dependencies are installed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ NVML_ENTRIES = _HERE / "nvml_entries.txt"
 #: Where the installed package looks for the libraries.
 DEFAULT_OUT = _HERE / "lib"
 
-# initial-exec: each call reads the thread's count of nested calls, without __tls_get_addr.
+# initial-exec: with this model a call reads the thread's count of nested calls without a call of
+# __tls_get_addr.
 _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread", "-ftls-model=initial-exec"),
 )
-# -Bsymbolic: another library may define the same names; the guard must call its own functions.
+# -Bsymbolic: another library may define the same names, but the guard must call its own functions.
 # nodelete: a wait at the gate, a signal handler and the driver still need the library after a
 # dlclose(). lazy: a process that never calls CUDA resolves no symbol.
 _LINK = (
@@ -47,7 +48,7 @@ _LINK = (
     "-ldl",
 )
 
-#: C functions of the guard that serve an entry point, as they are defined.
+#: Finds the definitions of the guard's C functions that serve an entry point.
 _WRAP = re.compile(r"\bwrap_(cu\w+)\s*\([^;{}]*\)\s*\{")
 
 
@@ -61,7 +62,7 @@ def compiler() -> list[str]:
     Raises
     ------
     CompilerMissing
-        If it is not on PATH, or this machine is not x86-64.
+        If the compiler is not on PATH, or this machine is not x86-64.
     """
     if platform.machine() != "x86_64":
         raise CompilerMissing(
@@ -85,7 +86,7 @@ def libraries() -> dict[str, list[Path]]:
 
 
 def _wraps(command: Sequence[str], sources: Sequence[Path], generated: Path) -> set[str]:
-    """Return the entry points that have a C function, found by the preprocessor."""
+    """Return the entry points that have a C function. The preprocessor finds them."""
     flags = ["-E", "-P", "-std=gnu11", "-D_GNU_SOURCE", f"-I{generated}", f"-I{SOURCES}"]
     done = subprocess.run(
         [*command, *flags, *map(str, sources)], check=True, stdout=subprocess.PIPE, text=True
@@ -100,8 +101,8 @@ def _generate(soname: str, sources: Sequence[Path], folder: Path) -> Sequence[st
             (folder / name).write_text(text, encoding="ascii")
         return [*include, str(folder / "nvml_gen.S")]
     entries = generator.read(ENTRIES)
-    # Write the header first, because the preprocessor needs it; it does not depend on the set of
-    # functions.
+    # Write the header first, because the preprocessor needs it; the header does not depend on the
+    # set of functions.
     (folder / "entries_gen.h").write_text(generator.header(entries), encoding="ascii")
     wraps = _wraps(compiler(), sources, folder)
     for name, text in generator.generate(entries, wraps).items():
@@ -115,7 +116,7 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
     sanitize: str | None = None,
     strict: bool = True,
 ) -> None:
-    """Compile each library that is older in ``out_dir`` than its sources.
+    """Compile each library in ``out_dir`` that is missing or older than its sources.
 
     ``sanitize`` is ``"address"`` or ``"thread"``: the libraries are then instrumented, and a
     program that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors:
@@ -135,7 +136,7 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # concurrent test runs compile once
+        fcntl.flock(directory, fcntl.LOCK_EX)  # of concurrent test runs only one compiles
         for soname, sources in libraries().items():
             _compile(out / soname, sources, command)
     finally:
@@ -148,7 +149,7 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
     newest = max(path.stat().st_mtime_ns for path in inputs)
     if target.exists() and target.stat().st_mtime_ns >= newest:
         return
-    # Compile under another name and rename: a process may be using the old file.
+    # Compile to a temporary name and then rename: a process may be using the old file.
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     link = [*_LINK, f"-Wl,-soname,{target.name}", "-o", str(aside)]
     with tempfile.TemporaryDirectory(prefix="gpupool-build-") as folder:
@@ -161,7 +162,7 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compile on the command line; return the exit status."""
+    """Compile as the command line asks; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m jupyter_gpupool.guard.build")
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="directory to compile into")
     parser.add_argument(

@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where the compiled guard is, and the environment that puts a session's processes under it.
+"""Where the compiled guard is, and the environment that makes a session's processes use it.
 
-Builds nothing (see ``build``). Standard library only: provisioners also import this.
+This module builds nothing (see ``build``). It uses only the standard library, because provisioners
+also import it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Mapping, MutableMapping
 
 from ..errors import Code, GPUPoolError
 
-#: The guard's two libraries: the CUDA driver, and NVML for its memory queries.
+#: The guard's two libraries: one stands before the CUDA driver, one before NVML for its memory
+#: queries.
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 #: Name of a folder of links, made by :func:`guard_directory`. This name identifies the guard's
@@ -33,11 +35,12 @@ VARIABLES = (
     "GPUPOOL_NO_SESSION",
 )
 
-#: In an environment with hidden devices: the earlier value of CUDA_VISIBLE_DEVICES.
+#: Holds the earlier value of CUDA_VISIBLE_DEVICES in an environment with hidden devices.
 _HIDDEN = "GPUPOOL_HIDDEN"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: A value that no user sets; "" hides every device.
+#: Stands for a CUDA_VISIBLE_DEVICES that was not set. It cannot be "", because "" hides every
+#: device.
 _NONE = "unset"
 
 _LIB = Path(__file__).resolve().parent / "lib"
@@ -61,7 +64,7 @@ def library() -> Path:
     Raises
     ------
     GuardMissing
-        If it is not there.
+        If the guard is not compiled.
     """
     path = _LIB / LIBRARIES[0]
     if not path.is_file():
@@ -74,13 +77,13 @@ def library() -> Path:
 
 
 def guard_directory(base: Path) -> Path:
-    """Make the folder of links to the guard in ``base``, if need be, and return it.
+    """Return the folder of links to the guard in ``base``; make it if it is missing.
 
-    Frameworks ask for the driver as ``libcuda.so.1`` or ``libcuda.so``; the dynamic loader finds
-    both here and takes them for the preloaded file, which they are links to. The folder is not in
-    the package, because a wheel cannot hold links. Links that point elsewhere (because the package
-    was installed again in another place) are replaced one at a time, so that a starting process
-    always finds the old or the new one.
+    Frameworks ask for the driver as ``libcuda.so.1`` or ``libcuda.so``. The dynamic loader finds
+    both names in this folder. They are links to the preloaded file, so the loader does not load the
+    file again. The folder is not in the package, because a wheel cannot hold links. If the package
+    was installed again in another place, links point to the old place. This function replaces them
+    one at a time, so that a process that starts always finds either the old or the new link.
 
     Raises
     ------
@@ -94,14 +97,14 @@ def guard_directory(base: Path) -> Path:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o755)
-            folder.chmod(0o755)  # whatever the umask: every user's kernels read it
+            folder.chmod(0o755)  # independent of the umask: every user's kernels read the folder
         for path in (base, folder):
             _check(path)
         for soname in LIBRARIES:
             for name in (soname, soname.removesuffix(".1")):
                 if (target / soname).is_file():
                     _link(folder / name, target / soname)
-                else:  # programs then find the driver's NVML; a dead link would hide it
+                else:  # programs then find the driver's NVML, which a dead link would hide
                     (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise GuardFolderError(
@@ -123,7 +126,7 @@ def _check(path: Path) -> None:
 
 
 def _link(path: Path, target: Path) -> None:
-    with contextlib.suppress(OSError):  # not there, or not a link
+    with contextlib.suppress(OSError):  # the path does not exist, or is not a link
         if path.readlink() == target:
             return
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
@@ -137,7 +140,7 @@ def _link(path: Path, target: Path) -> None:
 def session_environment(
     directory: Path, page_path: Path, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the variables that put a process and its children under the guard.
+    """Return the variables that make a process and its children use the guard.
 
     Parameters
     ----------
@@ -170,7 +173,7 @@ def remember_devices(env: MutableMapping[str, str]) -> None:
 
 
 def hide_devices(env: MutableMapping[str, str]) -> None:
-    """Let a process with this environment, and its children, find no CUDA device.
+    """Hide every CUDA device from processes with this environment, and from their children.
 
     The old value is kept for a Jupyter server or a broker that this process starts
     (:func:`without_guard`).
@@ -182,8 +185,8 @@ def hide_devices(env: MutableMapping[str, str]) -> None:
 def without_guard(env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env`` for a process that must not run under the guard of the present session.
 
-    A broker, or a Jupyter server with pooled kernels of its own, may be started from within a
-    pooled kernel; its children must not use the outer session's page.
+    A user may start a broker, or a Jupyter server that has pooled kernels, from within a pooled
+    kernel. The children of that process must not use the outer session's page.
     """
     found = {name: value for name, value in env.items() if name not in VARIABLES}
     before = found.pop(_HIDDEN, None)
@@ -208,7 +211,7 @@ def without_guard(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ours(entry: str) -> bool:
-    """Return whether this is the guard, or a folder with the guard."""
+    """Return whether this entry is the guard, or a folder with the guard."""
     path = Path(entry)
     folder = path.parent if path.name in LIBRARIES else path
     if folder.name == FOLDER:

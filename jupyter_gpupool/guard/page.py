@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The broker's side of a session's shared page; ``src/page.h`` has the layout and the writers.
 
-Read and written with ``pread`` and ``pwrite``, never mapped: the page belongs to the session's
-user, and if an owner truncates a mapped file, its reader ends with SIGBUS.
+The broker reads and writes the page with ``pread`` and ``pwrite``, and never maps it. The page
+belongs to the session's user, and a process that maps a file ends with SIGBUS if the owner
+truncates the file.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ SIZE = HEADER_BYTES + SLOTS * SLOT_BYTES
 #: The gate (``enum page_gate``).
 OPEN, UNUSED, CLOSED, PAUSED = range(4)
 
-#: Stands in place of a path: the page has no path here, and each process asks the broker for it
-#: (``page.c``).
+#: Takes the place of a path if the page has no path here. Each process then asks the broker for the
+#: page (``page.c``).
 PASSED = "passed"
 
 #: Flags with which the broker opens a page. O_NONBLOCK: root in a container may hold a file lease
-#: of it (F_SETLEASE), which would otherwise delay all other sessions by 45 s.
+#: of the page (F_SETLEASE). Without this flag the lease could delay all other sessions by 45 s.
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 
-#: ``enum page_pins``, in words for people.
+#: The values of ``enum page_pins``, in words for people.
 PINS = {
     1: "it uses managed memory",
     2: "it shares device memory or events with another process (CUDA IPC)",
@@ -49,7 +50,7 @@ PINS = {
 
 SLOT_CUDA, SLOT_CONTEXT = 1, 2
 
-#: Values of ``sees`` of a slot that are not the name of a device.
+#: Values of a slot's ``sees`` that are not the name of a device.
 SEES_NONE, SEES_SLICE = 0, 1
 
 #: The progress of a process that moves to the slice (``enum slot_landing``).
@@ -73,7 +74,7 @@ HELD_AT = NVML_AT + 4
 
 
 def device_name(uuid: str) -> int:
-    """Return the number of a device in a slot (``page_name``: FNV-1a)."""
+    """Return the number that names a device in a slot (``page_name``: FNV-1a)."""
     name = 0xCBF29CE484222325
     for byte in uuid.encode()[: UUID_BYTES - 1]:
         name = (name ^ byte) * 0x100000001B3 % (1 << 64)
@@ -90,10 +91,10 @@ class PageError(GPUPoolError):
 class Slot:
     """One process of the session. ``used`` and ``context`` are bytes by device.
 
-    ``sees`` has, for each device of the session, the name of the device that the process sees
-    instead, see :func:`device_name`. ``nvml`` counts NVML calls: a suspend waits for them, but they
-    are not a use of a device. ``held`` is 1 if an interrupt has not ended the wait of a library's
-    own thread. ``at`` is the place of the slot in the page.
+    ``sees`` has, for each device of the session, the name of the device that the process sees in
+    its place (see :func:`device_name`). ``nvml`` counts NVML calls: a suspend waits for them, but
+    they are not a use of a device. ``held`` is 1 if an interrupt has not ended the wait of a
+    library's own thread. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -140,18 +141,18 @@ class Reading:
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Counted bytes by device, over all processes."""
+        """Counted bytes of all processes, by device."""
         n = self.devices
         return tuple(sum(slot.used[i] for slot in self.slots) for i in range(n))
 
     @property
     def cuda(self) -> bool:
-        """Whether a process has called cuInit: the session's visible devices are settled."""
+        """Whether a process has called cuInit. Then the session's visible devices are fixed."""
         return any(slot.flags & SLOT_CUDA for slot in self.slots)
 
     @property
     def pins(self) -> str:
-        """Why the session cannot be suspended, in words; empty if nothing is known."""
+        """Why the session cannot be suspended, in words; empty if no reason is known."""
         found = 0
         for slot in self.slots:
             found |= slot.pins
@@ -159,7 +160,7 @@ class Reading:
 
 
 class Page:
-    """One session's page as the broker keeps it. ``close`` does not remove the file."""
+    """One session's page as the broker keeps it open. ``close`` does not remove the file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -169,7 +170,8 @@ class Page:
     def create(cls, path: Path, session: str, uid: int) -> Page:
         """Make the file for a new session, with a closed gate, owned by user ``uid``.
 
-        Processes of a container do not reach it by its path: the broker passes them a descriptor.
+        Processes of a container cannot open the page by its path, so the broker passes them a
+        descriptor.
 
         Raises
         ------
@@ -186,7 +188,7 @@ class Page:
             page = cls(path, descriptor)
             page._write(SESSION_AT, session.encode()[:63])
             page._write(GATE_AT, bytes([CLOSED]))
-            # Written last: a process that finds the magic also finds the rest.
+            # The magic is written last: a process that finds it also finds everything else.
             page._write(0, struct.pack("<II", MAGIC, VERSION))
         except BaseException:
             os.close(descriptor)
@@ -217,11 +219,10 @@ class Page:
 
     @classmethod
     def find(cls, path: Path, session: str) -> Page | None:
-        """Return the page of a session whose file has no name, taken from a process that has the
-        page open.
+        """Return the page of a session whose file has no name.
 
-        The guard keeps a descriptor of the page for this purpose. None if no process of this user
-        has one.
+        The page comes from a process that has it open: the guard keeps a descriptor of the page for
+        this purpose. None if no process of this user has such a descriptor.
         """
         gone = f"{path} (deleted)"
         for pid in procfs.all_pids():
@@ -270,9 +271,9 @@ class Page:
     def open_again(self) -> int:
         """Return a descriptor for another process, which the caller closes.
 
-        It shares no flags with the descriptor of this object: with O_APPEND, which any process may
-        set on its descriptor, Linux ignores the offset of ``pwrite``, and the gate could not be
-        closed.
+        The new descriptor shares no flags with this object's descriptor. Any process may set
+        O_APPEND on its own descriptor. Linux then ignores the offset of ``pwrite``, and with a
+        shared flag the broker could not close the gate.
 
         Raises
         ------
@@ -282,7 +283,7 @@ class Page:
         return os.open(self._link(), _FLAGS)
 
     def is_lost(self) -> bool:
-        """Return whether the file has lost its name, so that children would not find it."""
+        """Return whether the file has lost its name. Children could then not find the page."""
         try:
             return not os.path.samestat(os.fstat(self._fd), self.path.stat())
         except OSError:
@@ -291,8 +292,8 @@ class Page:
     def restore(self) -> None:
         """Give the file its name again, as a link to this process's descriptor.
 
-        Linux gives no new name to a file without a name; a copy would be a second page with its own
-        accounts.
+        Linux cannot give a new name to a file that has none, and a copy would be a second page with
+        separate accounts.
 
         Raises
         ------
@@ -312,8 +313,7 @@ class Page:
     def close(self) -> None:
         """Close this object's descriptor; the session's processes keep theirs.
 
-        Also removes a link that :meth:`restore` made: another file will get the descriptor's
-        number.
+        Also removes a link that :meth:`restore` made: another file may get the descriptor's number.
         """
         if self._fd >= 0:
             with contextlib.suppress(OSError):  # usually the path is not a link
@@ -352,14 +352,14 @@ class Page:
             raise PageError(f"The page {self.path} is not one of version {VERSION}.")
         granted = struct.unpack_from(f"<{DEVICES}Q", data, GRANTED_AT)[:devices]
         slots = []
-        # One search for all 256 slots: nearly all of them are empty on nearly every page.
+        # One search covers all 256 slots, because nearly all slots are empty on nearly every page.
         taken = data[HEADER_BYTES::SLOT_BYTES]
         last = len(taken.rstrip(b"\0"))
         for place in range(last):
             if taken[place]:
                 at = HEADER_BYTES + SLOT_BYTES * place
                 _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
-                inflight += rest[2 * DEVICES + 1]  # the first thread has its own word
+                inflight += rest[2 * DEVICES + 1]  # one thread has a separate word
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
@@ -384,7 +384,7 @@ class Page:
     # ------------------------------------------------------------------ writing
 
     def set_gate(self, gate: int, *, pause_until: int = 0) -> None:
-        """Open, close or pause; ``pause_until`` is CLOCK_MONOTONIC in nanoseconds."""
+        """Open, close or pause the gate; ``pause_until`` is CLOCK_MONOTONIC in nanoseconds."""
         if gate == PAUSED:
             self._write(PAUSE_AT, struct.pack("<Q", pause_until))
         self._write(GATE_AT, bytes([gate]))
@@ -405,12 +405,12 @@ class Page:
         self._write(EPOCH_AT, struct.pack("<Q", epoch))
 
     def set_room(self, room: Sequence[int]) -> None:
-        """Write by how many bytes the grant could grow now on each device; []: not known."""
+        """Write by how many bytes the grant could grow now on each device; []: unknown."""
         values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
         self._write(ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_vain(self, totals: Sequence[int], until: int) -> None:
-        """Write from which total size growth is refused on each device; []: on none.
+        """Write the total size from which growth is refused on each device; []: on no device.
 
         Processes ask again after ``until`` (CLOCK_MONOTONIC, nanoseconds).
         """
@@ -427,7 +427,7 @@ class Page:
         self._write(CONTENDED_AT, bytes([contended]))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
-        """Write what the process of a slot sees after the broker has moved it."""
+        """Write which device the process of a slot sees after the broker has moved it."""
         values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
         self._write(_at(slot) + SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
 

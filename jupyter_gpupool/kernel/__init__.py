@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent inside the kernel process: an IPython extension. Standard library and IPython only.
+"""The agent inside the kernel process, an IPython extension.
+
+It needs only the standard library and IPython.
 
 The provisioner loads it with ``--IPKernelApp.extra_extensions=jupyter_gpupool.kernel`` and makes it
 importable in kernel environments that do not have this package.
@@ -9,11 +11,11 @@ importable in kernel environments that do not have this package.
 - ``link``: the session: connection, lease, holds (``holds``), restart of the broker (``revive``)
 - ``guard_state``: whether the guard is in this process, and the data of the session's page
 - ``cells``: the gate in front of each cell; ``waits``: the line and the interrupt of a wait;
-  ``ways``: what helps against it
+  ``ways``: what the user can do about a wait
 - ``call_waits``: what a running cell shows while its calls wait, and when it was preempted
-- ``frameworks``: visible devices, memory caps; ``jax_backends``: JAX looks for the GPU again;
+- ``frameworks``: visible devices, memory caps; ``jax_backends``: lets JAX look for the GPU again;
   ``advice``: the line under an error
-- ``command``, ``magic``, ``magic_display``: ``%gpu``
+- ``command``, ``magic``, ``magic_display``: the magic ``%gpu``
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 """Explains to the user a failure that the pool caused: the reason, and what to do.
 
 A refused CUDA call ends with a bare error code. The broker sends a sentence about the refusal
-(``refused``); without one, the text of the error selects the line below the error.
+(``refused``). Without that sentence, the text of the error decides which line the agent shows below
+the error.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from .guard_state import Guard, MemoryFigures
 from .holds import CallRefusal
 from .link import SessionLink
 
-#: Libraries' names for the errors of a call without a slice (802), and of managed memory (801).
+#: Names that libraries give to the driver's errors: 802 (a call without a slice) and 801 (a call
+#: for managed memory).
 _NOT_READY = re.compile(
     r"CUDA_ERROR_SYSTEM_NOT_READY|cudaErrorSystemNotReady|system not yet initialized", re.IGNORECASE
 )
@@ -48,7 +50,7 @@ def explain(
 ) -> str:
     """Return the line to add under the error of a cell; empty if none is needed.
 
-    ``refused``: the broker's refusal while the cell ran.
+    ``refused``: the refusal that the broker sent while the cell ran, if any.
     """
     if name in _INTERRUPTS:
         return ""
@@ -56,7 +58,7 @@ def explain(
     if refused is not None:
         parts = [f"GPU pool: {sentence(refused.message)}"]
         if refused.what == "grow" and (refused.code == Code.LIMIT or not refused.next_step):
-            # The user may raise the kernel's own limit, so the line names the command.
+            # The user can raise the kernel's own limit, so the line names the command for that.
             granted = _granted(link, figures)
             if figures is not None and figures.granted:
                 named = figures._replace(limit=0) if refused.code == Code.LIMIT else figures
@@ -90,7 +92,7 @@ def _not_ready(link: SessionLink) -> str:
 
 _GIB = 1 << 30
 
-#: Names and texts of libraries' errors when device memory ran out.
+#: Names and texts of the errors that libraries raise when device memory is full.
 _PATTERN = re.compile(
     r"CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|CUDA out of memory"
     r"|CUDA error: out of memory|RESOURCE_EXHAUSTED: Out of memory"
@@ -119,7 +121,10 @@ def tried_bytes(text: str) -> int:
 
 
 def advice(link: SessionLink, text: str, figures: MemoryFigures | None = None) -> str:
-    """Return the line to add under the error; ``figures`` are the bytes that the guard counts."""
+    """Return the line to add under an out-of-memory error.
+
+    ``figures``: the bytes that the guard counts.
+    """
     granted = _granted(link, figures)
     if not granted:
         return (
@@ -135,7 +140,7 @@ def advice(link: SessionLink, text: str, figures: MemoryFigures | None = None) -
 
 
 def _granted(link: SessionLink, figures: MemoryFigures | None) -> int:
-    """Return the bytes of the smallest slice; 0 without one."""
+    """Return the bytes of the kernel's smallest slice; 0 if it has no slice."""
     if figures is not None and figures.granted:
         return figures.granted
     return min((s.bytes for s in link.slices), default=0) if link.attached else 0
@@ -174,7 +179,7 @@ def _round_up(value: int) -> int:
 
 
 def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
-    """Return ``error`` about a missing broker, with advice to start a broker if none runs."""
+    """Return ``error``, which is about a missing broker, with advice on what to do."""
     named = str(link.path.with_suffix(".log")) in str(error)
     hint = "" if named else log_hint(link)
     if error.code in (Code.NO_BROKER, BrokerUnavailable.code):
@@ -193,7 +198,7 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
 
 
 def log_hint(link: SessionLink) -> str:
-    """Return a sentence with the log to read when the broker does not answer."""
+    """Return a sentence that names the broker's log, which explains why it does not answer."""
     if link.path == MACHINE_SOCKET:
         return ""
     return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent of one kernel: makes its parts, installs them, and removes them again."""
+"""The agent of one kernel: it creates its parts, installs them, and removes them again."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _COMPLETED = ("%gpu", "%%gpu")
 
 
 class Agent:
-    """Everything this package does inside one IPython kernel.
+    """Everything that this package does inside one IPython kernel.
 
-    A kernel without a session gets only ``%gpu``, which says so; if a launcher has tried to open
-    a session, the first cell says why the kernel has no GPU.
+    A kernel without a session gets only ``%gpu``, which reports that there is no session. If a
+    launcher has tried to open a session and failed, the first cell says why the kernel has no GPU.
     """
 
     def __init__(self, shell: Any) -> None:
@@ -37,7 +37,7 @@ class Agent:
         self.gate: CellGate | None = None
         self.visible: Visible | None = None
         environ = os.environ
-        # Removed from the environment, because programs that this kernel starts must not read it.
+        # Programs that this kernel starts must not read this variable, so it is removed.
         self._no_session = environ.pop(NO_SESSION_VARIABLE, "")
         if environ.get(SESSION_VARIABLE) and getattr(shell, "kernel", None) is not None:
             guard = Guard(environ)
@@ -58,8 +58,8 @@ class Agent:
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
             if guard.on:
                 self.visible = Visible(guard.devices)
-            # Removed from the environment, because a server that the user starts here must not read
-            # it.
+            # A server that the user starts from this kernel must not read this variable, so it is
+            # removed.
             notice = os.environ.pop(NOTICE_VARIABLE, "")
             if notice:
                 self.gate.notice(f"GPU pool: {notice}")
@@ -98,7 +98,8 @@ class Agent:
         return complete_gpu(shell, event, self.link.limits if self.link is not None else None)
 
     def _on_main_loop(self, run: Callable[[], None]) -> None:
-        # Looked up only now, because the kernel has no loop while IPython loads extensions.
+        # The loop is looked up only now, because the kernel has no loop while IPython loads
+        # extensions.
         self.shell.kernel.io_loop.add_callback(run)
 
     def _news(self) -> None:
@@ -106,7 +107,7 @@ class Agent:
             self.gate.news()
 
     def _show(self, message: str) -> None:
-        """Show ``message`` now, under the latest cell's output, and again above the next one."""
+        """Show ``message`` now under the latest cell's output, and again above the next cell's."""
         text = f"GPU pool: {message}"
         if self.gate is not None:
             self.gate.notice(text)

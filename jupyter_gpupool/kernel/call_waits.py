@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """What a running cell shows while its CUDA calls wait, and after a preemption.
 
-The cell may have printed output before the wait. ``clear_output`` would remove that output, too. So
-the agent sends it only if the request has published nothing but the line; otherwise the line
-becomes empty and keeps its place. The text about a preemption stays visible.
+The cell may have printed output before the wait, and ``clear_output`` would remove that output,
+too. So the agent sends ``clear_output`` only if the line about the wait is the only output of the
+request. Otherwise the agent replaces the line by an empty one. The text about a preemption stays
+visible.
 """
 
 from __future__ import annotations
@@ -43,14 +44,16 @@ class RunningRequest:
         self.begun = time.monotonic()
         self.parent = parent
         self.silent = silent
-        #: This kernel's number of published outputs when the cell was last empty.
+        #: The number of outputs that this kernel had published when the cell's output was last
+        #: empty.
         self.before = before
         self.display: WaitDisplay | None = None
         #: Whether a CUDA call of this request has waited, and the kernel has had no slice since.
         self.waits = False
-        #: How often the pool took the slice during this request; the reason and the advice of the
-        #: last time; the seconds without a slice; and since when (``time.monotonic()``) there is
-        #: none, 0.0 if there is one.
+        #: ``times``: how often the pool took the slice during this request. ``why`` and ``remedy``:
+        #: the reason and the advice of the last preemption. ``away``: the seconds without a slice.
+        #: ``away_since``: the time (``time.monotonic()``) when the kernel lost its slice; 0.0 while
+        #: it has a slice.
         self.times = 0
         self.why = self.remedy = ""
         self.away = self.away_since = 0.0
@@ -68,7 +71,7 @@ class RunningRequest:
             self.away_since = 0.0
 
     def story(self, back: bool) -> str:
-        """Return the preemption in words; ``back``: the kernel got a slice again."""
+        """Return a text about the preemption; ``back``: the kernel has got a slice again."""
         often = "" if self.times == 1 else f"{self.times} times, "
         end = "went on" if back else "ended before one was free again"
         return (
@@ -94,7 +97,7 @@ class CallWaits:
         self._send: Callable[..., Any] | None = None
         self._outputs = 0
 
-    # ------------------------------------------------------------------ in and out
+    # ------------------------------------------------------------------ install and uninstall
 
     def install(self) -> None:
         """Begin to count the outputs that this kernel publishes."""
@@ -102,7 +105,8 @@ class CallWaits:
         original = session.send
 
         def send(stream: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-            # Counted before it is sent, so that the publishing thread reads a complete count.
+            # Count an output before sending it, so that the publishing thread reads a complete
+            # count.
             if (message if isinstance(message, str) else message.get("msg_type")) in _OUTPUTS:
                 self._outputs += 1
             return original(stream, message, *args, **kwargs)
@@ -111,7 +115,7 @@ class CallWaits:
         session.send = send
 
     def uninstall(self) -> None:
-        """Stop counting and showing."""
+        """Stop counting the outputs, and stop showing waits."""
         self._stopped = True
         self._news.set()
         if self._send is not None:
@@ -121,7 +125,10 @@ class CallWaits:
     # ------------------------------------------------------------------ requests
 
     def begin(self, silent: bool) -> int:
-        """Note that an execute request begins, in its thread; return its key."""
+        """Note that an execute request begins, and return its key.
+
+        Called in the request's thread.
+        """
         key = next(self._keys)
         self._running[key] = RunningRequest(self._kernel.get_parent(), silent, self._outputs)
         return key
@@ -129,7 +136,8 @@ class CallWaits:
     def end(self, key: int) -> bool:
         """Note the end of a request, before its reply is sent.
 
-        Return whether one of its calls has waited for a slice and the kernel has none now.
+        Return whether a CUDA call of the request has waited for a slice and the kernel has none
+        now.
         """
         running = self._running.pop(key)
         waits = running.waits and not self._link.attached
@@ -140,11 +148,14 @@ class CallWaits:
     # ------------------------------------------------------------------ the wait
 
     def news(self) -> None:
-        """Check whether a call waits. Runs in the thread of the broker's pushes, so it is quick."""
+        """Check whether a call waits.
+
+        This runs in the thread of the broker's pushes, so it is quick.
+        """
         if self._stopped or not self._running:
             return
-        # Noted here and not in the watching thread, because an interrupt may end the call before
-        # that thread runs.
+        # The wait is noted here and not in the watching thread, because an interrupt may end the
+        # call before that thread runs.
         if self._guard.waiting() and (running := self._oldest()) is not None:
             running.waits = True
         if self._thread is None:
@@ -158,7 +169,7 @@ class CallWaits:
             self._watch()
 
     def _watch(self) -> None:
-        """Show waits that last longer than PATIENCE; return after that time without a wait."""
+        """Show waits longer than PATIENCE seconds; return after PATIENCE seconds without a wait."""
         since = quiet = time.monotonic()
         while self._running and not self._stopped:
             now = time.monotonic()
@@ -175,7 +186,7 @@ class CallWaits:
                     for running in list(self._running.values()):
                         running.waits = False
                 self._clear_all()
-                if now - quiet >= PATIENCE:  # a broker's push may come before the page changes
+                if now - quiet >= PATIENCE:  # the broker's push may arrive before the page changes
                     return
             if self._news.wait(TICK):
                 self._news.clear()
@@ -183,7 +194,7 @@ class CallWaits:
         self._news.clear()
 
     def _oldest(self) -> RunningRequest | None:
-        """Return the request that shows a wait: a subshell's cell runs beside the main one."""
+        """Return the oldest request that is not silent; its cell shows the wait."""
         running = [*self._running.values()]
         return next((request for request in running if not request.silent), None)
 
@@ -224,7 +235,8 @@ class CallWaits:
                 if running.times:
                     display.leave(running.story(not self._link.preempted))
                 elif self._outputs == running.before + display.published:
-                    # Sent directly, because later outputs in the thread's queue must follow it.
+                    # This message is sent directly and not queued, because it must come before the
+                    # outputs that are still in the thread's queue.
                     self._kernel.session.send(
                         self._kernel.iopub_thread.socket,
                         "clear_output",
@@ -236,7 +248,8 @@ class CallWaits:
                 else:
                     display.empty()
 
-        # Runs in the publishing thread, so that no output comes between the check and the clear.
+        # ``clear`` runs in the publishing thread, so that no output comes between its check of the
+        # count and its ``clear_output``.
         self._kernel.iopub_thread.schedule(clear)
 
     def _publisher(self, running: RunningRequest) -> Callable[[str, dict[str, Any]], None]:

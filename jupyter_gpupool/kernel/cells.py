@@ -2,22 +2,24 @@
 # Distributed under the terms of the Modified BSD License.
 """The cell gate: the steps before and after the code of each execute request.
 
-It wraps ``kernel.do_execute`` on the instance: one call per execute request, in any thread. Not
-``pre_run_cell``: IPython swallows a KeyboardInterrupt there, so that interrupting the wait would
-run the cell. Not ``post_execute``: a widget message fires it in the middle of a running cell.
+The gate wraps ``kernel.do_execute`` on the instance, which ipykernel calls once per execute
+request, in any thread. The gate does not use ``pre_run_cell``: IPython swallows a KeyboardInterrupt
+there, so an interrupt of the wait would run the cell. It does not use ``post_execute`` either: a
+widget message triggers this event in the middle of a running cell.
 
-In ``lazy`` policy the guard in front of the driver makes the CUDA calls themselves wait. So
-the gate takes no hold and sends no message, except for a cell that asks for a slice (``%%gpu``, tag
-``gpu``). It shows the wait of a call, and explains a refusal under the error.
+In ``lazy`` policy the guard in front of the driver makes the CUDA calls themselves wait. So the
+gate takes no hold and sends no message, except for a cell that asks for a slice (``%%gpu``, tag
+``gpu``). The gate shows that a call waits, and explains a refusal under the error.
 
-In ``cell`` policy every cell holds the slice while it runs, and waits for it first:
+In ``cell`` policy every cell first waits for the slice, and holds it while it runs:
 
-- a cell: holds; waits if the session is detached;
-- ``%gpu`` lines only, tag ``no-gpu``, an empty cell: neither;
-- silent requests and widget messages: hold while attached; wait only if device state is in host
-  memory, where a CUDA call would block the kernel for good; else neither.
+- An ordinary cell holds the slice; it waits first if the session is detached.
+- A cell with only ``%gpu`` lines, or with the tag ``no-gpu``, neither holds nor waits.
+- Silent requests, empty cells and widget messages hold the slice if the session is attached. They
+  wait only if the device state is in host memory, because a CUDA call would then block the kernel
+  forever. Otherwise they neither hold nor wait.
 
-In ``manual`` policy nothing waits, except a cell that asks for it (``%%gpu``, tag ``gpu``).
+In ``manual`` policy only a cell that asks for a slice (``%%gpu``, tag ``gpu``) waits.
 """
 
 from __future__ import annotations
@@ -61,10 +63,10 @@ from .waits import (
 
 Admission = Literal["pass", "free", "soft", "if-attached", "wait"]
 
-#: Seconds to wait, after a refused call's error, for the broker's reason.
+#: Seconds to wait for the broker's reason after the error of a refused call.
 WORD = 0.25
 
-#: Seconds for the answer to a request (not to a wait).
+#: Seconds to wait for the answer to a request. A wait for a slice has no such limit.
 ANSWER = 10.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -97,7 +99,7 @@ class CellGate:
         self._originals: dict[str, Any] = {}
         self._settled: tuple[Slice, ...] = ()
 
-    # ------------------------------------------------------------------ in and out
+    # ------------------------------------------------------------------ install and uninstall
 
     def install(self) -> None:
         """Put the gate in front of the kernel."""
@@ -139,13 +141,16 @@ class CellGate:
         self._notices.append(text)
 
     def announce(self, text: str) -> None:
-        """Show ``text`` at once, under the output of the latest request. From any thread."""
+        """Show ``text`` at once, under the output of the latest request.
+
+        Any thread may call this.
+        """
         self.publisher()("stream", {"name": "stderr", "text": text + "\n"})
 
     # ------------------------------------------------------------------ requests
 
     async def do_execute(self, code: str, silent: bool, *args: Any, **kwargs: Any) -> Any:
-        """Run a cell with the slice held. ipykernel calls this for each execute request."""
+        """Run a cell while holding the slice. ipykernel calls this for each execute request."""
         key = self.link.begin_request()
         try:
             return await self._execute(code, silent, *args, **kwargs)
@@ -194,7 +199,7 @@ class CellGate:
     async def _run(
         self, code: str, silent: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run the code of a request that no longer has to wait."""
+        """Run the code of a request that need not wait any more."""
         self._before_cell(silent)
         calls, refusals = self.calls, self.link.refusals
         self.jax.before()
@@ -210,7 +215,7 @@ class CellGate:
         return reply
 
     async def comm_msg(self, stream: Any, ident: Any, message: Any) -> Any:
-        """Run a widget callback with the slice held. ipykernel calls this for each comm_msg."""
+        """Run a widget callback while holding the slice. ipykernel calls this for each comm_msg."""
         if self.lazy:
             key = self.link.begin_request()
             try:
@@ -231,9 +236,9 @@ class CellGate:
     async def do_inspect(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a tooltip without touching device memory that is in host memory now.
 
-        Inspecting an object may compute its text, which for a tensor needs a copy from a device.
-        That copy would block the kernel, crash it if the driver cannot wait, or bring the whole
-        state back only for a tooltip.
+        To inspect an object, IPython may compute its text; for a tensor this needs a copy from the
+        device. That copy would block the kernel, or crash it if the driver cannot wait, or move the
+        whole state back to the device only for a tooltip.
         """
         if not self._away():
             return await _result(self._originals["do_inspect"](*args, **kwargs))
@@ -244,7 +249,7 @@ class CellGate:
         return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
 
     async def do_complete(self, *args: Any, **kwargs: Any) -> Any:
-        """Complete without evaluating properties while the device memory is in host memory.
+        """Complete code; evaluate no properties while the device state is in host memory.
 
         Only Jedi, one of IPython's methods of completion, evaluates properties.
         """
@@ -264,7 +269,7 @@ class CellGate:
     def plan(
         self, code: str, silent: bool, meta: Mapping[str, Any] | None, header: str = ""
     ) -> Admission:
-        """Return the plan for one execute request before it runs."""
+        """Return how to admit one execute request, before it runs."""
         if header:
             return "wait"
         lazy = self.lazy
@@ -296,7 +301,7 @@ class CellGate:
     async def _wait(
         self, hold: str, kind: str, silent: bool, *, explicit: bool = False
     ) -> GPUPoolError | None:
-        """Wait for the hold; return None to run the cell, or why it must not run."""
+        """Wait for the hold; return None if the cell may run, else the reason as an error."""
         alarm = Alarm()
         display = WaitDisplay(self.publisher(), f"gpupool-{hold}", self.link)
         with self.interrupts.watch(alarm.interrupt):
@@ -321,7 +326,7 @@ class CellGate:
                 display.clear()
 
     def _without_broker(self, explicit: bool) -> GPUPoolError | None:
-        """Return None if a cell may run without a broker and a slice, or why it must not."""
+        """Return None if a cell may run without a broker and a slice; else the reason, an error."""
         error = no_broker(self.link, self.link.unavailable())
         if self.link.suspended or explicit:
             why = (
@@ -343,7 +348,7 @@ class CellGate:
         return None
 
     def _tell_suspended(self) -> None:
-        """Tell the user once for each release, in ``manual`` policy, what CUDA calls do now."""
+        """In ``manual`` policy, tell the user once per release what a CUDA call does now."""
         if self._told_suspended != self.link.epoch:
             self._told_suspended = self.link.epoch
             then = "fails" if self.guard.on else "waits, and cannot be interrupted"
@@ -359,26 +364,26 @@ class CellGate:
             try:
                 return self.link.drop(hold)
             except KeyboardInterrupt:
-                continue  # the cell has ended, and a forgotten hold would keep the slice
+                continue  # the cell has ended, and a hold without an end would keep the slice
 
     def _over(self, key: object) -> None:
         while True:
             try:
                 return self.link.end_request(key)
             except KeyboardInterrupt:
-                continue  # with a forgotten request the kernel would look busy
+                continue  # a request without an end would make the kernel look busy
 
     def settle(self) -> None:
-        """Set the visible devices and the framework caps for the lease that the session has."""
+        """Set the visible devices and the framework caps for the session's present lease."""
         slices = self.link.slices
         if slices != self._settled and slices:
-            self._settled = slices  # only once for each lease: the user may narrow the list
+            self._settled = slices  # once for each lease, because the user may shorten the list
             show_devices([s.device for s in slices])
         if not self.guard.on:  # the guard tells the frameworks the size of the slice
             self.caps.apply(slices)
 
     def request_changed(self) -> None:
-        """Set the visible devices after a change of the request, even before there is a slice."""
+        """Set the visible devices after a change of the request, even without a slice."""
         self.settle()
         if not self.link.slices:
             show_devices(self.guard.devices())
@@ -390,7 +395,10 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": "\n".join(notices) + "\n"})
 
     async def _after_cell(self, reply: Any, refusals: int, waits: bool) -> None:
-        """Add a line about an error that the pool caused; ``waits``: a CUDA call still waited."""
+        """Add a line about an error that the pool caused.
+
+        ``waits``: a CUDA call of the cell still waited at its end.
+        """
         failed = isinstance(reply, dict) and reply.get("status") == "error"
         if not self.guard.on:
             self.caps.apply(self.link.slices)  # the cell may have imported torch
@@ -409,7 +417,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 
     async def _word(self, refusals: int) -> None:
-        """Wait a moment for the broker's reason for the refusal that has just ended a CUDA call."""
+        """Wait at most WORD seconds for the broker to say why it refused a CUDA call."""
         alarm = Alarm()
         deadline = time.monotonic() + WORD
         with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop
@@ -421,7 +429,7 @@ class CellGate:
 
         The function is bound to that request, because the kernel may handle other messages while
         the request waits. It bypasses ``display_pub``, because ``%%capture`` and the history must
-        not contain the line.
+        not contain these outputs.
         """
         kernel = self.kernel
         parent = kernel.get_parent()
@@ -439,7 +447,10 @@ class CellGate:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Answer an execute request without running its code; ipykernel aborts the queued ones."""
+        """Answer an execute request with an error, without running its code.
+
+        After this answer ipykernel aborts the queued requests, too.
+        """
         name = type(problem).__name__
         if name == "RefusedError":
             name = "GPURefused"
@@ -466,7 +477,10 @@ class CellGate:
 
 
 class RequestForOneCell:
-    """Changes the session's request for one cell and back; ``notice`` shows a text to the user."""
+    """Changes the session's request for one cell and restores it.
+
+    ``notice`` shows a text to the user.
+    """
 
     def __init__(
         self, link: SessionLink, interrupts: Interrupts, notice: Callable[[str], None]
@@ -476,9 +490,10 @@ class RequestForOneCell:
         self._notice = notice
 
     async def ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
-        """Change the request for one cell; put the fields that undo it into ``before``."""
+        """Change the request for one cell; put the old values of its fields into ``before``."""
         old = {name: self._link.request.get(name) for name in asked.fields}
-        # Noted before the answer, because a broker may change the request and then die.
+        # The old values are stored before the answer, because a broker may change the request and
+        # then die.
         before.update({name: value for name, value in old.items() if value is not None})
         try:
             answer = await self._call("request", asked.fields)
@@ -488,12 +503,13 @@ class RequestForOneCell:
         self._link.note_request(answer)
         smallest = min((s.bytes for s in self._link.slices), default=0)
         if self._link.attached and not self._link.holds and smallest < asked.memory:
-            # The kernel's GPU has too little room: detach, so that the cell waits for the new size.
+            # The kernel's GPU has too little free memory. The session detaches, so that the cell
+            # waits for a slice of the new size.
             await self._call("release", {})
             await self._until_detached(asked.memory)
 
     async def _until_detached(self, wanted: int) -> None:
-        """Wait until the broker takes the released slice."""
+        """Wait until the broker has taken the released slice."""
         alarm = Alarm()
         give_up = time.monotonic() + ANSWER
         with self._interrupts.watch(alarm.interrupt):
@@ -535,9 +551,10 @@ class RequestForOneCell:
     async def _call(
         self, kind: str, fields: Mapping[str, Any], *, repeat: bool = True
     ) -> Mapping[str, Any]:
-        """Send a request and return its answer; only for requests that the broker answers at once.
+        """Send a request that the broker answers at once, and return the answer.
 
-        If the broker dies before it answers, this asks the next one, unless told not to.
+        If the broker dies before it answers, this method sends the request to the next broker,
+        unless ``repeat`` is False.
         """
         give_up = time.monotonic() + REPEAT
         while True:
@@ -559,8 +576,8 @@ class RequestForOneCell:
     async def _done(self, future: Future[Message]) -> bool:
         """Wait for an answer; return whether it came within ANSWER seconds.
 
-        An interrupt does not end this wait. It must not reach the event loop either, because a
-        KeyboardInterrupt would end the loop.
+        An interrupt by the user does not end this wait. The interrupt must not reach the event loop
+        either, because a KeyboardInterrupt would end the loop.
         """
         alarm = Alarm()
         with self._interrupts.watch(alarm.ring):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Parses what people type after ``%gpu`` and ``%%gpu``. No I/O, no IPython."""
+"""Parses what people type after ``%gpu`` and ``%%gpu``. Does no I/O and does not use IPython."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="
 
 
 class CommandError(GPUPoolError):
-    """The text after ``%gpu`` is wrong; the message quotes the text and shows valid forms."""
+    """The text after ``%gpu`` is wrong; the message quotes that text and shows valid text."""
 
     code = Code.USAGE
 
 
 @dataclass(frozen=True)
 class GPUCommand:
-    """A subcommand with the fields of the message that carries it out."""
+    """A subcommand, and the fields of the message that the agent sends for it."""
 
     name: str
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class CellRequest:
 
 
 def is_gpu_only(code: str) -> bool:
-    """Return whether a cell has only ``%gpu`` lines and comments; such cells never wait."""
+    """Return whether a cell has only ``%gpu`` lines and comments; such a cell never waits."""
     seen = False
     for line in code.splitlines():
         text = line.strip()
@@ -86,7 +86,7 @@ def is_gpu_only(code: str) -> bool:
 
 
 def cell_header(code: str) -> str:
-    """Return the ``%%gpu ...`` line that a cell begins with, or nothing."""
+    """Return the ``%%gpu ...`` line at the beginning of a cell; "" if there is none."""
     first = code.lstrip().split("\n", 1)[0].strip()
     return first if _HEADER.match(first) else ""
 
@@ -94,8 +94,8 @@ def cell_header(code: str) -> str:
 def hide_header(lines: list[str]) -> list[str]:
     """Remove the ``%%gpu`` line that the gate has carried out (IPython input transformer).
 
-    The line becomes a comment, which keeps the line numbers of tracebacks; before another cell
-    magic, which must come first, the line is removed.
+    The line becomes a comment, so that the line numbers in tracebacks stay right. If another cell
+    magic follows, the line is removed, because that magic must be the first line of the cell.
     """
     header = current_header.get()
     if not header or not lines:
@@ -198,7 +198,7 @@ def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
             raise CommandError(f"The option {word} needs a value.", next_step=_example(name))
         value = words.pop(0)
         if name == "limit" and words and words[0].isalpha():
-            value += words.pop(0)  # "20 GiB"
+            value += words.pop(0)  # the value has two words, as in "20 GiB"
         options[name] = value
     fields: dict[str, Any] = {"memory": _bytes(" ".join(sizes))}
     for name, text in options.items():
@@ -206,7 +206,8 @@ def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
     if "limit" not in fields:
         old_memory, old_limit = request.get("memory"), request.get("limit")
         if isinstance(old_limit, int) and old_limit != old_memory:
-            fields["limit"] = max(old_limit, fields["memory"])  # the user's own limit
+            # Keep the limit that the user has set.
+            fields["limit"] = max(old_limit, fields["memory"])
         else:
             fields["limit"] = fields["memory"]
     elif fields["limit"] < fields["memory"]:
@@ -242,13 +243,17 @@ def _option(name: str, text: str, example: str = "") -> Any:
     return value
 
 
-#: A number without a unit, which is GiB; a comma before three digits may separate thousands.
+#: A number without a unit, which means GiB. A comma before three digits does not match, because it
+#: may separate thousands.
 _GIB = re.compile(r"^\s*([0-9]+(?:\.[0-9]*|,[0-9]{0,2})?|\.[0-9]+)\s*$")
 _COMMA = re.compile(r"^\s*[0-9]+,[0-9]{0,2}(?![0-9])")
 
 
 def _bytes(text: str) -> int:
-    """Read a size as JupyterLab's popover does (``parseSize``): ``12`` is GiB, ``1,5`` is 1.5."""
+    """Read a size as JupyterLab's popover does (``parseSize``).
+
+    ``12`` means 12 GiB, and ``1,5`` means 1.5 GiB.
+    """
     read = text.replace(",", ".", 1) if _COMMA.match(text) else text
     if _GIB.match(text):
         read = read.strip().rstrip(".") + "GiB"

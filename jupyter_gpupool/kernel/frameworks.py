@@ -1,14 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Shows the slice to libraries in this process: the visible devices, their own memory caps.
+"""Tells libraries in this process about the slice: sets the visible devices and their memory caps.
 
-No call here may initialise CUDA: a context takes device memory, and a kernel that only computes on
-the CPU needs no context.
+No function here may initialise CUDA: a context takes device memory, and a kernel that computes only
+on the CPU needs no context.
 
 The guard corrects ``CUDA_VISIBLE_DEVICES`` at cuInit, in every language. But Python libraries also
-read it themselves, to count devices through NVML (``torch.cuda.device_count``), and child processes
-get what ``os.environ`` holds. So the agent corrects an assignment that names a GPU outside the
-session at once, by the guard's rules (``choose`` in ``guard/src/init.c``), and prints a line.
+read the variable themselves, to count devices through NVML (``torch.cuda.device_count``), and child
+processes inherit ``os.environ``. So the agent checks each assignment to the variable. If it names a
+GPU outside the session, the agent corrects it at once by the guard's rules (``choose`` in
+``guard/src/init.c``), and prints a line.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from .holds import Slice
 #: ``CUDA_ERROR_NOT_INITIALIZED`` (cuda.h): cuInit has not been called in this process.
 NOT_INITIALIZED = 3
 
-#: Bytes of a grant that a framework's cap leaves to the CUDA context and the libraries' own
-#: allocations. An estimate: the size of a context differs by GPU and driver.
+#: Bytes of a grant that a framework's cap leaves for the CUDA context and the libraries' own
+#: allocations. This is an estimate: the size of a context depends on the GPU and the driver.
 CONTEXT_BYTES = 512 << 20
 
-#: Never cap a framework below this share of its grant: a small slice must stay usable.
+#: A framework's cap is at least this share of its grant, so that a small slice stays usable.
 SMALLEST_SHARE = 0.5
 
 
-#: The text of ``CUDA_VISIBLE_DEVICES`` that comes from the pool; set under a guard.
+#: The variable with the pool's own value of ``CUDA_VISIBLE_DEVICES``; it is set under a guard.
 OURS_VARIABLE = "GPUPOOL_VISIBLE"
 
 
@@ -48,9 +49,9 @@ class CudaProbe:
         self._initialised = False
 
     def __call__(self) -> bool | None:
-        """Return True or False; None if libcuda is loaded but gives no answer."""
+        """Return whether cuInit was called; None if libcuda is loaded but gives no answer."""
         if self._initialised:
-            return True  # once initialised, a process stays so
+            return True  # a process cannot undo cuInit
         if self._library is None:
             try:
                 mode = os.RTLD_NOLOAD | os.RTLD_NOW
@@ -69,9 +70,10 @@ class CudaProbe:
 def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Make the session's devices the visible ones, by UUID.
 
-    Before cuInit this decides which device the process gets. After it the driver no longer reads
-    the variable, but child processes do, and they must see the devices that the session has now.
-    Only the pool's own list is replaced (the second variable has a copy); a user's list stays.
+    Before cuInit the variable decides which devices the process gets. After cuInit the driver no
+    longer reads it, but child processes do, and they must see the session's present devices. This
+    function replaces only the pool's own list, of which OURS_VARIABLE has a copy. A list that the
+    user has set stays.
     """
     if not devices:
         return
@@ -90,7 +92,7 @@ def usable_bytes(granted: int) -> int:
 
 
 class FrameworkCaps:
-    """Keeps torch's and CuPy's own limits at the size of the slice, if these are loaded.
+    """Keeps the memory limits of torch and CuPy at the size of the slice, if they are loaded.
 
     A cap does not enforce the limit. It makes the library free its caches, and then fail with its
     own out-of-memory error, before the device is full.
@@ -103,7 +105,10 @@ class FrameworkCaps:
         self.problem = ""
 
     def apply(self, slices: Sequence[Slice]) -> None:
-        """Set the caps that are not yet set for these slices. Cheap if nothing has changed."""
+        """Set the caps that are not yet set for these slices.
+
+        This is cheap if nothing has changed.
+        """
         wanted = tuple(slices)
         if not wanted:
             return
@@ -112,7 +117,9 @@ class FrameworkCaps:
             if module is None or self._set.get(name) == wanted:
                 continue
             if name == "cupy" and self._probe() is not True:
-                continue  # CuPy's call would initialise CUDA; torch keeps the cap for later
+                # CuPy's call would initialise CUDA, but torch stores the cap until its own
+                # initialisation.
+                continue
             try:
                 if setter(module, wanted):
                     self._set[name] = wanted
@@ -124,7 +131,7 @@ class FrameworkCaps:
 def _cap_torch(torch: Any, slices: tuple[Slice, ...]) -> bool:
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not hasattr(cuda, "set_per_process_memory_fraction"):
-        return False  # torch is half imported, or built without CUDA
+        return False  # the import of torch has not finished, or torch was built without CUDA
 
     def cap() -> None:
         for index, part in enumerate(slices):
@@ -135,7 +142,7 @@ def _cap_torch(torch: Any, slices: tuple[Slice, ...]) -> bool:
     if cuda.is_initialized():
         cap()
     elif hasattr(cuda, "_lazy_call"):
-        cuda._lazy_call(cap)  # torch runs it at the end of its own initialisation
+        cuda._lazy_call(cap)  # torch calls ``cap`` at the end of its own initialisation
     else:
         return False
     return True
@@ -156,9 +163,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
-    """Return the right value for ``text`` in a session with ``devices``; None if it is right.
+    """Return the corrected ``text`` for a session with ``devices``; None if ``text`` is right.
 
-    ``ours`` is the pool's own list, which replaces a list of only other sessions' GPUs.
+    ``ours`` is the pool's own list. It is the result if ``text`` names only GPUs outside the
+    session.
     """
     if text == ours or not devices:
         return None
@@ -172,7 +180,7 @@ def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
         if place < 0:
             others = True
         elif str(place) in kept:
-            return None  # the driver hides all devices if one is named twice
+            return None  # the driver hides all devices if the list names one twice
         else:
             kept.append(str(place))
     if not others:
@@ -181,7 +189,10 @@ def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
 
 
 def _place(entry: str, devices: Sequence[str], home: Sequence[str]) -> int | None:
-    """Return the device's number in the session; -1: not in it; None: the list ends here."""
+    """Return the device's number in the session.
+
+    Return -1 if the device is not in the session, and None if the list ends at ``entry``.
+    """
     if not entry.upper().startswith(("GPU-", "MIG-")):
         number = re.match(r"\s*[+-]?[0-9]+", entry)
         if number is None or int(number[0]) < 0:
@@ -209,7 +220,10 @@ class Visible:
         self._said: set[str] = set()
 
     def install(self) -> None:
-        """Begin to watch. The guard checks the present value unless the pool has set it."""
+        """Begin to watch.
+
+        The guard checks a value that was set before, unless the pool has set it.
+        """
         plain = type(os.environ)
         watcher = self
 
@@ -236,7 +250,7 @@ class Visible:
             self._plain = None
 
     def check(self, text: str) -> str:
-        """Return the value to store for ``text``; tell the user if it differs."""
+        """Return the value to store for ``text``; tell the user if the two differ."""
         ours = os.environ.get(OURS_VARIABLE, "")
         right = corrected(text, self._devices(), ours) if ours else None
         if right is None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether the guard is in this process, and the figures of the session's page. Read only.
+"""Whether the guard is in this process, and the figures of the session's page, read only.
 
 The guard itself counts the memory that a process takes and frees, in every language. No call here
 reaches the driver, which would block while the session is suspended.
@@ -25,14 +25,14 @@ PAGE_VARIABLE = "GPUPOOL_PAGE"
 #: The guard's library, which replaces the driver's library of the same name.
 LIBRARY = "libcuda.so.1"
 
-#: Seconds to wait for a page that the broker passes.
+#: Seconds to wait until the broker passes the session's page.
 PATIENCE = 10.0
 
 NO_GUARD = "the broker does not guard this kernel"
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes on the session's device with the least room left; threads at the gate."""
+    """Bytes on the session's device with the least free memory; threads that wait at the gate."""
 
     used: int
     granted: int
@@ -41,12 +41,12 @@ class MemoryFigures(NamedTuple):
 
 
 def _ask(environ: Mapping[str, str]) -> int:
-    """Return the descriptor of the session's page, which the broker passes.
+    """Ask the broker for the session's page; return its file descriptor.
 
     Raises
     ------
     OSError
-        If it passes none.
+        If the broker passes none.
     """
     message: dict[str, Any] = {"type": "page", "id": 1}
     for name in ("session", "token"):
@@ -61,7 +61,7 @@ def _ask(environ: Mapping[str, str]) -> int:
 
 
 class Guard:
-    """The guard of this process. ``problem`` says why there is none; empty if there is one."""
+    """The guard of this process. ``problem`` says why there is no guard; "" if there is one."""
 
     def __init__(self, environ: Mapping[str, str], maps: Path = Path("/proc/self/maps")) -> None:
         self._page: Page | None = None
@@ -92,7 +92,7 @@ class Guard:
         return self._page is not None
 
     def close(self) -> None:
-        """Forget the page."""
+        """Close the session's page."""
         if self._page is not None:
             self._page.close()
             self._page = None
@@ -122,20 +122,23 @@ class Guard:
         return None if reading is None else reading.cuda
 
     def waiting(self) -> int:
-        """Return the number of the session's threads that wait for a slice, not a time slice."""
+        """Return how many threads of the session wait for a slice.
+
+        Waits for a time slice do not count.
+        """
         reading = self.reading()
         return reading.waiting if reading is not None and reading.gate == CLOSED else 0
 
     def held(self) -> bool:
-        """Return whether an interrupt has not ended the wait of a library's own thread."""
+        """Return whether a library's own thread still waits after an interrupt by the user."""
         reading = self.reading()
         return reading is not None and any(slot.held for slot in reading.slots)
 
     def away(self) -> bool:
-        """Return whether a CUDA call of this process would wait for state in host memory.
+        """Return whether a CUDA call would wait for this process's state, now in host memory.
 
-        Also True if the state is about to move there: the gate is shut, and the process had a
-        context.
+        This is also True if the state is about to move there: the gate is closed, and the process
+        has a context.
         """
         reading = self.reading()
         if reading is None or reading.gate != CLOSED:
@@ -151,7 +154,7 @@ class Guard:
             return False
 
     def figures(self) -> MemoryFigures | None:
-        """Return the figures of the device with the least room left."""
+        """Return the figures of the session's device with the least free memory."""
         reading = self.reading()
         if reading is None:
             return None

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The values of a session's lease and queue, and the late reports of its holds to the broker.
 
-Most cells end within milliseconds, and to wake the broker twice for each costs more than the cell
-gate itself. While its session is attached, the agent alone decides (it answers a ``yield``), so it
-may report late: it reports a long cell after :data:`BRIEF` seconds, and all shorter cells of that
-time in one message.
+Most cells end within milliseconds. Two messages to the broker for each cell would cost more than
+the cell gate itself. While the session is attached, the agent alone decides whether to give up the
+slice (it answers a ``yield``), so it may report late. It reports a long cell after :data:`BRIEF`
+seconds, and all shorter cells of that time in one message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ..errors import GPUPoolError
 from ..protocol import Message
 from ..units import format_wait
 
-#: Seconds: too short for a person to notice, and shorter than the idle time-outs that start then;
-#: long enough to turn a notebook's stream of short cells into a few messages.
+#: Seconds until a hold is reported. People do not notice so short a time, and it is shorter than
+#: the idle time-outs that start with the report. It is long enough to turn a notebook's many short
+#: cells into a few messages.
 BRIEF = 0.05
 
 
@@ -37,8 +38,8 @@ def slices_of(message: Mapping[str, Any]) -> tuple[Slice, ...]:
 class HoldWait:
     """One hold that waits for its lease.
 
-    ``answer`` is None during the wait, then the broker's ``ok``, or the error that ended it.
-    ``on_change`` is called, in any thread, whenever the wait may have changed.
+    ``answer`` is None during the wait; then it is the broker's ``ok``, or the error that ended the
+    wait. ``on_change`` is called, in any thread, whenever the wait may have changed.
     """
 
     def __init__(self, hold: str, kind: str, on_change: Callable[[], None]) -> None:
@@ -65,7 +66,7 @@ class QueuePlace(NamedTuple):
     expected: tuple[float, float] | None = None
 
     def time(self) -> str:
-        """Return the text about the time of the wait."""
+        """Return a text with the time waited so far and the expected time left."""
         return format_wait(time.monotonic() - self.since, self.left())
 
     def left(self) -> tuple[float, float] | None:
@@ -94,10 +95,11 @@ class LateReports:
     Parameters
     ----------
     lock:
-        The link's lock. The caller holds it during every method except :meth:`close`, and it is
-        held during the calls of ``lasting`` and ``over``.
+        The link's lock. The caller of every method except :meth:`close` holds it. It is also held
+        while ``lasting`` and ``over`` run.
     lasting, over:
-        Report, by id and kind, a hold that continues, and a hold that has ended.
+        Functions of a hold's id and kind: ``lasting`` reports a hold that continues, ``over`` a
+        hold that has ended.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class LateReports:
         self._tell_lasting = lasting
         self._tell_over = over
         self._holds: dict[str, str] = {}
-        #: The last hold that began and ended without a report, with its kind.
+        #: The id and kind of the last hold that ended before it was reported.
         self._over: tuple[str, str] | None = None
         self._wanted = threading.Event()
         self._closed = threading.Event()
@@ -128,7 +130,7 @@ class LateReports:
                 self._thread.start()
 
     def end(self, hold: str) -> bool:
-        """Note that a hold ends; return whether the broker has never had a report of it."""
+        """Note that a hold ends; return whether it was never reported to the broker."""
         kind = self._holds.pop(hold, None)
         if kind is None:
             return False
@@ -136,7 +138,7 @@ class LateReports:
         return True
 
     def forget(self) -> None:
-        """Drop all reports, because another message brings the holds to the broker."""
+        """Drop all reports, because the next ``hello`` message lists the holds."""
         self._holds.clear()
         self._over = None
 

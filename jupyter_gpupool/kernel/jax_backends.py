@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Keeps JAX from computing on the CPU after its first wait for a slice has failed.
 
-JAX opens the CPU and the GPU at its first use, and keeps what it got. If the wait for a slice ends
-without one, because the user interrupts the cell or no broker answers, JAX has the CPU alone: each
-later cell computes there, and only JAX's log says so (JAX 0.11.2 on an H200).
+JAX opens the CPU and the GPU at its first use, and keeps the devices that it could open. The wait
+for a slice may end without a slice, because the user interrupts the cell or no broker answers. Then
+JAX has only the CPU: each later cell computes on the CPU, and only JAX's log reports this (JAX
+0.11.2 on an H200).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import importlib
 import sys
 from typing import Any, Callable
 
-#: What JAX quotes of the guard's answer to a call whose wait has ended without a slice.
+#: The error of the guard for a call whose wait ended without a slice; JAX's own error quotes it.
 _NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
 
 #: JAX's names of NVIDIA GPUs in ``jax_platforms``.
@@ -31,7 +32,7 @@ STAYS = (
 
 
 class JaxBackends:
-    """Looks at JAX's open backends before and after a cell; does not import JAX."""
+    """Checks JAX's open backends before and after a cell, without importing JAX."""
 
     def __init__(self) -> None:
         self._open = False
@@ -41,10 +42,11 @@ class JaxBackends:
         self._open = bool(_backends())
 
     def after(self, failed: bool, waits: bool) -> str:
-        """Return what to tell under the cell, "" for nothing.
+        """Return the line to show under the cell; "" if none is needed.
 
-        ``failed``: the cell raised, so that it has left no arrays of its own: JAX may look again.
-        ``waits``: a call of the cell waited for a slice, and the kernel has none.
+        ``failed``: the cell raised an error. Then JAX may look for the GPU again, because the cell
+        has left no arrays. ``waits``: a call of the cell waited for a slice, and the kernel still
+        has no slice.
         """
         backends = _backends()
         if self._open or not backends or _NAMES.intersection(backends):
@@ -61,12 +63,12 @@ class JaxBackends:
 
 
 def _backends() -> Any:
-    """Return JAX's open backends by name; nothing if JAX is not imported."""
+    """Return JAX's open backends by name; None if JAX is not imported."""
     return getattr(sys.modules.get("jax._src.xla_bridge"), "_backends", None)
 
 
 def _wants_gpu(bridge: Any) -> bool:
-    """Return whether JAX has a plugin for NVIDIA GPUs, and its user chose no other devices."""
+    """Return whether JAX has a plugin for NVIDIA GPUs and the user has not chosen other devices."""
     if "cuda" not in getattr(bridge, "_backend_factories", ()):
         return False
     chosen = getattr(sys.modules.get("jax"), "config", None)
@@ -75,7 +77,7 @@ def _wants_gpu(bridge: Any) -> bool:
 
 
 def _clear_backends() -> Callable[[], Any] | None:
-    """Return JAX's own function for that, None if this version has none."""
+    """Return JAX's function ``clear_backends``; None if this version of JAX has none."""
     try:
         module: Any = importlib.import_module("jax.extend.backend")
     except ImportError:

@@ -2,13 +2,13 @@
 # Distributed under the terms of the Modified BSD License.
 """The kernel's side of its session: its identity, its holds, and the connection to the broker.
 
-The agent *owns* its lease from the grant until it answers a ``yield`` with yes. So a cell of an
-attached session needs no round trip, and the broker may die and come back while cells run: the
-agent keeps the list of holds and sends it again in the next ``hello``.
+The agent *owns* its lease from the grant until it answers yes to a ``yield``. So a cell of an
+attached session needs no round trip to the broker. The broker may even die and come back while
+cells run: the agent keeps the list of holds and sends it again in the next ``hello``.
 
-Threads: cells call from the main thread and from subshell threads, pushes arrive in the client's
-reader thread, and one daemon thread connects. One lock protects all shared data; no thread holds
-it while it waits for an answer.
+Threads: cells call this module from the main thread and from subshell threads. The broker's pushes
+arrive in the client's reader thread, and one daemon thread connects. One lock protects all shared
+data. No thread holds the lock while it waits for an answer.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .revive import Reviver
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 
-#: The pause while a broker is being started, and between two checks of that start.
+#: Seconds between attempts while a broker is being started, and between two checks of its start.
 LOOK = 0.2
 
-#: Seconds for which a request is repeated if brokers die before they answer it.
+#: Seconds during which a request is sent again if brokers die before they answer it.
 REPEAT = 90.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -53,8 +53,9 @@ class SessionLink:
     attach:
         The policy until the broker has confirmed it: ``cell``, ``manual`` or ``lazy``.
     cuda:
-        Tells whether this process has called cuInit (None: unknown). With ``cuda_blocks``, called
-        only while the session is attached: a driver call on a suspended process would block.
+        Returns whether this process has called cuInit (None: unknown). With ``cuda_blocks`` it is
+        called only while the session is attached, because it makes a driver call, which would block
+        in a suspended process.
     on_lost:
         Called in the reader thread if the driver has lost this session's device state.
     environ:
@@ -91,13 +92,13 @@ class SessionLink:
         self._on_lost = on_lost
         self._on_notice = on_notice
         self._on_news = on_news
-        # The agent runs from the start of its process, so CUDA was not used before; a member must
-        # check.
+        # The agent runs from the start of its process, so the process has not used CUDA before. A
+        # member may start later, so it must check.
         self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
         self._client: Client | None = None
-        #: The number of the latest attempt to connect, so that the end of an earlier connection is
-        #: ignored.
+        #: The number of the latest attempt to connect. It serves to ignore the end of an earlier
+        #: connection.
         self._attempt = 0
         self._greeted = False
         self._ready = threading.Event()
@@ -113,29 +114,32 @@ class SessionLink:
         self._requests: set[object] = set()
         self._wanted = False
         self._down_since: float | None = time.monotonic()
-        #: Since when the connected broker has not answered the hello.
+        #: When this agent sent the hello that the connected broker has not yet answered.
         self._greeting_since: float | None = None
         self._failures = 0
-        #: Why there is no connection; None while there is one or the first try is under way.
+        #: Why there is no connection; None while there is one, and during the first attempt to
+        #: connect.
         self.down: GPUPoolError | None = None
         self.state = "detached"
         self.attached = False
-        #: Whether this session gave up a slice after it used CUDA: its device state may be in host
-        #: memory, so that CUDA calls block until it is attached again.
+        #: Whether this session gave up a slice after it used CUDA. If so, its device state may be
+        #: in host memory, and CUDA calls block until the session is attached again.
         self.suspended = False
         self.epoch = 0
         self.slices: tuple[Slice, ...] = ()
         self.request: dict[str, Any] = {}
         self.limits: dict[str, Any] = {}
-        #: Each device from the latest status, by UUID: names are needed even without a broker.
+        #: Each device from the latest status, by UUID. It is kept because texts need the devices'
+        #: names even without a broker.
         self.devices: dict[str, Mapping[str, Any]] = {}
-        #: Until when (``time.time()``) the user keeps the slice; 0.0 if the user does not.
+        #: Until when (``time.time()``) the user keeps the slice; 0.0 if the user does not keep it.
         self.kept_until = 0.0
         self.queue: QueuePlace | None = None
         self.reason = ""
         self.pinned_reason = ""
-        #: Why the pool preempted this session, until it has a slice again; "" if it did not.
-        #: ``remedy`` is a sentence of advice; ``preempted_at`` is the time (``time.monotonic()``).
+        #: Why the pool preempted this session; "" if it did not, or if the session has a slice
+        #: again. ``remedy`` is a sentence of advice; ``preempted_at`` is the time of the preemption
+        #: (``time.monotonic()``).
         self.preempted = self.remedy = ""
         self.preempted_at = 0.0
         #: The pool's last refusal of a CUDA call of this session, and the number of refusals.
@@ -145,12 +149,18 @@ class SessionLink:
     # ------------------------------------------------------------------ start and end
 
     def start(self) -> None:
-        """Begin to connect, in a daemon thread, so that the kernel's start does not wait."""
+        """Begin to connect.
+
+        A daemon thread does this, so that the kernel's start does not wait for it.
+        """
         self._thread = threading.Thread(target=self._run, name="gpupool-link", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the connection for good. The broker frees the slice when the process ends."""
+        """End the connection and do not connect again.
+
+        The broker frees the slice when the process ends.
+        """
         with self._lock:
             self._stopped = True
             self._reports.close()
@@ -168,18 +178,22 @@ class SessionLink:
         return 0.0 if since is None else time.monotonic() - since
 
     def given_up(self, wait: HoldWait) -> bool:
-        """Return whether the broker has been missing for too long, and the last attempt failed."""
+        """Return whether ``wait`` must end.
+
+        It ends if the broker has been missing for too long, and an attempt to connect has failed
+        since the wait began.
+        """
         return self.unreachable_for() > self.reviver.patience and self._failures > wait.failures
 
     def expected_back(self, give_up: float) -> bool:
-        """Return whether a request whose connection has ended may be repeated.
+        """Return whether a request may be sent again after its connection has ended.
 
-        ``give_up``: the monotonic time after which a request is not repeated.
+        ``give_up``: the monotonic time after which the request is not sent again.
         """
         return time.monotonic() < give_up and self.unreachable_for() < self.reviver.patience
 
     def wait_ready(self) -> None:
-        """Wait while a broker is expected: at a kernel's start, or after a broker died."""
+        """Wait for a broker that is expected: at a kernel's start, or after a broker died."""
         if not self._greeted:
             self._poke.set()
         while not self._greeted:
@@ -206,7 +220,8 @@ class SessionLink:
     def take(self, hold: str, kind: str) -> bool:
         """Take a hold if the session is attached; return False if it must wait for its slice.
 
-        This needs no round trip. If the hold lasts, the agent soon reports it, and needs no answer.
+        This needs no round trip to the broker. If the hold lasts, the agent reports it soon, and
+        needs no answer.
         """
         with self._lock:
             if not self.attached:
@@ -216,14 +231,17 @@ class SessionLink:
             return True
 
     def wait(self, hold: str, kind: str, on_change: Callable[[], None]) -> HoldWait:
-        """Ask for the slice. The caller watches the result and ends it with :meth:`drop`."""
+        """Ask for the slice; return the wait.
+
+        The caller watches it and ends it with :meth:`drop`.
+        """
         wait = HoldWait(hold, kind, on_change)
         with self._lock:
             wait.failures = self._failures
             self._waits[hold] = wait
             self._ask(wait)
             if not self._greeted:
-                self._poke.set()  # a cell waits, so end the pause between attempts
+                self._poke.set()  # a cell waits, so the pause between attempts ends now
         return wait
 
     def drop(self, hold: str) -> None:
@@ -250,7 +268,8 @@ class SessionLink:
         """
         with self._lock:
             client = self._client if self._greeted else None
-            self._reports.send()  # sent first, because these cells ended before the request
+            # These reports go first, because their cells ended before the request.
+            self._reports.send()
         if client is None:
             self._poke.set()
             raise self.unavailable()
@@ -259,9 +278,9 @@ class SessionLink:
     def call(self, kind: str, /, *, timeout: float = CALL_TIMEOUT, **fields: Any) -> Message:
         """Send a request about this session and return the answer.
 
-        This waits for a broker that is expected back, or that a new kernel is still greeting. If
-        the broker dies before it answers, this asks the next one, so ``kind`` must be a request
-        that may be carried out twice.
+        This method first waits if a dead broker is expected back, or if a new kernel's ``hello``
+        has no answer yet. If the broker dies before it answers, this method sends the request to
+        the next broker. So ``kind`` must be a request that a broker may carry out twice.
 
         Raises
         ------
@@ -283,7 +302,8 @@ class SessionLink:
             except BrokerUnavailable:
                 if not self.expected_back(give_up):
                     raise
-                time.sleep(FIRST_PAUSE)  # the end of the connection may be unnoticed yet
+                # The reader thread may not have noticed the end of the connection yet.
+                time.sleep(FIRST_PAUSE)
         self.note_request(answer)
         if isinstance(answer.get("devices"), list):
             self.devices.update((str(d.get("uuid")), d) for d in answer["devices"])
@@ -294,13 +314,13 @@ class SessionLink:
         return answer
 
     def note_request(self, answer: Mapping[str, Any]) -> None:
-        """Store the request from an answer of the broker, if the answer has one."""
+        """Store the session's request from an answer of the broker, if the answer contains it."""
         if isinstance(answer.get("request"), dict):
             with self._lock:
                 self.request = dict(answer["request"])
 
     def owe_request(self, fields: Mapping[str, Any]) -> None:
-        """Send the request as soon as a broker is back."""
+        """Send a change of the session's request as soon as a broker is back."""
         with self._lock:
             self._owed = dict(fields)
 
@@ -353,7 +373,7 @@ class SessionLink:
                     cuda=self._cuda_seen,
                     **self._role,
                 )
-                # From here on holds and drops are sent after the hello, in their order.
+                # From here on, holds and drops are sent after the hello, in the order of the calls.
                 self._client = client
                 self._reports.forget()
                 self._greeting_since = time.monotonic()
@@ -362,7 +382,8 @@ class SessionLink:
             self._ended.set()
             return
         try:
-            # No earlier attempt, because each would leave a dead connection in the machine's queue.
+            # There is no new attempt before this time, because each attempt would leave a dead
+            # connection in the queue of the machine's socket.
             patience = first_answer(self.path)
             answer = hello.result(patience)
         except (GPUPoolError, FutureTimeout, CancelledError) as error:
@@ -392,15 +413,16 @@ class SessionLink:
             if self._owed is None:
                 self.note_request(answer)
             else:
-                with suppress(BrokerUnavailable):  # the next hello sends it again
+                with suppress(BrokerUnavailable):  # the agent sends it again with the next hello
                     future = self._client.start("request", **self._owed)
                     future.add_done_callback(partial(self._owed_answered, self._owed))
             self._take_state(answer)
-            # A copy, because an answer during the call changes this dict.
+            # This iterates over a copy, because an answer that arrives meanwhile changes the dict.
             for wait in list(self._waits.values()):
                 self._ask(wait)
             if not self.attached:
-                # The new broker has taken the slice meanwhile: running cells need it back.
+                # The new broker has taken the slice meanwhile, so the running cells need a slice
+                # again.
                 for hold, kind in list(self._holds.items()):
                     self._ask(HoldWait(hold, kind, lambda: None))
         self._changed()
@@ -410,7 +432,7 @@ class SessionLink:
         try:
             answer = future.result()
         except (BrokerUnavailable, CancelledError):
-            return  # sent again after the next hello
+            return  # the agent sends it again after the next hello
         except GPUPoolError as error:
             log.warning("The request of this kernel could not be restored: %s", error)
         with self._lock:
@@ -421,7 +443,7 @@ class SessionLink:
     def _went_down(self, error: GPUPoolError, attempt: int) -> None:
         with self._lock:
             if attempt != self._attempt:
-                return  # a late call from the reader of an earlier connection
+                return  # a late call by the reader thread of an earlier connection
             self._ended.set()
             self._client = None
             self._greeted = False
@@ -438,18 +460,18 @@ class SessionLink:
         self._changed()
 
     def _tell(self, kind: str, /, **fields: Any) -> None:
-        """Send a message without an answer. The caller holds the lock, which keeps the order."""
+        """Send a message that gets no answer. The caller holds the lock, which keeps the order."""
         if self._client is not None:
             try:
                 self._client.send(kind, **fields)
             except BrokerUnavailable:
-                pass  # the reader thread notices, too; the next hello has the holds
+                pass  # the reader thread notices this, too, and the next hello lists the holds
 
     def _tell_hold(self, hold: str, kind: str) -> None:
         self._tell("hold", hold=hold, kind=kind, epoch=self.epoch, wait=False)
 
     def _tell_over(self, hold: str, kind: str) -> None:
-        if self.attached:  # while detached, this hold would ask for a slice
+        if self.attached:  # a report from a detached session would ask for a slice
             self._tell_hold(hold, kind)
             self._tell_drop(hold)
 
@@ -464,7 +486,7 @@ class SessionLink:
                 "hold", hold=wait.hold, kind=wait.kind, epoch=self.epoch, wait=True
             )
         except BrokerUnavailable:
-            return  # asked again after the next hello
+            return  # the agent asks again after the next hello
         wait.asked = True
         future.add_done_callback(partial(self._answered, wait))
 
@@ -472,7 +494,7 @@ class SessionLink:
         try:
             answer: Message | GPUPoolError = future.result()
         except (BrokerUnavailable, CancelledError):
-            return  # asked again after the next hello
+            return  # the agent asks again after the next hello
         except GPUPoolError as error:
             answer = error
         with self._lock:
@@ -500,7 +522,8 @@ class SessionLink:
     def end_request(self, key: object) -> None:
         """Note the end of a request.
 
-        Report it to the broker if no cell runs any more and another kernel waits.
+        If no cell runs any more and another kernel waits, report to the broker that this kernel
+        rests.
         """
         with self._lock:
             self._requests.discard(key)
@@ -516,7 +539,8 @@ class SessionLink:
         try:
             self._take_push(message)
         except (KeyError, TypeError, ValueError) as error:
-            # A bad message must not end the reader thread, on which everything else depends.
+            # A malformed message must not end the reader thread, because everything else depends on
+            # that thread.
             log.warning("A %r message of the broker was not understood: %r", message, error)
 
     def _take_push(self, message: Message) -> None:
@@ -566,12 +590,12 @@ class SessionLink:
     def _yield(self, epoch: int) -> None:
         """Give up the lease if nothing uses it.
 
-        An epoch older than ours names a lease that has ended. A newer epoch does no harm: without a
-        hold nothing of this kernel uses the slice.
+        An epoch older than the agent's own names a lease that has ended. A newer epoch does no
+        harm: without a hold, nothing in this kernel uses the slice.
         """
         with self._lock:
             if epoch >= self.epoch:
-                self._reports.send()  # so that the broker knows that these cells have ended
+                self._reports.send()  # the broker must learn that these cells have ended
             given = epoch >= self.epoch and not self._holds and not self._waits
             cuda = self._probe()
             if given and self.attached:
@@ -581,7 +605,7 @@ class SessionLink:
             self._tell("yielded", epoch=epoch, yielded=given, cuda=cuda)
 
     def _probe(self) -> bool | None:
-        """Return whether this process has called cuInit, without a driver call that may block."""
+        """Return whether this process has called cuInit; make no driver call that may block."""
         if (self.attached or not self._cuda_blocks) and self._cuda_seen is not True:
             self._cuda_seen = self._cuda()
         return self._cuda_seen
@@ -600,7 +624,7 @@ class SessionLink:
             self.remedy = str(message.get("remedy") or "")
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
-        elif self.state != "detaching":  # our answer to a yield decides that state
+        elif self.state != "detaching":  # the agent's answer to a yield has already set that state
             if self.attached:
                 seen = self._cuda_seen if self._cuda_blocks else self._probe()
                 self.suspended = seen is not False

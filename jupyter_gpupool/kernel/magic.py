@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``%gpu``: what this kernel has and asks for. Errors are one message, never a traceback."""
+"""``%gpu``: shows and changes the kernel's slice. An error is one message, never a traceback."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NOT_POOLED = (
 
 @magics_class
 class GPUMagics(Magics):  # type: ignore[misc]
-    """The ``%gpu`` line magic, and the refusal of a ``%%gpu`` that the gate has not taken."""
+    """The line magic ``%gpu``, and the refusal of a ``%%gpu`` that the gate has not carried out."""
 
     def __init__(
         self, shell: Any, link: SessionLink | None, gate: CellGate | None, no_session: str = ""
@@ -114,7 +114,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
             answer = self.link.call("keep", **command.fields)
             seconds = format_seconds(float(command.fields["seconds"]))
             print(answer.get("note") or f"The GPU slice is kept for {seconds}, even when idle.")
-        else:  # memory, devices, compute, priority: the request
+        else:  # memory, devices, compute and priority change the request
             answer = self.link.call("request", **command.fields)
             print(_request_text(answer, self.gate.guard.on, command.fields))
             self.gate.request_changed()
@@ -123,7 +123,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
-            # The agent's own figures are still true; the error explains the missing figures.
+            # The agent's own figures are still true. The error explains why other figures are
+            # missing.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
             problem = str(no_broker(link, error))
@@ -136,7 +137,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         display(SessionDisplay(session, snapshot, caps, details=details))
 
     def _guarded(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the figures of the guard and its page, for the view of this session."""
+        """Return the state of the guard and its figures, as fields of the session's status."""
         if self.gate is None:
             return {}
         guard = self.gate.guard
@@ -146,7 +147,10 @@ class GPUMagics(Magics):  # type: ignore[misc]
         return {"guard": guard.on, "guard_reason": why, "figures": guard.figures()}
 
     def _attach(self, link: SessionLink, gate: CellGate) -> None:
-        """Wait for the slice in this cell. Blocks as any magic; an interrupt ends the wait."""
+        """Wait for the slice in this cell.
+
+        This blocks as any magic does; an interrupt ends the wait.
+        """
         hold = f"manual-{next(self._ids)}"
         changed = threading.Event()
         shown = WaitDisplay(gate.publisher(), f"gpupool-{hold}", link, HOW_TO_STOP_MAGIC)
@@ -243,7 +247,7 @@ _SIZES = ("4GiB", "8GiB", "16GiB")
 def complete_gpu(_shell: Any, event: Any, limits: Mapping[str, Any] | None = None) -> list[str]:
     """Complete ``%gpu`` and ``%%gpu``; IPython calls it as its ``complete_command`` hook.
 
-    ``limits`` are those of the session, so that no completion exceeds them.
+    ``limits`` are the session's limits; no completion exceeds them.
     """
     limits = limits or {}
     words = str(event.line).split()

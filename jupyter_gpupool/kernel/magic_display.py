@@ -26,7 +26,7 @@ _STYLE = (
     "color: var(--jp-content-font-color1, inherit)"
 )
 
-#: The states in the words of the user.
+#: The states, in words for users.
 _STATES = {
     "detached": "no slice now; the next cell that needs one gets it",
     "queued": "waiting for a slice",
@@ -75,7 +75,7 @@ def _table_html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 class _Display:
-    """A result that IPython shows in both forms."""
+    """A result that IPython shows as HTML or as text."""
 
     def text(self) -> str:
         raise NotImplementedError
@@ -88,7 +88,10 @@ class _Display:
 
 
 class SessionDisplay(_Display):
-    """``%gpu``: one session, from its entry in the status snapshot; ``details``: all of it."""
+    """``%gpu``: one session, from its entry in the status snapshot.
+
+    With ``details`` it shows all rows.
+    """
 
     def __init__(
         self,
@@ -115,7 +118,8 @@ def session_rows(
 ) -> list[tuple[str, str]]:
     """Return the rows that describe ``session``, without rows for unknown values.
 
-    ``details``: also how it gets its slice, its priority class, and whether the guard is on.
+    With ``details``, the rows also tell how the session gets its slice, its priority class, and
+    whether the guard is on.
     """
     state = str(session.get("state", "detached"))
     text = _STATES.get(state, state)
@@ -162,7 +166,7 @@ def session_rows(
         rows.append(("share", " ".join(session["standing"])))
     if details and session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
-    # Shown because nothing enforces the slice without the guard.
+    # A guard that is off is always shown, because nothing then enforces the slice.
     if "guard" in session and (details or not session["guard"]):
         rows.append(("guard", _GUARD if session["guard"] else f"off: {session['guard_reason']}"))
     if snapshot.get("emulated") or any(
@@ -173,7 +177,7 @@ def session_rows(
     return rows
 
 
-#: How a session without a slice gets a slice, unless "the next cell gets it".
+#: How a session without a slice gets one, by policy. For other policies the next cell gets it.
 _DETACHED = {
     "manual": "no slice now; type %gpu attach to get one",
     "lazy": "no slice now; the next CUDA call gets it",
@@ -186,7 +190,8 @@ _ATTACH = {
 }
 
 
-#: For a slice on a device that cannot suspend. The pool can still take a slice without state.
+#: The text about a slice on a device that cannot suspend. The pool can still take such a slice
+#: while it has no device state.
 STAYS = "Once used, it stays until the kernel ends: state on this GPU cannot be moved off it."
 
 
@@ -201,7 +206,7 @@ def _used(figures: MemoryFigures) -> str:
 
 
 def _leaving_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows on how long a slice stays."""
+    """Return the rows that tell how long the session keeps its slice."""
     rows: list[tuple[str, str]] = []
     so = idle_of(session, float(snapshot.get("now") or 0))
     idle = "" if so is None else f"for {format_seconds(so)}"

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Restarts a broker that has died, and describes the restart to the user of a waiting cell.
 
-A kernel may have another Python than the broker, and must not become the broker's parent. So the
-agent runs the provisioner's shell command, as the guard does
-(:func:`jupyter_gpupool.startrecord.launcher`); it returns at once.
+A kernel may run another Python than the broker, and must not become the broker's parent process. So
+the agent runs the provisioner's shell command, as the guard does
+(:func:`jupyter_gpupool.startrecord.launcher`). This command returns at once.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from ..errors import BrokerUnavailable, Code, GPUPoolError
 #: Seconds to wait for a broker that this kernel cannot start itself.
 GRACE = 5.0
 
-#: Seconds between two attempts of this kernel.
+#: Seconds between two attempts of this kernel to start the broker.
 AGAIN = 2.0
 
-#: Seconds for the shell command, which starts the broker but does not wait for it.
+#: Time limit in seconds for the shell command, which starts the broker but does not wait for it.
 SHELL = 10.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -38,21 +38,21 @@ class Reviver:
         self._environ = dict(environ)
         self._service = is_machine_path(path)
         self._next = 0.0
-        #: Whether some process is starting the broker, or will soon.
+        #: Whether some process is starting the broker, or will start it soon.
         self.expected = self._service
-        #: Seconds without a broker after which a cell no longer waits for it. The machine's socket
-        #: may accept connections while no broker runs, so no failed attempt has to come first.
+        #: Seconds without a broker after which a cell stops waiting for it. For the machine's
+        #: socket it is long from the beginning: that socket may accept connections while no broker
+        #: runs, so an attempt to connect need not fail first.
         self.patience = START_TIMEOUT if self._service else GRACE
 
     def away(self, error: GPUPoolError) -> GPUPoolError:
-        """Try to restart the broker, which does not listen; return the error for the user."""
-        # Imported here, because it would slow each kernel's start, and few kernels lose their
-        # broker.
+        """Try to restart the broker, which does not listen; return the error to show the user."""
+        # These imports would slow down each kernel's start, and few kernels lose their broker.
         from .. import startfailures
         from .. import startrecord as record
 
-        # Other threads read the results at any time, so no result may have a wrong value for a
-        # moment.
+        # Other threads read ``expected`` and ``patience`` at any time, so each branch sets them
+        # once, to the final values.
         if self._service:
             return error
         if record.being_started(self._path):

@@ -1,16 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A wait for a slice: the line that the cell shows meanwhile, and the interrupt that ends it.
+"""A wait for a slice: the line that the cell shows, and the interrupt that ends the wait.
 
-This is for cells that wait before they run. The line is then the cell's first output, so one
-``clear_output`` removes it from the notebook and its saved file. For waits of a running cell see
-``call_waits``.
+This module serves cells that wait before they run. The line is then the cell's first output, so one
+``clear_output`` removes it from the notebook and from the saved file. ``call_waits`` serves cells
+that wait while they run.
 
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
-cells. A wait therefore sets its own handler: on the main thread, for as long as it waits; for a
-subshell thread, which cannot set handlers, through the main thread's event loop, and only while
-the signal would otherwise be ignored. While a cell runs on the main thread, an interrupt is meant
-for that cell, and the line of the wait says so.
+cells. A wait therefore sets its own signal handler. On the main thread, the handler is set during
+the whole wait. A subshell thread cannot set handlers, so the main thread's event loop sets one for
+it, and only while the signal would otherwise be ignored. While a cell runs on the main thread, an
+interrupt ends that cell and not the wait, and the line about the wait says so.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .holds import HoldWait
 from .link import SessionLink
 from .ways import Ways
 
-#: Longest time, in seconds, between two checks of a wait. A change wakes the wait at once; this
-#: time is for an interrupt whose wake-up is lost.
+#: Longest time, in seconds, between two checks of a wait. A change wakes the wait at once; the
+#: checks are for an interrupt whose wake-up is lost.
 TICK = 0.1
 
 
@@ -52,12 +52,12 @@ class Alarm:
             pass  # the loop is closed: the kernel ends
 
     def interrupt(self) -> None:
-        """Note an interrupt by the user, and ring."""
+        """Note an interrupt by the user, and wake the coroutine."""
         self.interrupted = True
         self.ring()
 
     async def wait(self, tick: float = TICK) -> None:
-        """Return once the alarm has rung after the last call, or after ``tick`` seconds."""
+        """Return when the alarm has rung since the last call, or after ``tick`` seconds."""
         try:
             await within(self._rung.wait(), tick)
         except asyncio.TimeoutError:
@@ -66,22 +66,25 @@ class Alarm:
 
 
 class Interrupts:
-    """The waits of this process, which an interrupt ends.
+    """The waits of this process; an interrupt by the user ends them.
 
     ``on_main_loop`` runs a function soon on the main thread's event loop, from any thread.
     """
 
     def __init__(self, on_main_loop: Callable[[Callable[[], None]], Any]) -> None:
         self._on_main_loop = on_main_loop
-        #: Wake-up calls by wait. No lock: the handler may run between any two bytecodes of the
-        #: main thread, and single operations on a dict are atomic.
+        #: The wake-up function of each wait. There is no lock: the handler may run between any two
+        #: bytecodes of the main thread, and single operations on a dict are atomic.
         self._waits: dict[object, Callable[[], None]] = {}
-        #: Whether the main thread's loop looks now and then; used on that loop alone.
+        #: Whether the main thread's loop repeatedly calls ``_look``. Only that loop uses this flag.
         self._looks = False
 
     @contextmanager
     def watch(self, wake: Callable[[], None]) -> Iterator[None]:
-        """Call ``wake`` (from a signal handler: it must only set flags) for each interrupt."""
+        """Call ``wake`` for each interrupt.
+
+        The signal handler calls it, so it must only set flags.
+        """
         key = object()
         on_main = threading.current_thread() is threading.main_thread()
         self._waits[key] = wake
@@ -104,7 +107,7 @@ class Interrupts:
             wake()
 
     def heard(self) -> bool:
-        """Return whether an interrupt now would reach the waits; any thread may ask."""
+        """Return whether an interrupt now would reach the waits; any thread may call this."""
         return signal.getsignal(signal.SIGINT) == self._handle
 
     def _arm(self) -> None:
@@ -112,7 +115,7 @@ class Interrupts:
             self._look()
 
     def _look(self) -> None:
-        """Take over SIGINT if it would be ignored, also after a cell of the main thread."""
+        """Set the SIGINT handler if SIGINT is ignored now; look again after TICK seconds."""
         if self._waits and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, self._handle)
         self._looks = bool(self._waits)
@@ -139,7 +142,7 @@ def interrupted() -> GPUWaitInterrupted:
 
 
 def stopped(link: SessionLink) -> str:
-    """Return the line below a cell that the user has interrupted while a call of it waited."""
+    """Return the line below a cell that the user has interrupted while its CUDA call waited."""
     where = " Its GPU state stays in host memory." if link.suspended else ""
     return (
         "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
@@ -149,7 +152,7 @@ def stopped(link: SessionLink) -> str:
 
 # ---------------------------------------------------------------------- what a wait shows
 
-#: Seconds of waiting before the cell shows a line; an ordinary attach takes less.
+#: Seconds of waiting before the cell shows a line. An ordinary attach takes less time.
 PATIENCE = 0.25
 
 HOW_TO_STOP = "Interrupt the kernel to stop waiting; the cell will not run."
@@ -160,14 +163,15 @@ HOW_TO_STOP_BESIDE = (
 HOW_TO_STOP_MAGIC = "Interrupt the kernel to stop waiting; the cell ends here."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
-#: Instead of the last two, after an interrupt that has not ended the wait (``guard/src/wait.c``).
+#: This text replaces HOW_TO_STOP_CALL and HOW_TO_STOP_PREEMPTED after an interrupt that has not
+#: ended the wait (``guard/src/wait.c``).
 HOW_TO_STOP_HELD = (
     "The call that waits is one of a library's own thread, as JAX has. To end it now can destroy "
     "arrays that the call may reuse (donated arguments), so the interrupt changed nothing. "
     "Interrupt once more to end the call."
 )
 
-#: What a cell shows after the pool has taken its slice.
+#: The hint in a cell after the pool has taken its slice.
 HOW_TO_STOP_PREEMPTED = (
     "Its GPU state is in host memory and comes back by itself; the cell then goes on. "
     "Interrupt the kernel to end the cell."
@@ -177,7 +181,7 @@ Publish = Callable[[str, dict[str, Any]], None]
 
 
 def describe(link: SessionLink) -> str:
-    """Return one line on this hold's wait."""
+    """Return one line about the kernel's wait."""
     if link.unreachable_for():
         return link.reviver.describe()
     size = link.request.get("memory")
@@ -203,23 +207,26 @@ def describe_preempted(link: SessionLink) -> str:
 
 
 def taken(why: str) -> str:
-    """Return the sentence with the rule by which the pool took the slice of a running cell."""
+    """Return a sentence with the rule by which the pool took the slice of a running cell."""
     return sentence(f"the GPU was taken from this cell: {why}")
 
 
 def worth_showing(link: SessionLink, wait: HoldWait, *, patient: bool = False) -> bool:
-    """Return whether to show this wait to the user (yet); if patient, not before PATIENCE."""
+    """Return whether to show this wait now; with ``patient``, only after PATIENCE seconds."""
     return (link.queue is not None and not patient) or time.monotonic() - wait.since >= PATIENCE
 
 
 _QUIET = "color: var(--jp-ui-font-color2, #666)"
 
-#: JupyterLab's part shows this as text with buttons; other front ends show HTML or text.
+#: JupyterLab's extension shows this type as text with buttons; other front ends show HTML or text.
 WAIT_TYPE = "application/vnd.gpupool.wait+json"
 
 
 class WaitDisplay:
-    """The line about a wait in a cell: published, updated on changes, cleared at the end."""
+    """The line about a wait in a cell.
+
+    It is published, updated on changes, and cleared at the end.
+    """
 
     def __init__(
         self, publish: Publish, display_id: str, link: SessionLink, hint: str = HOW_TO_STOP
@@ -239,7 +246,7 @@ class WaitDisplay:
         return bool(self._shown)
 
     def show(self, text: str, hint: str = "") -> None:
-        """Show ``text`` and what helps; send nothing if the cell already shows it."""
+        """Show ``text`` and what the user can do; send nothing if the cell already shows this."""
         hint = hint or self._hint
         lines = (text, *self._ways.sentences(), hint)
         if lines == self._shown:
@@ -252,20 +259,20 @@ class WaitDisplay:
         )
         place = self._link.queue
         time_left = place.time() if place is not None else ""
-        # JupyterLab updates this part each second, as in its chip and its panel.
+        # JupyterLab updates this time each second, as it does in its chip and its panel.
         time_told = time_left if time_left in text else ""
         data = {"session": self._link.session, "text": text, "time": time_told, "hint": hint}
         # A front end removes a line with this mark after a restart of the kernel.
         self._data(" ".join(lines), markup, {"wait": True}, {WAIT_TYPE: data})
 
     def leave(self, text: str) -> None:
-        """Show ``text`` permanently, because it says what has happened to the cell."""
+        """Show ``text`` permanently, because it says what happened to the cell."""
         self._shown = ()
         markup = f'<div class="gpupool-preempted" style="{_QUIET}">{html.escape(text)}</div>'
         self._data(text, markup, {"preempted": True})
 
     def clear(self) -> None:
-        """Remove the line, and all that the cell shows. Safe to call when nothing was shown."""
+        """Remove the line and all other output of the cell. Does nothing if no line is shown."""
         if self._shown:
             self._shown = ()
             self.published = 0

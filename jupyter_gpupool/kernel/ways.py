@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the user can do about a wait: asks the broker for advice while a cell waits.
+"""What the user can do about a wait: advice from the broker while a cell waits.
 
 JupyterLab shows buttons in place of these sentences (``labextension/src/waits``).
 """
@@ -16,12 +16,12 @@ from ..protocol import Message
 from ..units import format_bytes, typed_bytes
 from .link import SessionLink
 
-#: Seconds until the next question to the broker: with an unchanged place in the queue, and with a
-#: changed one.
+#: Seconds until the next question to the broker: AGAIN if the place in the queue is unchanged, SOON
+#: if it has changed.
 AGAIN = 10.0
 SOON = 1.0
 
-#: Most kernels of the same user that the advice names.
+#: The largest number of the user's own kernels that the advice names.
 MOST_NAMED = 3
 
 
@@ -51,7 +51,7 @@ class Ways:
             try:
                 self._asked = self._link.start_call("why")
             except GPUPoolError:
-                self._found = ()  # without a broker, the line of the wait reports that
+                self._found = ()  # if there is no broker, the line about the wait says so
         return self._found
 
 

@@ -9,17 +9,17 @@ order:
 * *Attribution* (:func:`attribute`): which part of the used memory belongs to which session, which
   to the driver, and which to processes outside the pool.
 * *The driver's own memory* (:func:`unlisted`, :func:`driver_share`, :func:`measured_again`): the
-  used memory that belongs to no process. No process can free this memory. If it counted as foreign,
-  a request for a whole device would wait without end.
-* *Overhead* (:class:`Overhead`): the bytes that the driver takes for one process beyond those that
-  the guard has charged. The guard charges a constant for a context (one self-test measured it) and
-  the bytes that the program allocates. But contexts differ in size, and the driver loads code
-  lazily: 200 to 800 MiB for cuBLAS, cuDNN or Triton. A comparison of the driver's figure with the
-  guard's shows the overhead.
+  used memory that belongs to no process. No process can free this memory. If this memory counted as
+  foreign, a request for a whole device would wait without end.
+* *Overhead* (:class:`Overhead`): the bytes that the driver takes for one process beyond the bytes
+  that the guard has charged. The guard charges a constant for a context (a self-test has measured
+  this constant) and the bytes that the program allocates. But contexts differ in size, and the
+  driver loads code lazily: 200 to 800 MiB for cuBLAS, cuDNN or Triton. The overhead is the driver's
+  figure less the guard's figure.
 * *Overuse* (:func:`overuse`, :func:`confirmed`): which session has more than it was granted, and
   after how many samples the broker acts.
 * *State* (:func:`state_to_move`, :func:`state_moved`, :func:`restore_room`): how many bytes a
-  suspend will move, how many it has moved, and how many must be free for the restore.
+  suspend will move, how many bytes it has moved, and how many bytes must be free for the restore.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Observed:
 
     used: int
     listed: Sequence[Listed] = ()
-    #: Bytes that the driver takes for itself beyond those that it reports as reserved. The device's
-    #: capacity does not contain them.
+    #: Bytes that the driver takes for itself beyond the bytes that it reports as reserved. The
+    #: device's capacity does not contain them.
     driver: int = 0
     #: Bytes that a process's first context takes on the device.
     context: int = 0
@@ -84,22 +84,23 @@ class Attribution:
 def attribute(
     observed: Observed, holders: Mapping[str, LeaseHolder], landing: Collection[str] = ()
 ) -> Attribution:
-    """Split a device's used bytes into the sessions', the driver's and the foreign ones.
+    """Split the used bytes of a device among the sessions, the driver and foreign processes.
 
     ``holders`` are the sessions with a slice of the device. ``landing`` are sessions whose
-    processes create their first context on this device before they are moved to their slice on
-    another one; the device's capacity does not contain the room for these contexts.
+    processes create their first context on this device before the broker moves them to their slice
+    on another device. The device's capacity does not contain the room for these contexts.
 
     Each byte is given to one user only, in this order:
 
-    1. Listed bytes of a session with a slice are that session's.
-    2. Used bytes that the list does not explain are attributed to the slices, up to the grants: up
-       to the whole slice for a session that is not listed, up to one context for a session that is
-       listed. A process listed with a number of another PID namespace counts as not listed: it may
-       belong to a session.
-    3. The rest, and the bytes that the list still attributes to suspended sessions, are the
-       driver's own, up to ``driver``.
-    4. What remains is foreign, as are the listed bytes of processes without a session.
+    1. Listed bytes of a session with a slice belong to this session.
+    2. Used bytes that the list does not explain belong to the slices, up to the granted bytes: up
+       to the whole slice for a session that is not listed, and up to one context for a session that
+       is listed. A process listed with a number of another PID namespace counts as not listed: it
+       may belong to a session.
+    3. The remaining bytes, and the bytes that the list still shows for suspended sessions, belong
+       to the driver: together at most ``driver`` bytes.
+    4. The bytes that then remain are foreign. The listed bytes of processes without a session are
+       also foreign.
 
     The list may be older than the device's figures, so no process counts for more bytes than are in
     use.
@@ -107,8 +108,8 @@ def attribute(
     A session's footprint is the larger of what the driver shows and what its guard counts. The
     driver sees its own overhead, but no process of another PID namespace. The guard counts an
     allocation before it calls the driver, so its count is never too small. But the session's own
-    processes write the guard's count, so it is trusted only up to the slice: each byte beyond would
-    be taken from the other sessions.
+    processes write the guard's count, so the pool trusts it only up to the size of the slice: each
+    byte beyond the slice would be taken from other sessions.
     """
     named: dict[str, int] = {}
     listed = 0
@@ -152,11 +153,11 @@ def attribute(
 #: does not list: bytes, and the divisor of the device's size.
 DRIVER_MOST, DRIVER_PART = 1 << 30, 8
 
-#: The driver's own memory varies between samples by at most so many bytes, and by at most this part
-#: of the device.
+#: The driver's own memory varies between samples by at most ``SLACK`` bytes, and by at most the
+#: device's size divided by ``SLACK_PART``.
 SLACK, SLACK_PART = 64 * MiB, 256
 
-#: So many samples of a device at rest must agree, because the driver still lists an ended process
+#: This many samples of a device at rest must agree, because the driver still lists an ended process
 #: for a while.
 REST_LOOKS = 3
 
@@ -181,7 +182,8 @@ def driver_share(reserved: int, residue: int, total: int) -> int:
     """Return the bytes of a device that belong to the driver.
 
     ``reserved`` is the driver's own figure, ``residue`` the memory in use that belongs to no
-    process. :func:`slack` is added, except where both are 0: such a driver reports exact figures.
+    process. The function adds :func:`slack`, except if both are 0: a driver with these figures
+    reports exact figures.
     """
     kept = reserved + min(residue, DRIVER_MOST, total // DRIVER_PART)
     return kept + slack(total) if kept else 0
@@ -190,8 +192,9 @@ def driver_share(reserved: int, residue: int, total: int) -> int:
 def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
     """Return whether used memory that belongs to no process must be the driver's own.
 
-    True only if no session has a slice there (``leased``) and no process outside the pool uses the
-    device. (The driver's list names the bytes that suspended sessions still have there.)
+    This is true only if no session has a slice on the device (``leased``) and no process outside
+    the pool uses the device. (The driver's list names the bytes that suspended sessions still have
+    on the device.)
     """
     return not leased and all(entry.session is not None for entry in listed)
 
@@ -200,8 +203,9 @@ def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) ->
     """Return the bytes that belong to the driver, measured at rest; None if they have not changed.
 
     ``looks`` are the latest figures of :func:`unlisted`, ``was`` is the value used so far. The
-    driver's own memory grows over weeks in which kernels start and end. If it were measured only
-    once, its growth would count as foreign. A figure slightly below ``was`` changes nothing.
+    driver's own memory grows over weeks in which kernels start and end. If the broker measured this
+    memory only once, the growth would count as foreign. A figure slightly below ``was`` changes
+    nothing.
     """
     if len(looks) < REST_LOOKS:
         return None
@@ -211,8 +215,8 @@ def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) ->
 
 # ---------------------------------------------------------------------- overhead of a process
 
-#: So many consecutive samples must agree, because the program runs between the reading of the guard
-#: and that of the driver.
+#: This many consecutive samples must agree, because the program continues between the reading of
+#: the guard's figure and the reading of the driver's figure.
 AGREE = 3
 
 #: Bytes of one process that count as the driver's own and not as overuse: the smaller of
@@ -225,20 +229,20 @@ EXCUSED_LEAST, EXCUSED_MOST, EXCUSED_PART = 64 * MiB, 1 << 30, 8
 class Overhead:
     """The bytes that the driver takes for one process on one device beyond the guard's charge."""
 
-    #: Bytes of the process's context, measured while the process had nothing else; None if that was
-    #: never measured.
+    #: Bytes of the process's context, measured while the process had no other memory; None if never
+    #: measured.
     context: int | None = None
-    #: The latest figures while the process had nothing but its context, at most 2.
+    #: The latest figures (at most 2) while the process had no memory except its context.
     alone: tuple[int, ...] = ()
-    #: The latest figures of the bytes beyond charge and context, at most AGREE.
+    #: The latest figures (at most ``AGREE``) of the bytes beyond the charge and the context.
     seen: tuple[int, ...] = ()
-    #: The least of the last AGREE samples.
+    #: The smallest of the last ``AGREE`` figures.
     learnt: int = 0
 
     def look(
         self, constant: int, counted: int, shown: int, *, complete: bool
     ) -> tuple[Overhead, int]:
-        """Add one sample; return what is known now, and the bytes beyond the charge in this sample.
+        """Add one sample; return the new record, and the bytes beyond the charge in this sample.
 
         The guard has charged ``constant`` bytes for the context and ``counted`` bytes in total; the
         driver shows ``shown`` bytes. ``complete``: the driver's list explains all used memory, so
@@ -281,13 +285,14 @@ def excused(total: int) -> int:
 
 # ---------------------------------------------------------------------- overuse
 
-#: Tolerated bytes beyond a slice: a part of the device, within bounds. The driver itself takes
-#: memory for the local arrays of all threads that can run at once, and more on a larger device. The
-#: driver's overhead for each process (see :class:`Overhead`) is tolerated in addition.
+#: The tolerated bytes beyond a slice: the device's size divided by ``TOLERATED_PART``, but at least
+#: ``TOLERATED_LEAST`` and at most ``TOLERATED_MOST``. The driver itself takes memory for the local
+#: arrays of all threads that can run at once, and more on a larger device. The driver's overhead
+#: for each process (see :class:`Overhead`) is tolerated in addition.
 TOLERATED_LEAST, TOLERATED_MOST, TOLERATED_PART = 64 * MiB, 512 * MiB, 16
 
-#: So many consecutive samples must show overuse: a single one may have been taken between a suspend
-#: and its record.
+#: This many consecutive samples must show overuse: a single sample may have been taken between a
+#: suspend and its record.
 SAMPLES = 3
 
 
@@ -307,8 +312,8 @@ def overuse(
     """Return the bytes that a session has beyond its slices, summed over all devices.
 
     All arguments are bytes by device: the session's memory as the driver shows it, the session's
-    slices, the driver's overhead for its processes, and the devices' sizes. The tolerance of one
-    device does not apply to another.
+    slices, the driver's overhead for its processes, and the devices' sizes. Bytes that one device
+    tolerates do not help on another device.
     """
     over = 0
     for device, size in used.items():
@@ -363,8 +368,9 @@ def state_moved(
 ) -> tuple[Slice, ...]:
     """Return the state that a suspend has moved off ``slices``, one part for each of them.
 
-    This is the number of ``freed`` bytes. If that is 0, the driver does not know it; then the
-    estimate of :func:`state_to_move` (``before``) is used, or without an estimate the whole slice.
+    The size of a part is the number of ``freed`` bytes. If this number is 0, the driver does not
+    know it. The function then uses the estimate of :func:`state_to_move` (``before``), or the whole
+    slice if there is no estimate.
     """
     return tuple(
         Slice(s.device, freed.get(s.device) or before.get(s.device, s.bytes)) for s in slices
@@ -372,7 +378,8 @@ def state_moved(
 
 
 def restore_room(state: int, granted: int, headroom: int) -> int:
-    """Return the bytes that a device must show as free before a restore of ``state`` is tried.
+    """Return the bytes that a device must show as free before the broker tries a restore of
+    ``state``.
 
     The result is at most the ``granted`` bytes, because a state that fills a device leaves no room
     for ``headroom``. But it is never less than the state, even if the pool granted less: a restore

@@ -3,9 +3,9 @@
 """A draft of the plan: what the plan leaves free on each device, in each limit and in host memory.
 
 A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
-facts. It begins with the facts, less the bytes that the last plan promised, and shrinks as one
-session after the other takes its part. Growth and forecasts also read a draft: the bytes left in it
-are neither promised to a session nor reserved for the head of the queue.
+facts. It begins with the facts, less the bytes that the last plan promised. It shrinks as the pass
+gives bytes to one session after the other. Growth and forecasts also read a draft: the bytes left
+in it are neither promised to a session nor reserved for the head of the queue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .placement import Need, Where, choose, preferred
 from .session import Session
 from .shares import Shares
 
-#: The value of a need that accepts any device.
+#: The :data:`Where` of a need that accepts any device.
 ANY: Where = ("", None)
 
 #: A lease that some session may preempt, its bytes on a device, and the class above which a session
@@ -32,7 +32,9 @@ Candidate = tuple[Session, int, float]
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """A limit that a request exceeds: its name, what it allows, and the group that has it."""
+    """A limit that a request exceeds: its name, the most that it allows, and the group to which it
+    applies.
+    """
 
     name: str
     most: int
@@ -63,9 +65,10 @@ class Room:
         self.avail = ledger.capacity - ledger.granted - ledger.foreign - ledger.overuse
         self.expect = self.avail + ledger.incoming
         self.promised = 0
-        #: The leases here, once the draft has a reservation: see :meth:`Draft.reserve`.
+        #: The leases on this device; empty until the draft has a reservation: see
+        #: :meth:`Draft.reserve`.
         self.leases: list[tuple[Session, int]] = []
-        #: The leases that some session may preempt, and their bytes in all; see
+        #: The leases that some session may preempt, and their total bytes; see
         #: :attr:`Draft.offers_known`.
         self.candidates: list[Candidate] = []
         self.offered = 0
@@ -80,17 +83,17 @@ class Room:
         """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
 
         The head of the queue waits until leases here end. Bytes given to another session are
-        harmless if the head starts no later, whatever the order in which the present leases end (so
-        no estimate of their ends is needed). This holds if all leases smaller than the missing
-        bytes together do not free enough. Then a larger lease must end in any case, and the pool
-        can give away the bytes by which the smallest of the larger leases exceeds the missing
+        harmless if they do not delay the head, in whatever order the present leases end. (So no
+        estimate of their ends is needed.) This is true if all leases that are smaller than the
+        missing bytes free too little together. Then a larger lease must end in any case, and the
+        pool can give away the bytes by which the smallest of the larger leases exceeds the missing
         bytes.
         """
         return 0 if self.promised else _harmless(wanted - self.avail, self.leases)
 
 
 def _harmless(missing: int, leases: Iterable[tuple[Session, int]]) -> int:
-    """Return the bytes of :meth:`Room.spare` where ``leases`` have to free ``missing`` bytes."""
+    """Return the result of :meth:`Room.spare` if ``leases`` must free ``missing`` bytes."""
     if missing <= 0:
         return -missing
     small, large = 0, 0
@@ -111,7 +114,7 @@ class Reservation:
 
     session: str
     wanted: Mapping[str, int]
-    #: The slices that the head needs; ``wanted`` may name more devices, as alternatives.
+    #: The number of slices that the head needs; ``wanted`` may name more devices, as alternatives.
     count: int
     charge: Charge
     #: The time at which the head reserves one more device.
@@ -144,7 +147,7 @@ class Known:
 
 @dataclass(slots=True)
 class Draft:
-    """The devices and budgets as the later sessions of the pass find them."""
+    """The devices and limits as the later sessions of the pass find them."""
 
     facts: Facts
     shares: Shares
@@ -155,28 +158,29 @@ class Draft:
     #: Sessions that this plan suspends.
     leaving: set[str] = field(default_factory=set)
     promises: dict[str, Promise] = field(default_factory=dict)
-    #: Sessions that this plan attaches or lets grow: no session has two parts in one plan.
+    #: Sessions that this plan attaches or lets grow: one plan changes a session at most once.
     settled: set[str] = field(default_factory=set)
-    #: Bytes by group that this plan suspends.
+    #: By group: the bytes of the leases that this plan suspends.
     going: dict[str, int] = field(default_factory=dict)
-    #: Whether the rooms have their leases that some session may preempt, and whether one is in use.
+    #: Whether the rooms know the leases that some session may preempt; and whether one of these
+    #: leases is in use.
     offers_known: bool = False
     offers_in_use: bool = False
-    #: By owner and device: the bytes of those whose time slice is over.
+    #: By owner and device: the bytes of leases in use whose time slice is over.
     turns_over: dict[Owner, dict[str, int]] = field(default_factory=dict)
-    #: The tiers found so far, by asker or kind of asker, and holder: see ``victims.Trial.tier``.
+    #: The tiers found so far, by asker (or kind of asker) and holder: see ``victims.Trial.tier``.
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
-    #: Every method that changes the draft begins a new one.
+    #: Cached answers; every method that changes the draft replaces this object by an empty one.
     known: Known = field(default_factory=Known)
     #: The grants of this plan; and whether the rooms know the leases that the head waits for.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False
     #: The answers of :meth:`opened`.
     _opened: dict[int | None, dict[str, tuple[list[Candidate], int]]] = field(default_factory=dict)
-    #: The answers of :meth:`suitable`, which only the facts change.
+    #: The answers of :meth:`suitable`, which depend on the facts alone.
     _suitable: dict[Where, list[Room]] = field(default_factory=dict)
     _usage: dict[str, OwnerUsage] = field(default_factory=dict)
-    #: Bytes by group with a cap.
+    #: The bytes that count in the cap, for each group with a cap.
     _groups: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -207,7 +211,7 @@ class Draft:
         """Return the limit of the owner or of one of its groups that ``more`` would exceed, or
         None.
 
-        ``less`` are leases that are given back first.
+        ``less`` are leases that go back to the pool first.
         """
         facts = self.facts
         settings, caps = facts.settings, facts.tree.caps
@@ -251,16 +255,16 @@ class Draft:
         return min(left, key=lambda lack: lack.most, default=None)
 
     def coming_back(self, owner: Owner) -> list[Session]:
-        """Return the leases that count in the owner's limits and that a suspend, under way or
-        planned, ends.
+        """Return the leases that count in the owner's limits and that will end by a suspend, which
+        is under way or planned.
         """
         if not (self.facts.settings.quotas or self.facts.tree.caps):
             return []
         return [s for s in self.sharing(owner) if s.state == "detaching" or s.id in self.leaving]
 
     def sharing(self, owner: Owner, group: str | None = None) -> list[Session]:
-        """Return the leases that count in the limits of the owner: its own, and those of its
-        groups' members.
+        """Return the leases that count in the limits of the owner: its own leases, and those of the
+        members of its groups.
 
         ``group`` selects one limit: that of the group, or with "" that of the owner itself.
         """
@@ -292,15 +296,15 @@ class Draft:
         least = min(need.least for need in needs) if len(needs) > 1 else needs[0].least
         if self.most_free() < least:
             return None  # the usual case when sessions wait
-        if self.reservation is None:  # as ``left``, without a call for each device
+        if self.reservation is None:  # the same as ``left``, without a call for each device
             left = {uuid: room.avail for uuid, room in self.rooms.items()}
         else:
             left = {uuid: self.left(room.ledger) for uuid, room in self.rooms.items()}
         return choose(needs, self.facts.devices, left, preferred(s))
 
     def waits(self, takes: Iterable[Slice], least: int) -> bool:
-        """Return True only if a session with the promise ``takes`` finds too little free on every
-        device.
+        """Return True only if a session with the promise ``takes`` finds too little free memory on
+        every device.
 
         Most promises wait for a suspend. Without its own promise, the session would find at most
         the promised bytes on the devices of the promise, and the free bytes on each other device.
@@ -326,8 +330,8 @@ class Draft:
         """Return, by device, the candidates that a session of a class might preempt, and their
         total bytes.
 
-        ``level`` is None for a session within the guarantee of a group. The lists stay valid for
-        the whole pass, like the tiers.
+        ``level`` is None for a session within the guarantee of a group. The lists are valid for the
+        whole pass, like the tiers.
         """
         found = self._opened.get(level)
         if found is None:
@@ -357,8 +361,8 @@ class Draft:
         """Return the most bytes that a session of a class can get on each suitable device, largest
         first.
 
-        Each lease that the class may preempt counts as free. On devices where the head of the queue
-        has a reservation, no lease is preempted.
+        Each lease that the class may preempt counts as free. On devices that the head of the queue
+        has reserved, no lease may be preempted.
         """
         reaches = self.known.reaches
         found = reaches.get((where, level))
@@ -388,12 +392,13 @@ class Draft:
         if freed and freed <= held.wanted.keys():
             return self.host
         missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
-        # The head may have reserved more devices than it needs: those that miss the fewest bytes
-        # count.
+        # The head may have reserved more devices than it needs. Then only the devices with the
+        # fewest missing bytes count.
         return self.host - sum(sorted(missing)[: held.count])
 
     def host_lack(self, victims: Iterable[Session], room: int) -> HostLack:
-        """Return why the state of all ``victims`` does not fit in ``room`` bytes and their quotas.
+        """Return why the state of all ``victims`` does not fit in ``room`` bytes, or in their
+        quotas.
 
         "" if it fits.
         """
@@ -423,7 +428,7 @@ class Draft:
     # ------------------------------------------------------------------ changes
 
     def take(self, s: Session, takes: Iterable[Slice], charge: Charge) -> None:
-        """Grant ``takes`` to ``s``: later sessions cannot have them."""
+        """Grant ``takes`` to ``s``: later sessions cannot get these bytes."""
         self.settled.add(s.id)
         self.known = Known()
         self.count(s.owner, charge)
@@ -436,7 +441,7 @@ class Draft:
                 self._note_taken(s, x)
 
     def _note_taken(self, s: Session, x: Slice) -> None:
-        """Add the granted slice to the leases of its room: it may also end before the head
+        """Add the granted slice to the leases of its room: this lease, too, may end before the head
         starts.
         """
         room = self.rooms[x.device]
@@ -447,8 +452,8 @@ class Draft:
     def _find_leases(self) -> None:
         """Note the leases in their rooms; only :meth:`Room.spare` needs them, for a reservation.
 
-        The facts do not change during a pass, so this may be done late, as long as the grants are
-        noted in their order.
+        The facts do not change during a pass. So the draft may call this late, if it notes the
+        grants in their order.
         """
         self._leases_known = True
         for room in self.rooms.values():
@@ -474,7 +479,9 @@ class Draft:
         return promise
 
     def suspend(self, v: Session) -> None:
-        """Suspend ``v`` in the draft: its bytes come free later, its state takes host memory."""
+        """Suspend ``v`` in the draft: its bytes become free later, and its state takes host
+        memory.
+        """
         if v.id in self.promises:
             self.unpromise(v)  # a promise of growth, which ends with the lease
         self.leaving.add(v.id)
@@ -490,7 +497,8 @@ class Draft:
         """Return whether ``v`` would wait behind a head that wants ``wanted`` bytes here.
 
         If not, a suspend of ``v`` does not help the head: ``v`` would get its bytes back at its
-        next call, and would be moved out and in at each pause without use to any session.
+        next call. The pool would move ``v`` out and in at each pause, and no session would gain
+        from it.
         """
         size = sum(x.bytes for x in v.lease.slices if x.device == room.uuid)
         if room.promised:
@@ -517,5 +525,6 @@ class Draft:
         self.reservation = None
         self.known = Known()
         if head.lease.slices:
-            # The rooms lack the leases of this head, but another head also waits for those.
+            # The rooms do not contain the leases of this head, but another head also waits for
+            # them.
             self._leases_known = False

@@ -1,23 +1,24 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How long a waiting session will probably wait: a range, from what past waits were like.
+"""How long a waiting session will probably wait: a range, computed from past waits.
 
-1. *The figure.* The pool simulates the sessions ahead of the waiting session. The kernels on the
-   GPUs that it could use give their slices back when their work ends (estimated from how long
-   earlier work took), when their time slice is over or when nothing protects them any more,
+1. *The figure.* The pool simulates the sessions ahead of the waiting session. In the simulation,
+   the kernels on suitable GPUs give their slices back when their work ends (estimated from the
+   duration of earlier work), when their time slice is over, or when nothing protects them any more,
    whichever comes first. Then the sessions ahead get their slices, in order, and keep them for as
    long as such work usually takes. The pool makes a figure when a session begins to wait, and again
-   when its place changes or when suspends begin to make its room.
+   when its place changes or when suspends begin to make room for it.
 2. *The range.* When a wait ends, the pool notes the ratio of the real wait to its figure. The range
    is the figure times quantiles of the last ``MOST`` ratios (split conformal prediction: V. Vovk et
-   al., "Algorithmic Learning in a Random World", 2005). If the next wait deviates from its figure
-   as the last ones did, the range is right in ``COVER`` of all cases, whatever the simulation
-   leaves out. While the session waits, only those past waits count that lasted at least as long as
-   this one has lasted so far. Without this rule, a long wait would always seem nearly over.
+   al., "Algorithmic Learning in a Random World", 2005). If the next wait differs from its figure as
+   the last waits did, the range is right in ``COVER`` of all cases, even if the simulation is not
+   exact. While the session waits, a past wait counts only if its ratio is greater than the ratio
+   that the present wait has reached so far. Without this rule, a long wait would always seem nearly
+   over.
 3. *No evidence.* With fewer than ``LEAST`` such waits there is no range.
 
-Estimates are no part of a plan: :class:`~.words.News` calls for them after the plan is made, for
-the sessions that it informs of their place, and at most once a second for a long queue.
+Estimates are not a part of the plan. :class:`~.news.News` asks for them after the plan is made, for
+the sessions that it informs of their place; in a long queue, at most once a second.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from .session import Session
 #: adds the usual time between two grants.
 SIMULATED = 6
 
-#: The rules by which a session waits for the leases of others: only these waits are estimated.
+#: The rules by which a session waits for the leases of others. The pool estimates only these waits.
 ESTIMATED = ("planned", "busy", "behind-head")
 
 
 class Way(NamedTuple):
-    """A lease that waiting sessions wait for: its bytes, and when it ends for a session of each
-    class.
+    """A lease that other sessions wait for: its bytes, and when it ends for a waiting session of
+    each class.
     """
 
     ends: float
-    #: When a session of the same class may preempt it, when one of a higher class may; and its
-    #: class.
+    #: ``turn``: when a session of the same class may preempt the lease. ``taken``: when a session
+    #: of a higher class may. ``level``: the class of the lease.
     turn: float
     taken: float
     level: int
@@ -67,7 +68,7 @@ class Ahead:
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
         self._facts = facts
-        #: When the simulated sessions get their slices, and the last of them.
+        #: When each simulated session gets its slice, and when the last of them does.
         self._starts: dict[str, float] = {}
         self._last = facts.now
         self._pace: float | None = None
@@ -137,7 +138,8 @@ class Ahead:
         steps += self._changes.get(uuid, ())
         steps.sort()
         free, found = ledger.free + sum(change for _, change in steps), math.inf
-        # Backwards from the last change: the bytes must be free then and at all later changes.
+        # Go backwards from the last change: the bytes must be free at a change and at all later
+        # changes.
         for at, change in reversed(steps):
             if free < size:
                 return found
@@ -145,8 +147,8 @@ class Ahead:
         return self._facts.now if free >= size else found
 
     def _usual_pace(self, queue: Sequence[Session]) -> float | None:
-        """Return the seconds between two grants, from the duration of cells and the number that fit
-        at once.
+        """Return the seconds between two grants, from the duration of cells and the number of
+        sessions that fit at the same time.
         """
         facts = self._facts
         holds = [facts.evidence.next_spell(s.measured.busy) for s in queue[:SIMULATED]]

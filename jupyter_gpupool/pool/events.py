@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The events that go into the pool, and the actions that come out.
 
-``Pool.handle(event) -> list[Action]`` is the only door. Every event carries ``now``; every effect
-that the pool asks for carries the session's ``epoch``, and so does the event that reports its
-completion. The pool drops a completion with an old epoch.
+``Pool.handle(event) -> list[Action]`` is the only entry point. Every event carries ``now``. Every
+effect that the pool asks for carries the ``epoch`` of the session, and the event that reports the
+completion of this effect carries the same epoch. The pool drops a completion with an old epoch.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAppeared(Event):
-    """A device was found, or is healthy again after :class:`DeviceDrained`."""
+    """The broker has found a device, or the device is healthy again after
+    :class:`DeviceDrained`.
+    """
 
     device: Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrained(Event):
-    """The device was lost (Xid) or failed its self-test: no new lease on it.
+    """The device was lost (Xid) or failed its self-test: the pool grants no new lease on it.
 
-    A session that is attached there stays until it ends or is suspended. A session that was
-    suspended from there resumes elsewhere.
+    A session that is attached there stays until it ends or is suspended. A suspended session whose
+    state comes from this device resumes on another one.
     """
 
     device: str
@@ -60,9 +62,9 @@ class DeviceDrained(Event):
 class DevicePaused(Event):
     """An admin takes this device out of service for a while.
 
-    As with :class:`DeviceDrained`, the pool grants no new lease there. It also suspends idle leases
-    at once, even kept ones, and busy leases once they are idle. Waiting kernels show ``reason``.
-    :class:`DeviceResumed` ends this.
+    As with :class:`DeviceDrained`, the pool grants no new lease there. It also suspends the idle
+    leases there at once, even those that a user keeps, and busy leases as soon as they are idle.
+    Waiting kernels show ``reason``. :class:`DeviceResumed` ends this.
     """
 
     device: str
@@ -87,7 +89,7 @@ class DeviceMemorySeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """A sample of the host: bytes that the pool could take now without causing swapping or an OOM
+    """A sample of host memory: the bytes that the pool could take now without swapping or an OOM
     kill.
     """
 
@@ -98,9 +100,10 @@ class HostMemorySeen(Event):
 class HostPressure(Event):
     """Host memory is short for these sessions, on the machine or in their control groups.
 
-    The broker sends it with each sample as long as memory is short, with all sessions concerned,
-    and once without sessions at the end. Each time, the pool resumes the largest of their suspended
-    states that fits on a device without a preemption. It suspends none of these sessions.
+    As long as memory is short, the broker sends this event with each sample and names all sessions
+    that are short of memory. At the end it sends the event once more, without sessions. At each
+    event, the pool resumes one of these sessions: the one with the largest suspended state that
+    fits on a device without a preemption. It suspends none of these sessions.
     """
 
     sessions: frozenset[str]
@@ -108,9 +111,9 @@ class HostPressure(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsChanged(Event):
-    """The admin's configuration was read again, or a schedule began or ended.
+    """The broker has read the admin's configuration again, or a schedule has begun or ended.
 
-    ``groups``: the new group of each session whose owner has changed groups since then.
+    ``groups``: the new group of each session whose owner is now in another group.
     """
 
     settings: PoolSettings
@@ -119,9 +122,9 @@ class SettingsChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockSet(Event):
-    """The time of day is ``ahead`` seconds ahead of ``now``, or behind if that is negative.
+    """The time of day is ``ahead`` seconds ahead of ``now``, or behind it if ``ahead`` is negative.
 
-    Somebody has set the time, or the machine has slept: the clock of ``now`` does not count that.
+    Somebody has set the time, or the machine has slept. The clock of ``now`` shows neither of them.
     """
 
     ahead: float
@@ -134,12 +137,12 @@ class Tick(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened(Event):
-    """A kernel (or command) joins, detached. If the pool can never serve it, :class:`Answer`
-    refuses it.
+    """A kernel (or command) joins the pool, in the state ``detached``. If the pool can never serve
+    it, :class:`Answer` refuses it.
 
-    ``lands``: its processes can be moved to their slice from another device of the model.
-    ``gated``: its CUDA calls can be held back; without that the pool never preempts it while in
-    use, because a call to the driver would kill a suspended process.
+    ``lands``: the broker can move its processes to their slice from another device of the same
+    model. ``gated``: the guard can hold back its CUDA calls. If it cannot, the pool never preempts
+    the session while it is in use, because a call to the driver would kill a suspended process.
     """
 
     session: str
@@ -167,8 +170,8 @@ class UsageRecovered(Event):
     """The usage of users and groups before a restart of the broker (``Pool.usage``).
 
     It follows :class:`Recovered`. The memory of leases that have outlived the broker counts from
-    ``since`` on (None: from now on). The usage that the pool has counted since its own start is
-    added.
+    ``since`` on (None: from now on). The pool adds these figures to the usage that it has counted
+    since its own start.
     """
 
     users: Mapping[str, Usage] = field(default_factory=dict)
@@ -189,7 +192,7 @@ class UsedElsewhere(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded(Event):
-    """The session's process is gone (or was closed by its provisioner)."""
+    """The session's process has ended, or its provisioner has closed the session."""
 
     session: str
     reason: str
@@ -197,14 +200,14 @@ class SessionEnded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldTaken(Event):
-    """A cell, callback or command needs the lease, and keeps it from being idle.
+    """A cell, callback or command needs the lease. The lease is not idle while it has this hold.
 
     The pool answers with :class:`HoldGranted` or :class:`HoldRefused`, at once or after a wait. If
     the session already has this hold, the pool answers again, and nothing else changes.
 
-    ``bound`` are the devices that its processes got at cuInit (which needs no lease). Without
-    suspended state, the lease must be on these devices, or on others of their model if the session
-    ``lands``.
+    ``bound`` are the devices that its processes got at cuInit (which needs no lease). If the
+    session has no suspended state, its lease must be on these devices, or on other devices of the
+    same model if the session ``lands``.
     """
 
     session: str
@@ -219,7 +222,7 @@ class SetAside(Event):
     again.
 
     The processes had no context, so ``suspended`` names the devices that they see, mostly with 0
-    bytes. Like any other suspended state, the next lease restores it.
+    bytes. The next lease restores this state like any other suspended state.
     """
 
     session: str
@@ -230,8 +233,8 @@ class SetAside(Event):
 class DevicesSettled(Event):
     """Processes of a session without a lease have called cuInit, and see the devices ``bound``.
 
-    This is a separate event, because a hold may already wait, or may begin to wait before this is
-    known.
+    This is a separate event, because a hold may already wait, or may begin to wait before the
+    broker knows these devices.
     """
 
     session: str
@@ -240,12 +243,12 @@ class DevicesSettled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingRefused(Event):
-    """A process of an active session sees ``bound``, and could not be moved from there to the
-    lease.
+    """A process of an active session sees the devices ``bound``, and the broker could not move it
+    to the lease.
 
-    The session has nothing on the devices of its lease. The lease goes back to the pool, and the
-    session waits for devices of the models of ``bound``; if ``stay``, for the devices ``bound``
-    themselves.
+    The session has no memory on the devices of its lease. The lease goes back to the pool, and the
+    session waits for devices of the same models as ``bound``. If ``stay`` is true, it waits for the
+    devices ``bound`` themselves.
     """
 
     session: str
@@ -259,8 +262,8 @@ class LandingRefused(Event):
 class HoldDropped(Event):
     """The hold is over: the cell ended, or its wait was cancelled. The pool ignores unknown holds.
 
-    ``cuda`` tells whether the process has called cuInit, and so is bound to its devices; None if
-    the broker does not know.
+    ``cuda`` says whether the process has called cuInit and is therefore bound to its devices; None
+    if the broker does not know.
     """
 
     session: str
@@ -270,11 +273,11 @@ class HoldDropped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsReplaced(Event):
-    """The agent connected, reconnected or disconnected. It has these holds now; the pool drops all
-    others.
+    """The agent connected, reconnected or disconnected. The session has these holds now; the pool
+    drops all its other holds.
 
-    A hold of kind ``device`` belongs to the broker: it does not change, and the pool ignores it in
-    ``holds``.
+    A hold of kind ``device`` belongs to the broker: this event does not change it, and the pool
+    ignores holds of this kind in ``holds``.
     """
 
     session: str
@@ -284,8 +287,8 @@ class HoldsReplaced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestChanged(Event):
-    """``%gpu 12GiB``: a new request. It applies at once to an attached session, else at the next
-    attach.
+    """The user makes a new request (``%gpu 12GiB``). It applies at once to an attached session,
+    else at the next attach.
     """
 
     session: str
@@ -299,7 +302,7 @@ class GrowAsked(Event):
     granted.
 
     :class:`Answer` follows at once, after a :class:`Resize` if the pool grants it. The pool grants
-    at least ``bytes``, out of free memory only: it preempts no lease for growth. It refuses with
+    at least ``bytes``, from free memory only: it preempts no lease for growth. It refuses with
     ``limit`` (beyond the request's limit), ``no-memory`` (not free now, or no slice there) or
     ``quota``.
     """
@@ -312,7 +315,9 @@ class GrowAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseAsked(Event):
-    """Give the slice back: now if the session is idle, else when its last hold is dropped."""
+    """The user gives the slice back: now if the session is idle, else when its last hold is
+    dropped.
+    """
 
     session: str
     rid: str
@@ -320,7 +325,7 @@ class ReleaseAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepAsked(Event):
-    """The idle slice stays until ``until``."""
+    """The user keeps the slice until the time ``until``, even if it is idle."""
 
     session: str
     until: float
@@ -329,7 +334,8 @@ class KeepAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallAsked(Event):
-    """An admin wants the slice back at the time ``at``, in use or not; None withdraws the recall.
+    """An admin wants the slice back at the time ``at``, even if it is in use; None withdraws the
+    recall.
 
     At that time the pool suspends the session, and a running cell waits for another slice at the
     end of the queue. ``reason`` tells the user which admin recalls the slice, and why.
@@ -354,7 +360,8 @@ class EndAsked(Event):
 class AttachDone(Event):
     """The effect of :class:`Attach` is complete; the driver calls took ``seconds``.
 
-    Before these calls, it ``waited`` so many seconds for other operations on the same devices.
+    Before these calls, the attach ``waited`` this many seconds for other operations on the same
+    devices.
     """
 
     session: str
@@ -368,8 +375,8 @@ class AttachFailed(Event):
     """The attach failed. If ``lost``, the driver cannot restore this session, and it must end.
 
     Otherwise the broker changed nothing (the memory was not free after all, for example), and the
-    session goes back to the queue with ``message`` as its reason. If ``stay``, it can only return
-    to the devices that its state came from.
+    session goes back to the queue with ``message`` as its reason. If ``stay`` is true, the session
+    can only return to the devices from which its state comes.
     """
 
     session: str
@@ -401,8 +408,8 @@ class SuspendRefused(Event):
 
     ``busy``: its agent is about to take a hold, or did not answer. ``pinned``: the driver cannot
     suspend it (``message`` says why). ``drain``: its work on the GPU did not end within the
-    time-out. ``host``: host memory has no room now. ``limit``: its state is larger than the host
-    memory limit where its processes run.
+    time-out. ``host``: host memory has no room now. ``limit``: its state is larger than the limit
+    of host memory that applies to its processes.
     """
 
     session: str
@@ -434,8 +441,8 @@ class Action:
 class Attach(Action):
     """Put the lease into effect: check that the memory is free, and restore suspended state.
 
-    ``origin[i]`` moves to ``slices[i].device``; ``origin`` is empty if nothing is suspended.
-    Ends with :class:`AttachDone` or :class:`AttachFailed`.
+    The state from the device ``origin[i]`` moves to ``slices[i].device``; ``origin`` is empty if
+    nothing is suspended. Ends with :class:`AttachDone` or :class:`AttachFailed`.
     """
 
     epoch: int
@@ -445,14 +452,15 @@ class Attach(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspend(Action):
-    """Ask the agent to yield, suspend every CUDA process of the session, verify that the memory is
-    free.
+    """Ask the agent to yield, suspend every CUDA process of the session, and verify that the memory
+    is free.
 
     Ends with :class:`SuspendDone`, :class:`SuspendRefused` or :class:`SuspendFailed`.
 
-    ``busy``: the session is preempted although it is in use. Its holds stay and are no reason to
-    refuse; they wait until :class:`HoldGranted` grants them again, with the next lease or after a
-    refused suspend. ``reason`` tells the user the rule, and the session that gets the slice.
+    ``busy``: the pool preempts the session although it is in use. Its holds stay, and they are no
+    reason to refuse the suspend. They wait until :class:`HoldGranted` grants them again: with the
+    next lease, or after a refused suspend. ``reason`` tells the user the rule, and the session that
+    gets the slice.
     """
 
     epoch: int
@@ -463,12 +471,12 @@ class Suspend(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted(Action):
-    """Another session waits for the slice of this one. Sent once for each lease, under the ``lazy``
-    policy.
+    """Another session waits for the slice of this session. The pool sends this once for each lease,
+    under the ``lazy`` policy.
 
     The agent then reports when no cell runs. From then on the session is idle as soon as no call is
     in flight; the broker does not wait for further calls. (Under other policies, agents always
-    report it.)
+    report when no cell runs.)
     """
 
     epoch: int
@@ -476,7 +484,9 @@ class Wanted(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Action):
-    """The lease of an attached session has a new size (same devices). No completion."""
+    """The lease of an attached session has a new size, on the same devices. No event reports
+    completion.
+    """
 
     epoch: int
     slices: tuple[Slice, ...]
@@ -513,7 +523,7 @@ class QueueMoved(Action):
     """The place of a waiting session in the queue: 1 is next.
 
     ``expected``: the least and the most seconds that it will probably wait from now on; None
-    without evidence for an estimate. ``waited``: the seconds so far.
+    without evidence for an estimate. ``waited``: the seconds that it has waited so far.
     """
 
     position: int
@@ -525,7 +535,7 @@ class QueueMoved(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateChanged(Action):
-    """A transition, for the journal and for watchers."""
+    """The session has changed its state; for the journal, and for clients that watch the broker."""
 
     now: float
     old: State
@@ -537,10 +547,10 @@ class StateChanged(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warn(Action):
-    """A session that cannot be suspended keeps others waiting: tell its user.
+    """A session that cannot be suspended keeps other sessions waiting: warn its user.
 
-    ``stage`` is ``warn``, then ``ask`` (the user should end it or free the memory); ``ends_at``:
-    when the pool will end the session, None if it will not.
+    ``stage`` is ``warn`` first and ``ask`` later (the user should end the session or free the
+    memory). ``ends_at``: when the pool will end the session; None if it will not.
     """
 
     stage: Literal["warn", "ask"]
@@ -557,7 +567,7 @@ class EndSession(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log(Action):
-    """Something for the admin's log (a dropped completion, overuse, ...)."""
+    """An entry for the admin's log (a dropped completion, overuse, ...)."""
 
     level: Literal["debug", "info", "warning", "error"]
     code: Code

@@ -9,14 +9,14 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Sequence
 
-#: This part of all ranges should contain the real wait.
+#: The real wait should lie inside the range in this part of all cases.
 COVER = 0.88
 
-#: The last ``MOST`` waits count; with fewer than ``LEAST`` waits there is no range. (A ninth wait
-#: is outside the range of eight others in a fifth of all cases.)
+#: Only the last ``MOST`` waits count; with fewer than ``LEAST`` waits there is no range. (The ninth
+#: wait lies outside the range of the eight before it in a fifth of all cases.)
 MOST, LEAST = 100, 9
 
-#: No figure is shorter: an attach alone takes as long.
+#: The smallest figure, in seconds: an attach alone takes this long.
 SHORTEST = 0.05
 
 
@@ -28,7 +28,7 @@ class Figure(NamedTuple):
     #: The place in the queue for which the figure was made, and the number of leases ahead.
     position: int
     holders: int
-    #: True if suspends under way make the room: the wait then depends on these only.
+    #: True if suspends under way make the room: the wait then depends only on these suspends.
     moving: bool = False
 
 
@@ -57,7 +57,7 @@ class Last:
         self._sorted: list[float] = []
 
     def add(self, number: float) -> None:
-        """Add a number; if there are ``MOST`` already, forget the oldest."""
+        """Add a number; if there are ``MOST`` numbers already, forget the oldest one."""
         if len(self._order) == MOST:
             self._sorted.remove(self._order.popleft())
         self._order.append(number)
@@ -76,10 +76,10 @@ class Last:
 class Evidence:
     """All data behind the estimates; a restarted broker begins without data."""
 
-    #: The durations of past cells, of all sessions, in seconds.
+    #: The durations of the past cells of all sessions, in seconds.
     spells: Last = field(default_factory=Last)
-    #: Ratios of the real wait to its figure: for waits for other leases, and for waits for suspends
-    #: under way.
+    #: Ratios of the real wait to its figure: ``waits`` for waits for other leases, ``moves`` for
+    #: waits for suspends under way.
     waits: Last = field(default_factory=Last)
     moves: Last = field(default_factory=Last)
     ended: int = 0
@@ -88,8 +88,8 @@ class Evidence:
         """Record that a wait has ended: the session has its slice.
 
         A wait counts once for each kind of figure, because a long wait has many figures and must
-        not count more than a short one. Which of its figures counts changes from wait to wait, so
-        early and late ones are both used.
+        not count more than a short one. For each wait, this function selects a figure at another
+        place in the list, so that early and late figures both count.
         """
         self.ended += 1
         for moving in (False, True):
@@ -128,5 +128,5 @@ class Evidence:
         if own is None and self.spells.mean() is None:
             return None
         longer = self.spells.above(runs)
-        # If no past cell ran for longer, assume that the cell runs for as long again.
+        # If no past cell ran for longer, assume that the cell will run for the same time again.
         return sum(longer) / len(longer) - runs if longer else max(runs, SHORTEST)

@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Why a session waits, or may lose its slice, as data from the plan. :mod:`.why` puts it in words.
+"""Why a session waits, or may lose its slice, as data from the plan. :mod:`.why` puts the data in
+words.
 
 :func:`explain` returns, for a waiting session, the rule, the leases that it needs and their
 holders, the usage of its owner and groups, and what would end the wait and when at the earliest.
 For a holder, it returns the guarantees that the holder is above or below, and which sessions may
-take its lease, by which rule and from when on. Nothing is guessed: each figure is one that the pass
-compares. Of other owners' sessions it shows only size and class.
+take its lease, by which rule and from when on. It guesses nothing: each figure is one that the pass
+compares. For sessions of other owners, it shows only size and class.
 """
 
 from __future__ import annotations
@@ -37,22 +38,24 @@ class HeldLease:
     bytes: int
     #: ``busy``, ``idle``, or ``leaving``: its suspend is under way.
     use: str
-    #: When a waiting session may first preempt it; None while it is in use.
+    #: When a waiting session may first preempt the lease; None while the lease is in use.
     yields_at: float | None
-    #: When the pool suspends it even if no session waits; None while it is in use, infinity if
-    #: never.
+    #: When the pool suspends the holder even if no session waits; None while the lease is in use,
+    #: infinity if never.
     leaves_at: float | None
     #: Whether the holder has the same owner as the waiting session.
     own: bool = False
     label: str = ""
     priority: str = ""
-    #: The rule of :mod:`.running` by which the waiting session may preempt it while it is in use,
-    #: and from when on; "" if there is none. A guarantee may still protect it: see ``covered``.
+    #: The rule of :mod:`.running` by which the waiting session may preempt the lease while it is in
+    #: use, and from when on; "" if there is none. A guarantee may still protect the lease: see
+    #: ``covered``.
     rule: str = ""
     rule_at: float | None = None
-    #: A guarantee of the holder's group protects the lease.
+    #: Whether a guarantee of the holder's group protects the lease.
     covered: bool = False
-    #: Why host memory cannot take its state now, even if no other lease is suspended; "" if it can.
+    #: Why host memory cannot take the holder's state now, even if no other lease is suspended; ""
+    #: if it can.
     unmoved: HostLack = ""
     #: When the pool ends the holder because it cannot be suspended; None if it does not.
     ends_at: float | None = None
@@ -67,7 +70,7 @@ class Standing:
     #: (name, part used, part due) at each level of the tree, compared with the siblings that use
     #: GPUs or wait; the name is "group NAME" or the owner's.
     shares: tuple[tuple[str, float, float], ...]
-    #: The owner, or one of its groups, has used more than its fair share.
+    #: Whether the owner, or one of its groups, has used more than its fair share.
     above: bool
     #: (group, bytes that its members have, bytes that are guaranteed to the group).
     guarantees: tuple[tuple[str, int, int], ...]
@@ -92,9 +95,9 @@ class Explanation:
     """The plan for one session, as data."""
 
     session: str
-    #: Why it waits (an attached session: for growth); None if it does not.
+    #: Why the session waits (an attached session waits for growth); None if it does not wait.
     reason: Reason | None
-    #: Its place in the queue for a lease (1: the first), and all sessions before it.
+    #: Its place in the queue for a lease (the first place is 1), and all sessions before it.
     position: int | None
     ahead: tuple[str, ...]
     #: The slices that it gets when the suspends under way have ended.
@@ -107,27 +110,29 @@ class Explanation:
     host: HostMemory | None
     #: Each of these may end the wait: ``suspend-ends``, ``lease-ends``, ``idle-lease-yields``,
     #: ``host-memory``, ``holder-host-memory``, ``holder-frees``, ``own-lease-ends``,
-    #: ``head-is-served``, ``device-returns``, ``outside-use-ends``, ``time``.
+    #: ``group-lease-ends``, ``head-is-served``, ``budget-renews``, ``settings``,
+    #: ``device-returns``, ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: When time alone may end the wait: a lease of ``holders`` can be preempted or is ended, age
-    #: raises the session past others or above a holder, a budget renews, a schedule allows its
-    #: class, or the pool tries again. None if none of these will happen.
+    #: When time alone may end the wait: a lease of ``holders`` can be preempted, the pool ends a
+    #: holder, age raises the session past other sessions or above a holder, a budget renews, a
+    #: schedule allows its class, or the pool tries again. None if none of these will happen.
     changes_at: float | None
-    #: What happens then: ``idle-lease-yields``, ``busy-lease-yields``, ``kernel-ends``, ``ageing``,
-    #: ``budget-renews``, ``settings``, ``retry``. "" if none of these will happen.
+    #: What happens at ``changes_at``: ``idle-lease-yields``, ``busy-lease-yields``,
+    #: ``kernel-ends``, ``ageing``, ``budget-renews``, ``settings``, ``retry``. "" if none of these
+    #: will happen.
     changes_by: str
-    #: For a session with a lease: the sessions that wait for some of its devices, and when they may
-    #: preempt the lease.
+    #: For a session with a lease: the sessions that wait for some of its devices; and from when on
+    #: they may preempt the lease while it is idle.
     takers: tuple[str, ...]
     taken_from: float | None
     #: The rules by which sessions that wait may preempt a lease in use, and from when on: (rule,
     #: seconds since the epoch, session).
     claims: tuple[tuple[str, float, str], ...]
-    #: Why the lease cannot be suspended; "" if it can, or if there is no lease. The second field is
-    #: when the pool ends the session for that; None if it does not.
+    #: Why the session cannot be suspended; "" if it can be, or if it has no lease. ``ends_at``:
+    #: when the pool ends the session because of this; None if it does not end it.
     obstacle: str
     ends_at: float | None
-    #: Why it was preempted while in use; "" if it was not, or if it has a lease again.
+    #: Why the session was preempted while in use; "" if it was not, or if it has a lease again.
     preempted: str
     standing: Standing
     #: Why the session waits, or why an idle lease stays, in words; "" if neither applies.
@@ -154,10 +159,10 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 }
 
 
-#: The rules that keep a session waiting whatever memory is free.
+#: The rules that keep a session waiting even if enough memory is free.
 _BARRED = ("budget", "class-closed")
 
-#: The events that end a lack of host memory, other than free host memory.
+#: For a lack other than free host memory: the event that ends this lack.
 _HOST_CHANGES: dict[str, dict[HostLack, str]] = {
     "host-memory": {"size": "holder-frees", "quota": "holder-host-memory"},
 }
@@ -171,8 +176,8 @@ def explain_all(facts: Facts, plan: Plan) -> dict[str, Explanation]:
 
 
 def explain(facts: Facts, plan: Plan, s: Session) -> Explanation:
-    """Return why ``s`` waits or keeps its slice: the rule, the leases that it waits for, what ends
-    that.
+    """Return why ``s`` waits or keeps its slice: the rule, the leases that it waits for, and what
+    ends the wait.
     """
     shares = Shares(facts)
     shares.order()
@@ -184,8 +189,8 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
     queue = [w.id for w in plan.queue]
     names = [w.id for w in plan.order]
     reserved = held.wanted if held is not None and held.session == s.id else {}
-    # A session that waits for its class to open or for its budget does not wait for leases of
-    # others.
+    # A session that waits for its budget, or until the schedule allows its class, does not wait for
+    # leases of others.
     holders = () if why is None or why.rule in _BARRED else tuple(_holders(shares, s, why))
     changes = _CHANGES[why.rule] if why is not None else ()
     if why is not None and why.lacks:
@@ -243,7 +248,9 @@ def _named(at: float | None, change: str) -> list[tuple[float, str]]:
 
 
 def standing(shares: Shares, owner: Owner, now: float, entitled: Collection[str] = ()) -> Standing:
-    """Return the :class:`Standing` of ``owner`` at ``now``; ``entitled`` is its field."""
+    """Return the :class:`Standing` of ``owner`` at ``now``; ``entitled`` is for its field of that
+    name.
+    """
     facts = shares.facts
     path = shares.tree.path(owner.group)
     held = {name: usage.stays for name, usage in facts.group_usage.items()}
@@ -291,7 +298,7 @@ def _ends_at(s: Session, facts: Facts) -> float | None:
 
 
 def _raised_at(shares: Shares, plan: Plan, s: Session, holders: Iterable[HeldLease]) -> float:
-    """Return when age raises a waiting session to a class in which it may be served sooner, or
+    """Return when age raises a waiting session to a class in which it may get a slice sooner; else
     infinity.
 
     In that class it may pass a session that is ahead of it, or preempt a lease that it may not
@@ -301,8 +308,8 @@ def _raised_at(shares: Shares, plan: Plan, s: Session, holders: Iterable[HeldLea
     if s.state != "queued" or settings.ageing <= 0 or shares.above(s.owner):
         return math.inf
     spent = shares.spent(s.owner) is not None
-    # Sessions of one owner keep their order, because age raises each of them; without shares, all
-    # do.
+    # Sessions of one owner keep their order, because age raises each of them. Without shares, all
+    # sessions keep their order.
     ahead = [
         shares.level(w)
         for w in plan.order[: plan.order.index(s)]
@@ -354,7 +361,7 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
         found = sorted((at, tier) for tier, at in each if at < math.inf)
         lack = draft.host_lack([v], facts.host_room) if use != "leaving" else ""
         if idle and v.pressed and v.state_bound:
-            lack = "room"  # memory is short where its processes run, even if the machine has some
+            lack = "room"  # memory is short where its processes run, even if not on the machine
         rule, rule_at, covers = "", None, False
         if found and not unprotected(v, facts):
             rule_at, tier = found[0]

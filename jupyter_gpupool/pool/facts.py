@@ -7,15 +7,15 @@ change and adds it again afterwards. So an account cannot disagree with the sess
 is counted in bytes:
 
 =============  ====================================================================================
-``granted``    sum of all leases, those under attach and those under suspend included
-``foreign``    seen in use by processes of no session
-``overuse``    seen in use by sessions beyond what they were granted
+``granted``    sum of all leases, including those whose attach or suspend is under way
+``foreign``    bytes that processes of no session use, as last measured
+``overuse``    bytes that sessions use beyond what they were granted, as last measured
 ``incoming``   the part of ``granted`` whose suspend is under way
 =============  ====================================================================================
 
-``free = capacity - granted - foreign - overuse`` may be negative: then the pool ends no lease and
-grants nothing. Promises are not facts but a part of the plan (:mod:`.schedule`). Queries change
-nothing; only an event that names a device adds it.
+``free = capacity - granted - foreign - overuse`` may be negative. The pool then ends no lease
+because of it, but grants nothing. Promises are not facts; they are a part of the plan
+(:mod:`.schedule`). Queries change nothing: only an event that names a device adds this device.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ class DeviceLedger:
     overuse: int = 0
     granted: int = 0
     incoming: int = 0
-    #: The most that ``granted`` may be: a lease stays when the capacity falls below it.
+    #: The most that ``granted`` may be. It can be more than ``capacity``, because leases stay when
+    #: the capacity falls.
     allowed: int = 0
-    #: Why nothing is granted here: a failure, or an admin's reason; "" if neither.
+    #: Why the pool grants nothing on this device: ``fault`` is a failure, ``paused`` an admin's
+    #: reason; "" if there is none.
     fault: str = ""
     paused: str = ""
     #: The leases of ``granted``, and the bytes of each.
@@ -90,7 +92,7 @@ def charge_of(s: Session, slices: Sequence[Slice]) -> int:
     return charge
 
 
-#: The driver gives device memory out in blocks of so many bytes.
+#: The driver allocates device memory in blocks of this many bytes.
 BLOCK = 2 << 20
 
 
@@ -102,21 +104,22 @@ class Facts:
         self.now = -math.inf
         self.sessions: dict[str, Session] = {}
         self.devices: dict[str, DeviceLedger] = {}
-        #: The number of changes of devices and rules. A value derived from an older version is
-        #: void.
+        #: The number of changes of devices and rules. A value that was computed for an older
+        #: version is no longer valid.
         self.version = 0
-        #: The most bytes that each device can give, largest first; and whether any device can
-        #: suspend.
+        #: The most bytes that each device can give, largest first; and whether a session on any
+        #: device can be suspended.
         self.capacities: list[int] = []
         self.suspends = False
         #: The smallest useful slice: a CUDA context and one block; 0 if not known.
         self.least = 0
-        #: The groups, with guarantees and caps in bytes of this machine.
+        #: The groups, with their guarantees and caps in bytes on this machine.
         self._grow_tree()
         #: Subsets of ``sessions``, maintained by :meth:`change`.
         self.waiting: dict[str, Session] = {}
         self.leased: dict[str, Session] = {}
-        #: Attached with less than guaranteed on some device, and with more.
+        #: Attached sessions that have less than their guaranteed bytes on some device (``short``),
+        #: and those that have more (``grown``).
         self.short: dict[str, Session] = {}
         self.grown: dict[str, Session] = {}
         #: Sessions that cannot be suspended, each with a session that waits for its slice; see
@@ -132,15 +135,16 @@ class Facts:
         self.group_usage: dict[str, GroupUsage] = {}
         #: What owners and groups have used over time.
         self.meters = Meters()
-        #: Host bytes of suspended state, and those set aside for suspends under way.
+        #: Host bytes of suspended state, and host bytes that are set aside for suspends under way.
         self.host_used = 0
         self.host_going = 0
-        #: Bytes the host could give when last seen (None: never seen), and taken since.
+        #: Bytes that the host could give at the last sample (None: no sample yet), and bytes that
+        #: the pool has taken since then.
         self.host_available: int | None = None
         self.host_taken = 0
-        #: Weighted seconds of one suspend or resume, of any session.
+        #: The weighted mean of the seconds that one suspend or resume takes, over all sessions.
         self.swap: float | None = None
-        #: What estimates of waits are made from.
+        #: The data from which the pool estimates waits.
         self.evidence = Evidence()
         #: How many waits have begun so far.
         self.arrivals = 0
@@ -237,8 +241,8 @@ class Facts:
         self.host_going += sign * lease.host_bound
 
     def _index(self, s: Session) -> bool:
-        """Put ``s`` into the subsets it belongs to; return whether it has less than guaranteed
-        now.
+        """Put ``s`` into the subsets to which it belongs; return whether it now begins to have less
+        than is guaranteed.
         """
         self.forget_times(s)
         slices, memory = s.lease.slices, s.request.memory
@@ -261,13 +265,13 @@ class Facts:
     def set_slices(self, s: Session, slices: tuple[Slice, ...], most: float = math.inf) -> None:
         """Give ``s`` these slices, inside :meth:`change`; the owner is charged at most ``most``.
 
-        The present request decides the charge. A later request counts once the lease has changed
-        with it.
+        The present request decides the charge. If the request changes later, the charge changes
+        only when the lease changes, too.
 
         Raises
         ------
         ValueError
-            If a device lacks the free memory for a slice that grows: the plan is wrong.
+            If a device has too little free memory for a slice that grows: the plan is wrong.
         """
         had = {x.device: x.bytes for x in s.lease.slices}
         for x in slices:
@@ -289,7 +293,9 @@ class Facts:
             ledger.allowed = max(ledger.capacity, min(ledger.allowed, ledger.granted))
 
     def usage_of(self, owner: str) -> OwnerUsage:
-        """Return a copy of the owner's usage that counts in its quota, other machines included."""
+        """Return a copy of the owner's usage that counts in its quota, including the usage on other
+        machines.
+        """
         known = self.usage.get(owner)
         found = OwnerUsage() if known is None else known.copy()
         if elsewhere := self.settings.elsewhere.get(owner):
@@ -297,7 +303,9 @@ class Facts:
         return found
 
     def usage_in(self, group: str) -> int:
-        """Return the bytes that count in the cap of ``group``, other machines included."""
+        """Return the bytes that count in the cap of ``group``, including those on other
+        machines.
+        """
         known = self.group_usage.get(group)
         elsewhere = self.settings.elsewhere_groups.get(group, 0)
         return elsewhere if known is None else known.memory + elsewhere
@@ -305,8 +313,8 @@ class Facts:
     def elsewhere_text(self, owner: str, limit: str, group: str = "") -> str:
         """Return why other machines keep a part of this limit of a quota, or of a group's cap.
 
-        "" if they keep no part of this limit: their parts of another limit do not explain a wait
-        for this one.
+        The answer is "" if they keep no part of this limit. What they keep of another limit does
+        not explain a wait for this limit.
         """
         rules = self.settings
         if group:
@@ -324,7 +332,7 @@ class Facts:
         self.tree = Tree(self.settings.groups, self.capacities, users=users)
 
     def settle(self) -> None:
-        """Count usage by the present leases from now on."""
+        """Count usage according to the present leases from now on."""
         changed, self.meters.changed = self.meters.changed, {}
         for name in changed:
             s = self.leased.get(name)
@@ -389,7 +397,7 @@ class Facts:
             self._resize(ledger)
 
     def shut(self, uuid: str, *, fault: str | None = None, paused: str | None = None) -> None:
-        """Grant nothing on a device for these reasons; "" removes a reason."""
+        """Note reasons for which the pool grants nothing on a device; "" removes a reason."""
         ledger = self.devices[uuid]
         ledger.fault = ledger.fault if fault is None else fault
         ledger.paused = ledger.paused if paused is None else paused
@@ -423,9 +431,9 @@ class Facts:
         """Bytes that a new suspend may take; may be negative."""
         room = self.settings.host_memory - self.host_used - self.host_going
         if self.host_available is not None:
-            # States suspended before the sample are already missing in the sampled figure. Parts of
-            # the suspends under way may be missing as well, but this code assumes that they are
-            # not.
+            # The sampled figure no longer contains the bytes of states that were suspended before
+            # the sample. It may also lack a part of the bytes of suspends under way, but this code
+            # assumes that it does not.
             room = min(room, self.host_available - self.host_taken)
         return room
 

@@ -17,12 +17,12 @@ from typing import Iterable, Literal, Mapping, Sequence
 
 DAY = 86400.0
 
-#: A budget counts as used up when at most so many GPU-seconds are left: times since the epoch are
-#: no more exact than that.
+#: A budget counts as used up when at most this many GPU-seconds are left, because times since the
+#: epoch are not more exact than this.
 EXACT = 0.001
 
-#: ``window``: the whole budget is renewed at one time of the day. ``refill``: it comes back
-#: continuously, a whole budget in a day.
+#: ``window``: the whole budget is renewed at one time of the day. ``refill``: the budget comes back
+#: continuously, the whole of it in one day.
 DailyRule = Literal["window", "refill"]
 
 #: What happens when the budget is used up. ``borrow``: sessions continue on GPUs that no other
@@ -39,7 +39,7 @@ class Portion:
     Raises
     ------
     ValueError
-        If none or several are given, or one that is negative (or more than 100 %).
+        If none or several of them are given, or if the value is negative or more than 100 %.
     """
 
     bytes: int | None = None
@@ -58,7 +58,7 @@ class Portion:
     def of(self, capacities: Sequence[int]) -> int:
         """Return its bytes on a pool whose devices can give ``capacities``.
 
-        If devices differ in size, one device counts as their mean.
+        If devices differ in size, one device counts as the mean of all sizes.
         """
         total = sum(capacities)
         if self.bytes is not None:
@@ -72,14 +72,14 @@ class Portion:
 class Daily:
     """A budget of GPU-seconds per day, and what happens when it is used up.
 
-    One GPU-second is a whole device for a second, by memory or by compute, whichever is more: a
-    session with half the memory of one device uses half a GPU, and so does a session that computes
-    while one other session does.
+    One GPU-second is a whole device for one second, measured by memory or by compute, whichever is
+    more. A session with half the memory of one device uses half a GPU. A session that computes
+    while one other session computes on the same device also uses half a GPU.
 
     Raises
     ------
     ValueError
-        If ``seconds`` is negative or ``renews`` is no second of the day.
+        If ``seconds`` is negative, or ``renews`` is not a second of the day.
     """
 
     seconds: float
@@ -89,7 +89,8 @@ class Daily:
     renews: float = 0.0
     #: The GPU-seconds of a window that this machine may use, if several machines share the budget.
     here: float = math.inf
-    #: Whether other machines may have a part of it left, which can still come to this one.
+    #: Whether other machines may have an unused part of the budget, which this machine can still
+    #: get.
     more_elsewhere: bool = False
 
     @property
@@ -99,7 +100,9 @@ class Daily:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other machines use the same budget; no figure of this one is then the whole."""
+        """Whether other machines use the same budget. The figures of this machine are then only a
+        part of the whole.
+        """
         return self.here < math.inf
 
     def __post_init__(self) -> None:
@@ -114,7 +117,9 @@ class Daily:
 
 
 def window_began(now: float, renews: float) -> float:
-    """Return when the day in which ``now`` lies began, if days begin ``renews`` after midnight."""
+    """Return when the day that contains ``now`` began, if each day begins ``renews`` after
+    midnight.
+    """
     return math.floor((now - renews) / DAY) * DAY + renews
 
 
@@ -142,7 +147,8 @@ class Group:
 def path(groups: Mapping[str, Group], name: str) -> tuple[str, ...]:
     """Return ``name`` and all groups above it, the outermost first; () for the pool itself.
 
-    An unknown group counts as the pool itself, and so does a parent that closes a cycle.
+    An unknown group counts as the pool itself. A parent that would close a cycle also counts as the
+    pool itself.
     """
     found: list[str] = []
     while name in groups and name not in found:
@@ -152,7 +158,9 @@ def path(groups: Mapping[str, Group], name: str) -> tuple[str, ...]:
 
 
 class Tree:
-    """The groups of some rules on a machine: paths, and guarantees and caps in bytes."""
+    """The groups of one configuration on one machine: their paths, and their guarantees and caps in
+    bytes.
+    """
 
     __slots__ = ("_budgets", "_paths", "budgeted", "caps", "groups", "guarantees", "stops")
 
@@ -165,8 +173,8 @@ class Tree:
     ) -> None:
         self.groups = groups
         budgets = [*users, *(group.daily for group in groups.values())]
-        #: ``budgeted``: some user or group has a daily budget. ``stops``: some budget suspends
-        #: running sessions when it is used up.
+        #: ``budgeted``: whether some user or group has a daily budget. ``stops``: whether some
+        #: budget suspends running sessions when it is used up.
         self.budgeted = any(budgets)
         self.stops = any(daily is not None and daily.then == "stop" for daily in budgets)
         self._budgets: dict[str, tuple[str, ...]] = {}
@@ -202,17 +210,18 @@ class Tree:
 class Usage:
     """The usage of a user or a group at one time.
 
-    The unit is a device for a second. ``memory`` and ``compute`` decay with
-    ``PoolSettings.half_life``; ``today`` counts since the budget's window began (for ``refill``:
-    the part that has not come back yet), by memory or compute, whichever was more at each time.
+    The unit is one device for one second. ``memory`` and ``compute`` decay with
+    ``PoolSettings.half_life``. ``today`` is the usage since the budget's window began (for
+    ``refill``: the part that has not come back yet). It counts memory or compute, whichever was
+    more at each time.
     """
 
     memory: float = 0.0
     compute: float = 0.0
     today: float = 0.0
-    #: Its daily budget is used up: see :class:`Daily`.
+    #: Whether its daily budget is used up: see :class:`Daily`.
     spent: bool = False
-    #: Seconds since the epoch for which the figures are true.
+    #: The time to which the figures apply, in seconds since the epoch.
     at: float = 0.0
     #: The dominant usage on other machines of a cluster, which decays in the same way.
     elsewhere: float = 0.0
@@ -230,7 +239,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """The usage of all users and groups that have any."""
+    """The usage of all users and groups that have used a GPU."""
 
     users: Mapping[str, Usage]
     groups: Mapping[str, Usage]

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Which waiting sessions ask for no more than their groups are guaranteed.
 
-A request is within the guarantee of a group if the leases of all members, the requests before it
-and the request itself sum to no more than the guarantee. Sessions that wait for something other
-than memory are counted last here: they must not use up the guarantee of members that could be
-served.
+A request is within the guarantee of a group if three things together need no more than the
+guarantee: the leases of all members, the members' earlier requests, and the request itself. This
+module counts sessions that wait for something other than memory last: they must not use up the
+guarantee that other members could use now.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from .session import Session
 def entitled(
     facts: Facts, ordered: Iterable[Session], spent: Callable[[Owner], object]
 ) -> dict[str, frozenset[str]]:
-    """Return, by session, the groups whose guarantee covers its request; in the order of service.
+    """Return, for each session, the groups whose guarantee covers its request.
 
-    ``spent`` returns a used-up daily budget of an owner, or None.
+    ``ordered`` are the sessions in the order of service. ``spent`` returns a used-up daily budget
+    of an owner, or None.
     """
     guarantees, path = facts.tree.guarantees, facts.tree.path
     allowed = facts.settings.classes_allowed
@@ -55,11 +56,13 @@ def entitled(
 
 
 class _LimitCheck:
-    """Finds the requests that wait for memory alone, after those before them are counted."""
+    """Finds the requests that wait for memory alone, if all earlier requests are counted as
+    granted.
+    """
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        #: The totals of owners and groups if the requests so far were granted.
+        #: The totals of owners and groups, as if the requests so far were granted.
         self._owners: dict[str, OwnerUsage] = {}
         self._groups: dict[str, int] = {}
 

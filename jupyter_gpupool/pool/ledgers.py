@@ -16,7 +16,7 @@ class OwnerUsage:
     memory: int = 0
     devices: int = 0
     leases: int = 0
-    #: Host bytes of suspended state, suspends under way included.
+    #: Host bytes of suspended state, including suspends under way.
     suspended: int = 0
 
     def add(self, charge: Charge, sign: int = 1) -> None:
@@ -31,15 +31,15 @@ class OwnerUsage:
 
 @dataclass(slots=True)
 class GroupUsage:
-    """The leases of the members of one group, counted as their quotas are charged."""
+    """The leases of the members of one group, in the bytes that count against quotas."""
 
     memory: int = 0
-    #: The part of these bytes whose suspend is under way.
+    #: The part of these bytes that suspends under way will free.
     leaving: int = 0
 
     @property
     def stays(self) -> int:
-        """Bytes of the leases that no suspend under way frees."""
+        """The part of these bytes that no suspend under way will free."""
         return self.memory - self.leaving
 
 

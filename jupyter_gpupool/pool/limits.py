@@ -2,15 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Limits: what a kernel and an owner may have. A refusal is a value, not an exception.
 
-The module answers two questions. *Can the pool ever meet the request?* (:func:`never`) If not, it
-refuses at once with a :class:`Refusal`. *Does the request fit beside the owner's present leases?*
-(:func:`lacking`) If not, the session waits.
+The module answers two questions. *Can the pool ever meet the request?* (:func:`never`) If not, the
+pool refuses the request at once with a :class:`Refusal`. *Does the request fit beside the owner's
+present leases?* (:func:`lacking`) If not, the session waits.
 
-An owner is charged for the granted bytes, grown ones included, but not for the headroom that a
-resume reserves for a moment; a lease on two devices counts as two devices. To add a limit on size,
-add a :class:`_Maximum` in :func:`_bounds`; refusals, the largest size on offer and the default
-sizes all follow from it. To add a limit on what an owner has at once, add a field of ``Quota`` and
-a line in :func:`lacking`.
+An owner is charged for the granted bytes, including bytes by which a lease has grown. The headroom
+that a resume reserves for a short time does not count. A lease on two devices counts as two
+devices. To add a limit on size, add a :class:`_Maximum` in :func:`_bounds`; refusals, the largest
+size that the pool offers, and the default sizes all follow from it. To add a limit on what an owner
+has at once, add a field of ``Quota`` and a line in :func:`lacking`.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ class _Maximum:
     """The most bytes on each device, by one rule."""
 
     code: Code
-    #: The bytes on each device; and the figure of the rule (for a quota: over all devices).
+    #: The most bytes on each device; and the figure in the rule (for a quota: the bytes over all
+    #: devices).
     most: int
     whole: int
-    #: The rule in words, and what an admin could change; "" if nothing.
+    #: The rule in words; and what an admin could change, or "" if an admin can change nothing.
     rule: str
     admin: str
     #: Whether the rule also bounds the limit of a request, and not only the guaranteed bytes.
@@ -66,7 +67,9 @@ def _bounds(
     *,
     group: str = "",
 ) -> list[_Maximum]:
-    """Return every rule about the size of a slice on each of ``devices``, in order of report."""
+    """Return every rule about the size of a slice on each of ``devices``; refusals name the first
+    rule that is broken.
+    """
     found = []
     for name in path(settings.groups, group) if settings.groups else ():
         cap = settings.groups[name].cap
@@ -153,8 +156,8 @@ def never(
     """Return why ``request`` can never be met on this machine by these rules, or None.
 
     ``capacities`` are the bytes that each device can give at most, largest first, drained devices
-    included (they may come back). ``suspends``: some device can suspend; the host's budget only
-    matters then. ``least``: a smaller slice is of no use.
+    included (they may come back). ``suspends``: a session on some device can be suspended; the
+    budget of host memory matters only then. ``least``: the smallest useful slice.
     """
     refusal = check_form(request, settings)
     if refusal is not None:
@@ -259,7 +262,8 @@ def most_memory(
     *,
     suspends: bool,
 ) -> int | None:
-    """Return the most bytes on each of ``devices`` that :func:`never` allows; None if none.
+    """Return the most bytes on each of ``devices`` that :func:`never` allows; None if it allows
+    none.
 
     The arguments are those of :func:`never`; the limit counts as equal to the memory.
     """
@@ -295,10 +299,10 @@ def default_request(
 ) -> Request:
     """Return the default request of a kernel, on devices of ``capacities`` bytes.
 
-    By default the limit is the whole device: the pool reclaims grown bytes first once a guarantee
-    needs them. This needs the guard, which meters the bytes and holds back the calls of a running
-    cell. Without a guard (``metered`` is False), the slice is fixed at attach and has the
-    guaranteed size.
+    By default the limit is the whole device: when a guarantee needs bytes, the pool first takes
+    back bytes by which leases have grown. For this it needs the guard, which meters the bytes and
+    holds back the calls of a running cell. Without a guard (``metered`` is False), the slice is
+    fixed at attach and has the guaranteed size.
     """
     memory, limit = settings.default_memory, settings.default_limit
     if limit is None:
@@ -309,7 +313,8 @@ def default_request(
 def changed_request(base: Request, asked: Mapping[str, Any]) -> Request:
     """Return the request ``base``, with the fields in ``asked`` replaced.
 
-    If only the memory is new and the limit was equal to it, the limit follows.
+    If only the memory is new, and the limit was equal to the memory before, the limit changes with
+    it.
     """
     found = replace(base, **asked)
     if "memory" in asked and "limit" not in asked:

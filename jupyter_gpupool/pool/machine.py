@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pool: events in, actions out.
+"""The pool: it takes events and returns actions.
 
-One event passes through four steps: what it changes in the facts (:mod:`.updates`); waits that have
-lasted too long; plans (:mod:`.schedule`), until a plan changes nothing; and the news for waiting
-sessions (:mod:`.explain`).
+The pool processes one event in four steps. It changes the facts (:mod:`.updates`); it ends waits
+that have lasted too long; it plans (:mod:`.schedule`) until a plan changes nothing; and it sends
+the news to waiting sessions (:mod:`.news`).
 """
 
 from __future__ import annotations
@@ -47,13 +47,15 @@ from .updates import update
 from .why import Told, standing_lines, told
 from .words import budget_refusal, reason, seconds, stays_reason, taken_reason, waits_for
 
-#: The most plans per event. One plan is nearly always enough, and a second one confirms it. More
-#: plans than this show a bug; the pool then acts on the last plan rather than on none.
+#: The most plans per event. One plan is nearly always enough, and a second one confirms it. If this
+#: many plans are not enough, the pool has a bug; it then acts on the last plan, because that is
+#: better than no plan.
 ROUNDS = 16
 
 
 class Pool:
-    """Decides which session gets which slice of which device, and when; performs nothing itself.
+    """Decides which session gets which slice of which device, and when; it performs no operation
+    itself.
 
     A question about a session that the pool does not know raises :class:`KeyError`.
     """
@@ -62,8 +64,9 @@ class Pool:
         self._facts = Facts(settings)
         self._plan = Plan()
         self._news = News()
-        #: The records since the last event. Only an event changes the facts or the plan, and the
-        #: broker reads the record of the session that an event names about ten times.
+        #: Records that were computed since the last event. They stay valid, because only an event
+        #: changes the facts or the plan. After an event, the broker reads the record of the session
+        #: that the event names about ten times.
         self._records: dict[str, SessionRecord] = {}
 
     @property
@@ -74,19 +77,20 @@ class Pool:
     def handle(self, event: Event) -> list[Action]:
         """Process ``event`` and return the actions in their order.
 
-        The ``now`` of events must not go back; an earlier one counts as the latest. The pool
-        answers or logs events of unknown sessions and stale completions; they are never an error.
+        The ``now`` of events must not go back; if it does, the pool uses the latest ``now`` so far.
+        An event of an unknown session or a stale completion is never an error: the pool answers it
+        or logs it.
 
         Raises
         ------
         InvalidTransition
-            If the pool is broken; the message asks for a report and holds the session's history.
+            If the pool has a bug; the message asks for a report and contains the session's history.
         """
         facts = self._facts
         self._records.clear()
         facts.now = max(facts.now, event.now)
-        # Apply the event before the clock: a hold at the end of the idle time-out must find its
-        # lease.
+        # Apply the event before the effects of time: a hold that comes at the end of the idle
+        # time-out must still find its lease.
         actions = update(facts, event, self._plan)
         if facts.settings.max_wait is not None:
             actions += self._give_up(facts.settings.max_wait)
@@ -114,7 +118,7 @@ class Pool:
         late = [s for s in facts.waiting.values() if s.queued_at + most <= facts.now]
         for s in late:
             if s.preempted:
-                continue  # its computation continues, however long the wait
+                continue  # its computation must continue, however long it waits
             last = reason(facts, self._plan, s)
             refusal = Refusal(
                 Code.WAIT_TIMEOUT,
@@ -133,10 +137,10 @@ class Pool:
         actions: Actions = []
         for _ in range(ROUNDS):
             if facts.meters.changed and (facts.waiting or facts.short or facts.tree.budgeted):
-                facts.settle()  # the plan depends on what is used now
+                facts.settle()  # the plan depends on the present usage
             new = plan(facts, self._plan, relieve)
             if new.short and facts.grown:
-                # Unused growth of other sessions is taken back before any lease is preempted.
+                # Take back unused growth of other sessions before any lease is preempted.
                 found = requests.reclaim(facts)
                 if found:
                     actions += found
@@ -163,7 +167,7 @@ class Pool:
     def next_wakeup(self) -> float | None:
         """Return when the broker must send a ``Tick`` at the latest, on the clock of ``now``.
 
-        None if time changes nothing. A time in the past means: at once.
+        None if time alone changes nothing. A time in the past means: at once.
         """
         facts = self._facts
         at = min(next_recheck(facts, self._plan), self._news.next_at(self._plan))
@@ -195,7 +199,7 @@ class Pool:
         return explain(self._facts, self._plan, self._facts.sessions[session])
 
     def explanations(self) -> dict[str, Explanation]:
-        """Return :meth:`explain` of every session, for a fraction of the time."""
+        """Return :meth:`explain` of every session, in a fraction of the time of single calls."""
         return explain_all(self._facts, self._plan)
 
     def why(self, session: str) -> Told:
@@ -203,11 +207,12 @@ class Pool:
         return told(self._facts, self._plan, self._facts.sessions[session])
 
     def preferred(self, session: str) -> tuple[str, ...]:
-        """Return the devices that the session would get if it asked now; nothing is promised.
+        """Return the devices that the session would get if it asked now; this promises nothing.
 
-        These are the devices that the session has or is bound to. Otherwise they are those of its
-        plan, or of the plan that it would get (which may preempt idle leases); empty if it would
-        wait for a lease in use.
+        If the session has devices or is bound to devices, the answer is these devices. Else it is
+        the devices that the present plan gives the session, or that a new plan would give it (a new
+        plan may preempt idle leases). The answer is empty if the session would wait for a lease in
+        use.
         """
         s = self._facts.sessions[session]
         settled = tuple(x.device for x in s.lease.slices or s.suspended) or s.bound
@@ -240,7 +245,8 @@ class Pool:
         return self._facts.sessions[session].request
 
     def leases(self) -> dict[str, tuple[tuple[Slice, ...], float | None]]:
-        """Return every lease by session: its slices, and since when it is idle (None if it is not).
+        """Return every lease by session: its slices, and since when it is idle (None if it is in
+        use).
 
         Cheap even for many sessions.
         """
@@ -254,16 +260,18 @@ class Pool:
         return {s.id: s.suspended_bytes for s in self._facts.sessions.values() if s.suspended}
 
     def growable(self, session: str) -> tuple[int, ...]:
-        """Return how many bytes each slice of an attached session could grow now, in their order.
+        """Return by how many bytes each slice of an attached session could grow now, in their
+        order.
 
-        Growth takes memory that is free, not promised and not reserved, and no byte that is
-        guaranteed to neighbours, used or not. Empty for a session without a lease.
+        Growth takes only memory that is free, not promised and not reserved. It takes no byte that
+        is guaranteed to another session on the device, even if that session does not use the byte.
+        The answer is empty for a session without a lease.
         """
         s = self._facts.sessions[session]
         return requests.growable(self._facts, s, self._plan) if s.state in ATTACHED else ()
 
     def headroom(self, uuid: str) -> int:
-        """Return the headroom of a resume on a device: bytes beyond the session's state.
+        """Return the headroom of a resume on a device: the bytes beyond the session's state.
 
         0 for an unknown device, because no session resumes there.
         """
@@ -276,7 +284,9 @@ class Pool:
         return [] if found is None else found.story_lines()
 
     def view(self, now: float) -> PoolView:
-        """Return the pool at ``now``; for status, not for decisions (it reads all sessions)."""
+        """Return the pool at ``now``; for status pages, not for decisions, because it reads all
+        sessions.
+        """
         facts = self._facts
         positions = {s.id: at for at, s in enumerate(self._plan.queue, 1)}
         waits = Waits(facts, self._plan)
@@ -334,12 +344,12 @@ class Pool:
         return found, tuple(standing_lines(found, now))
 
     def self_check(self) -> list[str]:
-        """Return the errors in the accounts, as sentences with history."""
+        """Return the errors in the accounts, as sentences with the last steps of the sessions."""
         return problems(self._facts)
 
 
 def carry_out(facts: Facts, new: Plan) -> Actions:
-    """Carry out a plan: each difference from the present becomes an action."""
+    """Carry out a plan: each change that the plan makes becomes an action."""
     actions: Actions = []
     for s, slices in new.grows:
         actions += resize(facts, s, slices)
@@ -353,8 +363,8 @@ def carry_out(facts: Facts, new: Plan) -> Actions:
 def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
     """Note since when a session waits for each idle slice.
 
-    Tell lazy kernels when a session waits for theirs. Return the actions, and whether a slice may
-    now be preempted at another time than before.
+    Inform lazy kernels when a session waits for their slices. Return the actions, and whether the
+    time from which a slice may be preempted has changed.
     """
     actions: Actions = []
     changed = False
@@ -368,8 +378,8 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
                 continue
             since = waits.since(v) if waits.found else math.inf
             if since < math.inf:
-                # The session that waited first may be served by now, but others have waited ever
-                # since.
+                # The session that waited first may have its slice by now, but since then at least
+                # one session has always waited.
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
@@ -383,12 +393,12 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
 
 
 class Waits:
-    """Which sessions wait, and since when: by device, by owner for waits for a quota, and by group
-    for waits for a cap.
+    """Which sessions wait, and since when: by device, by owner (waits for a quota) and by group
+    (waits for a cap).
 
-    By device: the first session in the queue that could use the device, even if that device alone
-    is not enough, and every lease there that waits for growth. By owner: the first session for
-    which the quota is too small, even if memory is short as well.
+    For a device, these are the first session in the queue that could use the device, even if this
+    device alone is not enough, and every session there that waits for growth. For an owner, it is
+    the first session for which the quota is too small, even if memory is also short.
     """
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
@@ -433,10 +443,11 @@ class Waits:
 
 
 def refuse_spent(facts: Facts) -> Actions:
-    """Refuse the holds of sessions whose daily budget is used up, if that refuses new leases.
+    """Refuse the holds of sessions whose daily budget is used up, if the budget then allows no new
+    lease.
 
     The holds of a preempted session stay: its computation waits until the budget is renewed. A
-    session also waits if other machines may have a part of the budget left.
+    session also waits, without a refusal, if other machines may have a part of the budget left.
     """
     shares, actions = Shares(facts), Actions()
     for s in list(facts.waiting.values()):

@@ -1,24 +1,26 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The usage of users and groups: memory and compute over time, decayed, and since the day began.
+"""The usage of users and groups: memory and compute over time, with decay; and the usage of today.
 
 A session with a lease uses, on each of its devices, the part of the memory that it was granted.
-While it is active, it also uses a part of the compute: its ``compute`` divided by the sum over all
-active sessions there, so all of it if the session is alone. Both are *rates* in devices; their sums
-over time are in device-seconds. The larger of the two sums is the *dominant* usage (Ghodsi et al.,
-"Dominant Resource Fairness", NSDI 2011): a session with much memory that computes little pays for
-its memory; a small session that computes all the time pays for its compute.
+While it is active, it also uses a part of the compute: its ``compute`` divided by the sum of
+``compute`` over all active sessions there. A session that is alone uses the whole compute. The two
+parts are *rates*, in devices; their sums over time are in device-seconds. The larger of the two
+sums is the *dominant* usage (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011): a session
+that has much memory and computes little pays for its memory, and a small session that computes all
+the time pays for its compute.
 
 Rates change at events only. So a :class:`Meter` holds the sums at the time of the last change and
 the rates since then, and computes the sums of any later time by a formula: a decayed sum u with
 rate r becomes u x d + r x (1 - d) / ln 2 x half-life, with d = 2 ^ (-seconds / half-life).
 
-Usage counts against a daily budget without decay, by :class:`~.groups.Daily`: from the last time at
-which the budget's window began, or with a steady return of a whole budget per day.
+Usage counts against a daily budget without decay (see :class:`~.groups.Daily`). With the rule
+``window``, usage counts from the last time at which the budget's window began. With ``refill``, a
+whole budget comes back steadily in each day.
 
-Windows follow the time of day, which is ``ahead`` of the pool's own clock after somebody has set it
-or the machine has slept. The time skipped by such a step decays usage and renews budgets, but is
-charged to no user. A step back changes no usage and no budget.
+Windows follow the time of day. This time is ``ahead`` of the pool's own clock after somebody has
+set it, or after the machine has slept. The time skipped by such a step decays usage and renews
+budgets, but is charged to no user. A step back changes no usage and no budget.
 """
 
 from __future__ import annotations
@@ -30,14 +32,15 @@ from typing import Iterable, Mapping, NamedTuple
 from .groups import DAY, EXACT, Daily, PoolUsage, Usage, path, window_began
 from .model import Owner, PoolSettings
 
-#: A budget that refills counts as available again only once this part of it is back: otherwise the
-#: sessions of its user would stop and continue every second.
+#: A used-up budget that refills counts as available again only when this part of it has come back.
+#: Otherwise the sessions of its user would stop and continue every second.
 BACK = 1 / 24
 
 LN2 = math.log(2)
 
-#: Rates are summed as whole multiples of this part of a device. Subtracting a rate is then exact,
-#: without rounding errors, so a change costs the same with one session as with a thousand.
+#: One device is this many units; the meters sum rates in whole units. Subtracting a rate is then
+#: exact, without rounding errors. So a meter need not sum the rates of all sessions again, and a
+#: change costs the same with one session as with a thousand.
 UNITS = 1 << 100
 
 
@@ -53,7 +56,7 @@ class Meter:
     #: Devices in use now, by memory and by compute.
     memory_rate: float = 0.0
     compute_rate: float = 0.0
-    #: The devices in use by session, and their sums in :data:`UNITS`.
+    #: The devices that each session uses, and the sums over all sessions in :data:`UNITS`.
     parts: dict[str, tuple[float, float]] = field(default_factory=dict)
     memory_units: int = 0
     compute_units: int = 0
@@ -118,8 +121,7 @@ class Meter:
     def set_clock(self, now: float, ahead: float, half_life: float, daily: Daily | None) -> None:
         """Set the time of day ``ahead`` of the pool's clock from ``now`` on."""
         self.advance(now, half_life, daily)
-        #: Advance the sums by the step of the time of day, with rates of 0 for the duration of the
-        #: step.
+        #: Advance the sums by the step of the time of day. The rates are 0 during the step.
         before = Meter(
             now + self.ahead, self.memory, self.compute, self.today, self.spent,
             elsewhere=self.elsewhere,
@@ -130,8 +132,8 @@ class Meter:
         self.elsewhere = after.elsewhere
 
     def use(self, session: str, part: tuple[float, float] | None) -> None:
-        """Set the ``part`` that a session uses from now on; None for nothing. Call :meth:`advance`
-        first.
+        """Set the ``part`` that a session uses from now on; None if it uses nothing. Call
+        :meth:`advance` first.
         """
         memory, compute = self.parts.pop(session, (0.0, 0.0))
         more, faster = part or (0.0, 0.0)
@@ -152,7 +154,7 @@ class Meter:
     def changes_at(self, now: float, daily: Daily) -> float:
         """Return when the budget is next used up, or next available again; infinity if never."""
         if daily.seconds <= EXACT:
-            return math.inf  # no usage counts in any window
+            return math.inf  # a budget of 0 is always used up
         today, spent = self.budget(now, daily)
         if daily.rule == "window":
             if spent:
@@ -172,7 +174,7 @@ class LeaseInUse(NamedTuple):
     #: Whether the session computes.
     active: bool
     compute: int
-    #: By device: the part of its memory that the lease has.
+    #: By device: the part of the device's memory that the lease has.
     memory: Mapping[str, float]
 
 
@@ -184,7 +186,8 @@ class Meters:
         self.groups: dict[str, Meter] = {}
         #: Seconds by which the time of day is ahead of the pool's clock.
         self.ahead = 0.0
-        #: Sessions whose leases may have changed since the last :meth:`settle`, in their order.
+        #: Sessions whose leases may have changed since the last :meth:`settle`, in the order of the
+        #: changes.
         self.changed: dict[str, bool] = {}
         self._leases: dict[str, LeaseInUse] = {}
         #: By device: the leases of sessions that compute.
@@ -194,7 +197,7 @@ class Meters:
         self._put: dict[str, LeaseInUse] = {}
         self._devices: dict[str, bool] = {}
         self._gone: list[str] = []
-        #: By session with a lease: its accounts and their daily budgets.
+        #: For each session with a lease: its accounts and their daily budgets.
         self._of: dict[str, list[tuple[Meter, Daily | None]]] = {}
 
     def put(self, session: str, lease: LeaseInUse) -> None:
@@ -220,11 +223,11 @@ class Meters:
             self._devices[device] = True
 
     def settle(self, now: float, rules: PoolSettings) -> None:
-        """Adapt the rates to the changed leases, from ``now`` on.
+        """Set the rates according to the changed leases, from ``now`` on.
 
         Besides the changed leases, only leases that compute on the same devices can have a new
-        part: a session's part of the memory does not depend on others, and a session that computes
-        nothing has no part of the compute.
+        part: a session's part of the memory does not depend on other sessions, and a session that
+        computes nothing has no part of the compute.
         """
         devices, self._devices = self._devices, {}
         gone, self._gone = self._gone, []
@@ -262,11 +265,11 @@ class Meters:
             account = self.groups.setdefault(group, Meter(now, ahead=self.ahead))
             yield account, rules.groups[group].daily
 
-    # ------------------------------------------------------------------ all of them
+    # ------------------------------------------------------------------ all meters
 
     def close(self, now: float, rules: PoolSettings) -> None:
-        """Bring all sums to ``now`` by the rules until then; the next :meth:`settle` continues from
-        there.
+        """Bring all sums to ``now`` with the old ``rules``, before the rules change; the next
+        :meth:`settle` continues from these sums.
         """
         for name, account in self.users.items():
             account.advance(now, rules.half_life, rules.quota_of(name).daily)
@@ -294,7 +297,7 @@ class Meters:
         groups: Mapping[str, Usage],
         since: float,
     ) -> None:
-        """Add the usage counted before a restart, decayed by the time in between.
+        """Add the usage that was counted before a restart, with the decay since then.
 
         The memory of leases that have outlived the last broker counts from ``since`` on.
         """
@@ -323,7 +326,9 @@ class Meters:
         users: Mapping[str, float],
         groups: Mapping[str, float],
     ) -> None:
-        """Set the dominant usage on other machines at ``now``; those not given have none."""
+        """Set the dominant usage on other machines at ``now``; users and groups that are not given
+        have none.
+        """
         for known, found in ((self.users, users), (self.groups, groups)):
             for name in {**known, **found}:
                 amount = found.get(name, 0.0)

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The vocabulary of the pool: frozen values, no behaviour that needs a clock or I/O.
 
-All sizes are bytes, all times are seconds (``now``: seconds since the epoch, from one steady clock
-of the broker), and a device's name is its UUID.
+All sizes are in bytes. All times are in seconds; ``now`` is in seconds since the epoch, from one
+steady clock of the broker. The name of a device is its UUID.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ GiB = 1 << 30
 Tier = Literal["guarded", "unguarded", "mig", "none"]
 
 
-#: Why a lease is in use. A lease without a hold is idle. The broker takes ``device`` when it sees
-#: CUDA activity; the session's own processes take all others.
+#: Why a lease is in use. A lease without a hold is idle. The broker takes a hold of kind ``device``
+#: when it sees CUDA activity. The session's own processes take all other holds.
 HoldKind = Literal["cell", "comm", "manual", "device"]
 
 
@@ -55,19 +55,20 @@ Rule = Literal[
 ]
 
 
-#: The rules by which sessions in use may be preempted. ``guarantee``: sessions of groups that have
-#: more than their guarantee, for a session within its group's guarantee. ``class``: sessions of a
-#: lower priority class. ``turns``: sessions of the same class whose time slice is over. ``burst``:
-#: sessions that have grown, for bytes that another session is guaranteed.
+#: The rules by which the pool may preempt sessions in use. By ``guarantee``, it preempts sessions
+#: of groups that have more than their guarantee, for a session that is within the guarantee of its
+#: group. By ``class``, it preempts sessions of a lower priority class. By ``turns``, it preempts
+#: sessions of the same class whose time slice is over. By ``burst``, it preempts sessions that have
+#: grown, for bytes that another session is guaranteed.
 PreemptRule = Literal["class", "guarantee", "turns", "burst"]
 PREEMPT_ALL: frozenset[PreemptRule] = frozenset({"class", "guarantee", "turns", "burst"})
 
 Unsuspendable = Literal["warn", "ask", "end"]
 
 
-#: Why host memory cannot take the state of a lease. ``size``: it is larger than the most that host
-#: memory may hold of one session. ``quota``: its owner's quota for suspended state has too little
-#: left. ``room``: host memory has too little left.
+#: Why host memory cannot take the state of a lease. ``size``: the state is larger than the most
+#: that host memory may hold for one session. ``quota``: the quota of the owner for suspended state
+#: has too few bytes left. ``room``: host memory has too few bytes left.
 HostLack = Literal["", "size", "quota", "room"]
 
 #: The rules by which a session waits for memory of other sessions, or for its owner's quota.
@@ -79,21 +80,28 @@ FOR_QUOTA: frozenset[Rule] = frozenset({"quota", "quota-host", "cap"})
 class Reason:
     """Why a session waits: the rule, and the figures that the rule compared.
 
-    ``planned``: the plan has chosen ``devices``, and suspends under way make room there.
-    ``busy``: ``bytes`` on each of ``count`` devices are in use. ``behind-head``: the bytes are
-    free, but reserved for the head of the queue. ``host``: preempting leases would make room, but
-    their state does not fit in the remaining ``most`` bytes of host memory; ``lacks`` says why.
-    ``quota``: the owner's ``limit`` of ``most`` is in use by ``count`` sessions. ``quota-host``:
-    the pool would have to suspend a lease that counts in the quota, but its state does not fit, as
-    with ``host``. ``behind-own``: an earlier session of the owner waits for the quota. ``cap``: the
-    members of ``group`` have its cap of ``most`` bytes in use, in ``count`` sessions.
-    ``behind-group``: an earlier session waits for the cap of ``group``. ``budget``: the GPU-seconds
-    of today are used up, those of ``group``, or with "" the owner's own; the budget is renewed at
-    ``at``, or never if ``most`` is 0; with ``text`` only this machine's part is used up.
-    ``class-closed``: its priority class (``limit``) may not run
-    now; the schedules allow it again at ``at``. ``paused``, ``drained``, ``foreign``, ``nowhere``:
-    no device is suitable, even an empty one. ``retry``: the last attach failed. If memory and quota
-    are both short, the rule is the one about memory, and ``limit`` is also set.
+    * ``planned``: the plan has chosen ``devices``, and suspends under way make room there.
+    * ``busy``: ``bytes`` on each of ``count`` devices are in use.
+    * ``behind-head``: the bytes are free, but reserved for the head of the queue.
+    * ``host``: preempting leases would make room, but their state does not fit in the remaining
+      ``most`` bytes of host memory; ``lacks`` says why.
+    * ``quota``: ``count`` sessions use the owner's ``limit`` of ``most``.
+    * ``quota-host``: the pool would have to suspend a lease that counts in the quota, but the state
+      of this lease does not fit in host memory, as with ``host``.
+    * ``behind-own``: an earlier session of the owner waits for the quota.
+    * ``cap``: ``count`` sessions of the members of ``group`` use its cap of ``most`` bytes.
+    * ``behind-group``: an earlier session waits for the cap of ``group``.
+    * ``budget``: the GPU-seconds of today are used up. They are those of ``group``, or the owner's
+      own if ``group`` is "". The budget is renewed at ``at``, or never if ``most`` is 0. If
+      ``text`` is set, only this machine's part of the budget is used up.
+    * ``class-closed``: the priority class of the session (``limit``) may not run now; the schedules
+      allow it again at ``at``.
+    * ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is suitable, not even an empty
+      one.
+    * ``retry``: the last attach failed.
+
+    If memory and quota are both short, ``rule`` is the rule about memory, and ``limit`` is also
+    set.
     """
 
     rule: Rule
@@ -106,9 +114,10 @@ class Reason:
     text: str = ""
     #: The group that the rule belongs to; "" for a rule of the owner or the pool.
     group: str = ""
-    #: When the clock alone ends the wait, in seconds since the epoch; 0 if it does not.
+    #: When the wait ends because time passes, without an event, in seconds since the epoch; 0 if
+    #: time alone does not end it.
     at: float = 0.0
-    #: For the rules about host memory: what host memory lacks.
+    #: For the rules about host memory: why the state does not fit there.
     lacks: HostLack = ""
 
 
@@ -159,7 +168,7 @@ class Device:
     can_migrate: bool = True
     #: Why the device does not have a better tier; empty if it has the best one.
     tier_reason: str = ""
-    #: Bytes that a process's first CUDA context takes here, as measured; 0: not known.
+    #: Measured bytes that the first CUDA context of a process takes on this device; 0 if not known.
     context_bytes: int = 0
     #: Bytes that no slice may use, kept for contexts of processes that saw this device at cuInit.
     #: The broker moves such a process with its context to its slice on another device. 0 if it
@@ -179,9 +188,9 @@ class Slice:
 class Quota:
     """Limits of one owner; ``None`` means no limit.
 
-    Each field bounds a sum over all the owner's sessions: ``memory`` the granted device bytes,
-    ``devices`` the devices in use at once, ``leases`` the sessions attached at once, ``suspended``
-    the host bytes of suspended state.
+    Each field is the maximum of a sum over all sessions of the owner. ``memory`` limits the granted
+    device bytes, ``devices`` the devices in use at once, ``leases`` the sessions attached at once,
+    and ``suspended`` the host bytes of suspended state.
     """
 
     memory: int | None = None
@@ -200,13 +209,14 @@ Charge = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class PoolSettings:
-    """Everything the pool's rules may read, made from ``c.GPUPool.*``."""
+    """All settings that the rules of the pool may read, made from ``c.GPUPool.*``."""
 
     default_memory: int = 4 * GiB
     #: The default limit of a kernel; None: the whole device if the guard meters the memory beyond
     #: the guarantee, else ``default_memory``.
     default_limit: int | None = None
-    #: Largest ``memory``/``limit`` one kernel may ask for on a device; None: the device's size.
+    #: The largest ``memory`` or ``limit`` that one kernel may ask for on a device; None: the
+    #: device's size.
     max_memory_per_kernel: int | None = None
     #: By owner name; ``"*"`` stands for all other owners.
     quotas: Mapping[str, Quota] = field(default_factory=dict)
@@ -214,9 +224,9 @@ class PoolSettings:
     priority_classes: Mapping[str, int] = field(
         default_factory=lambda: {"interactive": 200, "notebook": 100, "batch": 0}
     )
-    #: The part of the same quotas and caps that other machines of a cluster have or may take, by
-    #: owner and by group. It counts like leases of sessions here, but no session here can give it
-    #: back.
+    #: The part of the quotas and of the groups' caps that other machines of a cluster use or may
+    #: take, by owner and by group. This part counts like leases of sessions on this machine, but no
+    #: session on this machine can give it back.
     elsewhere: Mapping[str, Charge] = field(default_factory=dict)
     elsewhere_groups: Mapping[str, int] = field(default_factory=dict)
     #: Why this machine cannot have a larger part of these quotas and caps, as the end of a
@@ -226,18 +236,19 @@ class PoolSettings:
     #: Priority classes that may have a slice; None for all. The pool suspends sessions of other
     #: classes, in use or not, and they wait.
     classes_allowed: frozenset[str] | None = None
-    #: When the schedules next allow each closed class, in seconds since the epoch by the time of
-    #: day.
+    #: When the schedules next allow each closed class, in seconds since the epoch. These times
+    #: follow the time of day, not the clock of ``now``.
     classes_open: Mapping[str, float] = field(default_factory=dict)
     #: Seconds without a hold after which a slice goes back to the pool even if no session waits.
     idle_timeout: float = 300.0
     #: Seconds without a hold after which a *waiting* session may take the slice.
     reclaim_after: float = 0.0
-    #: Longest wait of a hold in the queue; None: without end.
+    #: The longest time that a hold may wait in the queue; None: no limit.
     max_wait: float | None = None
-    #: Seconds for which a user may keep an idle slice at a time; 0: not at all.
+    #: The most seconds for which a user may keep an idle slice with one command; 0: users may not
+    #: keep idle slices.
     max_keep: float = 4 * 3600.0
-    #: Seconds of waiting that raise a session by one priority point (bounds starvation).
+    #: Seconds of waiting that raise a session by one priority point (this prevents starvation).
     ageing: float = 60.0
     #: Bytes per device that are never granted.
     reserve: int = 0
@@ -248,14 +259,13 @@ class PoolSettings:
     resume_headroom: int = 256 * MiB
     #: Seconds until the pool tries to suspend a pinned session again (the reason may be gone).
     pinned_retry: float = 60.0
-    #: A lease grows beyond its guarantee in steps of at least so many bytes, if they are free.
+    #: A lease grows beyond its guarantee in steps of at least this many bytes, if they are free.
     growth_step: int = 64 * MiB
-    #: Moving the state of sessions may cost at most this share of the time in which slices are
-    #: used; see
-    #: :mod:`.residence`. 0: a waiting session gets an idle slice at once.
+    #: Moving the state of sessions may cost at most this part of the time in which sessions use
+    #: their slices; see :mod:`.residence`. 0: a waiting session gets an idle slice at once.
     max_swap_overhead: float = 0.1
-    #: The rule for how long an idle kernel that was moved to its slice keeps it from waiting
-    #: kernels.
+    #: The rule that decides how long an idle kernel, whose state was moved to its slice, keeps this
+    #: slice although other kernels wait.
     residence: ResidenceRule = "work"
     #: The tree of groups, by name. An owner without a group belongs to the pool itself.
     groups: Mapping[str, Group] = field(default_factory=dict)
@@ -267,7 +277,7 @@ class PoolSettings:
     #: What the pool may do about a session that cannot be suspended while others wait for its
     #: slice: warn its user; also ask the user to end it; or also end it.
     unsuspendable: Unsuspendable = "warn"
-    #: Seconds of such a wait after which the pool warns, asks and ends.
+    #: The seconds that others have waited for the slice when the pool warns, asks and ends.
     unsuspendable_after: tuple[float, float, float] = (60.0, 600.0, 3600.0)
 
     def quota_of(self, owner: str) -> Quota:
@@ -309,7 +319,9 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One whole session: what the journal stores, and where a restart begins."""
+    """One whole session, as the journal stores it; a restarted broker continues from this
+    record.
+    """
 
     id: str
     owner: Owner
@@ -326,12 +338,13 @@ class SessionRecord:
     #: Bytes of suspended state per device, in the order in which the process sees the devices;
     #: empty if nothing is suspended.
     suspended: tuple[Slice, ...] = ()
-    #: Devices to which the process is bound since it called cuInit: it can leave them only by
-    #: suspend and restore.
+    #: Devices to which the process has been bound since it called cuInit. It can leave them only by
+    #: a suspend and a restore.
     bound: tuple[str, ...] = ()
-    #: Its processes can be moved to their slice at their first context (see the guard).
+    #: The broker can move its processes to their slice when they create their first context (see
+    #: the guard).
     lands: bool = False
-    #: Its CUDA calls can be held back, so it may be preempted while in use.
+    #: The guard can hold back its CUDA calls, so the pool may preempt it while it is in use.
     gated: bool = True
     #: The devices of the last lease: placement prefers them.
     last_devices: tuple[str, ...] = ()
@@ -340,13 +353,15 @@ class SessionRecord:
     pinned_at: float = 0.0
     release_asked: bool = False
     keep_until: float = 0.0
-    #: When an admin takes the slice back (0 if none does), and in words which admin, and why.
+    #: When an admin takes the slice back (0 if no admin does); and in words, which admin does this
+    #: and why.
     recall_at: float = 0.0
     recall_reason: str = ""
     idle_since: float = 0.0
     queued_at: float = 0.0
     wait_reason: str = ""
-    #: Why the session was preempted while in use, until it has its next lease; "" if it was not.
+    #: Why the pool preempted the session while it was in use; "" if it did not. The next lease sets
+    #: this to "" again.
     preempted: str = ""
     wait_seconds_total: float = 0.0
     attached_seconds_total: float = 0.0
@@ -388,16 +403,17 @@ class SessionView:
     record: SessionRecord
     queue_position: int | None
     queue_length: int
-    #: The two times between which its wait will probably end; None without evidence for an
+    #: The two times between which the wait will probably end; None without evidence for an
     #: estimate.
     expected: Expected | None
-    #: When the present wait began; None if it does not wait.
+    #: When the present wait began; None if the session does not wait.
     queued_at: float | None
     wait_seconds_total: float
     attached_seconds_total: float
-    #: Why the session keeps its slice although it has been idle for long enough; else empty.
+    #: Why the session keeps its slice although it has been idle for long enough to lose it; else
+    #: empty.
     stays_reason: str = ""
-    #: When the pool suspends the idle session; None if that does not depend on the clock alone.
+    #: When the pool suspends the idle session; None if this does not depend on time alone.
     leaves_at: float | None = None
     #: Whether other sessions wait for the slice of this idle session.
     wanted: bool = False

@@ -14,9 +14,10 @@ from .schedule import Plan
 from .session import Session
 from .words import Scene, reason
 
-#: In a queue up to this length, each session gets its news at once; in a longer one ...
+#: In a queue up to this length, each session gets its news at once.
 AT_ONCE = 8
-#: ... once in so many seconds at most. (A session that begins to wait always gets it at once.)
+#: In a longer queue, the sessions get news at most once in this many seconds. (But a session that
+#: begins to wait gets its first news at once.)
 INTERVAL = 1.0
 
 #: Changes of the expected range by less than this part of the remaining wait are not news.
@@ -36,9 +37,10 @@ class News:
         return self._told_at + INTERVAL if self._stale and plan.queue else math.inf
 
     def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
-        """Return the news that is due: always for sessions that have just begun to wait.
+        """Return the news that is due; sessions that have just begun to wait always get news.
 
-        ``actions`` are those of the event; without a change of state, no news is due.
+        ``actions`` are the actions of the event. If no state has changed since the last news and
+        the event is no ``tick``, no news is due.
         """
         steps = [a for a in actions if isinstance(a, StateChanged)]
         joined = {a.session for a in steps if a.new == "queued"}
@@ -71,7 +73,8 @@ class News:
             if planned:
                 last = moving(s, why.devices, position, facts)
             else:
-                # In a long queue, sessions that join soon afterwards use the last simulation again.
+                # In a long queue, sessions that join soon after a simulation use the same
+                # simulation.
                 self._ahead = self._ahead or Ahead(facts, plan)
                 last = self._ahead.figure(s, position)
             if last is not None:
@@ -82,7 +85,7 @@ class News:
 
 
 def _same(old: Expected | None, new: Expected | None, now: float) -> bool:
-    """Return whether ``new`` says nothing beyond ``old``."""
+    """Return whether ``new`` is so close to ``old`` that it is no news."""
     if old is None or new is None:
         return old is new
     close = SAME * (new.until - now)

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The size with which a waiting session would start at once.
 
-The pool makes an offer only if it holds: the candidate is the memory that the last plan leaves
-free, and a trial pass, over copies of the facts in which the session requests this size, must grant
-it. It preempts no lease for it.
+The pool makes an offer only if it can keep the offer. A candidate is the memory that the last plan
+leaves free. A trial pass over copies of the facts, in which the session requests this size, must
+grant it. The pool preempts no lease for an offer.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from .session import Session
 
 _MIB = 1 << 20
 
-#: People see sizes with one decimal of a GiB: an offer is a whole number of the largest of these.
+#: The pool shows sizes to people with one decimal of a GiB. So an offer is a multiple of the
+#: largest of these steps that is not larger than the offer.
 STEPS = (512 * _MIB, 64 * _MIB, 1)
 
 
 def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
-    """Return the most bytes on each GPU with which ``s``, which waits, would start now.
+    """Return the most bytes on each GPU with which the waiting session ``s`` would start now.
 
-    None if ``s`` waits neither for its first slice nor for the return of its state, or if no
-    smaller size starts now.
+    None if ``s`` waits neither for its first slice nor for the return of its state, or if ``s``
+    would not start now with any smaller size.
     """
     if s.state != "queued":
         return None

@@ -2,19 +2,20 @@
 # Distributed under the terms of the Modified BSD License.
 """What a session needs, and where it fits.
 
-What a session needs follows from the facts about it, the devices and the rules (:func:`asking`):
+What a session needs depends on the facts about it, on the devices and on the rules
+(:func:`asking`):
 
 ========================  ==========================================================================
-attached, and short       more bytes on the devices of its lease
-suspended state           for each device of the state, one of the same model that can take migrated
-                          state, or that very device
-has called cuInit         the devices that its processes see; any of the model where the guard can
-                          move a process with its first context
-everybody else            any devices
+attached, lacks bytes     more bytes on the devices of its lease
+suspended state           for each device of the state, this device itself, or a device of the same
+                          model that can take migrated state
+has called cuInit         the devices that its processes see; or any devices of the same model, if
+                          the guard can move a process with its first context
+any other session         any devices
 ========================  ==========================================================================
 
 A session returns to the devices of its last lease if they have room (no migration). Otherwise it
-gets the tightest device with room (best fit), which keeps large gaps for large requests.
+gets the tightest device with room (best fit): large gaps stay free for large requests.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Need:
     def amount(self, ledger: DeviceLedger) -> int:
         """Return the bytes to reserve on this device.
 
-        That is ``bytes``, or the whole device if state and headroom together exceed it: the state
-        has been on a device of this size before.
+        This is ``bytes``, or the whole device if state and headroom together are larger than the
+        device. The state fits, because it has been on a device of this size before.
         """
         return self.bytes if self.bytes <= ledger.capacity else max(self.least, ledger.capacity)
 
@@ -85,11 +86,11 @@ def preferred(s: Session) -> tuple[str, ...]:
 
 
 def in_turn(needs: Sequence[Need]) -> Sequence[int]:
-    """Return the order in which needs choose a device: those for a fixed device first, then by
+    """Return the order in which needs choose a device: needs for a fixed device first, then by
     size.
 
-    Needs of one model differ only in size: a device that suits a larger need suits a smaller one.
-    So this order finds a place for all needs whenever that is possible.
+    Needs of one model differ only in size: a device that suits a larger need also suits a smaller
+    need. So this order finds a place for all needs whenever that is possible.
     """
     if len(needs) == 1:
         return (0,)
@@ -126,7 +127,7 @@ def choose(
         best: tuple[int, int] | None = None
         for ledger in (ledgers[need.fixed],) if need.fixed else ledgers.values():
             room = left[ledger.device.uuid]
-            # The cheap comparison first: most devices fail it.
+            # Do the cheap comparison first: most devices fail it.
             if room < need.least or ledger.device.uuid in used or not need.allows(ledger):
                 continue
             size = need.amount(ledger)
@@ -144,8 +145,8 @@ def in_order(
 ) -> tuple[Slice, ...]:
     """Return the chosen slices in the order of ``needs``, or by device number if the order is free.
 
-    If the device of a suspended state is among the chosen ones, the state returns to it: the pool
-    migrates nothing without need.
+    If the device of a suspended state is among the chosen devices, the state returns to it: the
+    pool migrates no state without need.
     """
     slices = [chosen[at] for at in range(len(needs))]
     if len(slices) > 1 and all(need.model is None and not need.fixed for need in needs):
@@ -164,7 +165,8 @@ def in_order(
 HEADROOM_PART = 16
 
 
-#: Points for class and age; for equal points, the start of the wait, then the number of the wait.
+#: Points for class and age. If points are equal, the start of the wait decides, and then the number
+#: of the wait.
 Age = tuple[float, float, int]
 
 
@@ -175,16 +177,17 @@ class Asking:
     needs: tuple[Need, ...]
     #: The charge of the request against the owner's quota.
     charge: Charge
-    #: For a request of one slice without a quota: its suitable devices, by which the pass compares
-    #: requests.
+    #: For a request of one slice by an owner without limits: its suitable devices, by which the
+    #: pass compares requests. None for any other request.
     where: Where | None
     version: int
     #: The fewest bytes with which the smallest of its slices is usable.
     least: int
-    #: By key of suitable devices: the number of slices, and the bytes that the smallest of them
-    #: takes.
+    #: For each key of suitable devices: the number of slices, and the bytes that the smallest of
+    #: these slices takes.
     kinds: tuple[tuple[Where, tuple[int, int]], ...]
-    #: Bytes that the session waits for: suspended state may be larger than the request.
+    #: The bytes that the session waits for. They may be more than the request, because suspended
+    #: state may be larger.
     size: int
     #: The number of its class, and its place in the order of age: see :meth:`.shares.Shares.order`.
     level: int
@@ -209,10 +212,10 @@ def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
 
 
 def asking(s: Session, facts: Facts) -> Asking:
-    """Return the :class:`Asking` of a session that waits, or of one as if it waited.
+    """Return the :class:`Asking` of a session; if it does not wait, as if it waited.
 
-    The session caches the answer, and a cached answer is valid: :meth:`Facts.change`, the only
-    place where the session's facts change, drops it, and a change of devices or rules raises
+    The session caches the answer. A cached answer is always valid: the session's facts change only
+    inside :meth:`Facts.change`, which drops the answer, and a change of devices or rules raises
     :attr:`Facts.version`. (A pass over 300 waiting sessions calls this 300 times.)
     """
     found: Asking | None = s.asking
@@ -290,10 +293,10 @@ def _bound_need(memory: int, ledger: DeviceLedger, s: Session) -> Need:
 def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
     """Return the needs of suspended state: at least the state, and as much headroom as possible.
 
-    A display server, for example, always takes a little of its device. State that filled the rest
-    of this device must not wait for headroom that no device has. So the largest state gets at most
-    the headroom that the device with the most room has, and the next state at most that of the next
-    device.
+    A display server, for example, always uses a little of its device. If a state has filled the
+    rest of this device, it must not wait for headroom that no device has. So the largest state gets
+    at most the headroom that the device with the most room has, and the next state gets at most the
+    headroom of the next device.
     """
     devices, found = facts.devices, list[Need]()
     for x in s.suspended:
@@ -363,7 +366,7 @@ def ever(request: Request, s: Session, facts: Facts) -> Refusal | None:
     if refusal is not None or not s.bound or s.lease.slices or s.suspended:
         return refusal
     # A session with a lease or suspended state stays on the devices of its state. Any other session
-    # needs a device that its processes see, and all of these may be too small.
+    # needs a device that its processes see, and all these devices may be too small.
     needs = _needs(s, facts)
     for need in needs:
         fit = sorted(d.capacity for d in facts.devices.values() if need.suits(d))
@@ -390,18 +393,20 @@ def home_devices(
 
     A process is bound to the devices that it sees at cuInit, and needs no slice for that call. So
     it should see the devices on which it will get its slice. ``kernels`` is the number of kernels
-    that see each device, ``seen`` names the devices that this kernel sees so far, in its order. The
-    first rule that applies decides:
+    that see each device. ``seen`` names the devices that this kernel sees so far, in its own order.
+    The first rule that applies decides:
 
-    1. The devices where the pool would attach it now (``planned``).
-    2. The devices that it sees, if they are ``count`` devices with room for ``memory`` bytes each.
+    1. The devices where the pool would attach the kernel now (``planned``).
+    2. The devices that the kernel sees so far, if they are ``count`` devices with room for
+       ``memory`` bytes each.
     3. The best devices, compared in this order: in service; large enough; with room now; seen so
-       far; seen by the fewest kernels (all may come back); least memory granted; lowest number.
-    4. The devices that it sees, if rule 3 finds no room on ``count`` devices: a change gains
-       nothing.
+       far; seen by the fewest kernels (because all of them may need a slice there again); least
+       memory granted; lowest number.
+    4. The devices that the kernel sees so far, if rule 3 finds no room on ``count`` devices: a
+       change would gain nothing.
 
     The answer is empty only where the machine has no device: a process keeps the driver's answer
-    "no device" until it ends. Drained devices are named only where all devices are drained.
+    "no device" until it ends. The answer names drained devices only if all devices are drained.
     """
     if planned:
         return tuple(planned)

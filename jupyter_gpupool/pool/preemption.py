@@ -23,7 +23,7 @@ from .running import Asker, began, free_from, kind_of
 from .session import Session
 from .shares import Shares
 
-#: After so many failed attempts in succession, a session counts as one that cannot be suspended.
+#: After this many failed attempts in succession, a session counts as one that cannot be suspended.
 TRIES = 3
 
 
@@ -40,7 +40,9 @@ def suspendable(s: Session, facts: Facts) -> bool:
 
 
 def obstacle(s: Session, facts: Facts) -> str:
-    """Return why a session with a lease cannot be suspended; "" if it can, or has no lease."""
+    """Return why a session with a lease cannot be suspended; "" if it can be, or if it has no
+    lease.
+    """
     if s.state not in ATTACHED:
         return ""
     if s.pinned_reason:
@@ -59,7 +61,7 @@ def obstacle(s: Session, facts: Facts) -> str:
 
 
 def not_before(s: Session, facts: Facts) -> float:
-    """Return the time before which no rule may suspend idle ``s``."""
+    """Return the time before which no rule may suspend the idle session ``s``."""
     if (s.pressed and s.state_bound) or not suspendable(s, facts):
         return math.inf
     if s.pinned_reason:
@@ -70,7 +72,7 @@ def not_before(s: Session, facts: Facts) -> float:
 def stays_until(s: Session, facts: Facts) -> float:
     """Return until when idle ``s`` is protected because its state was moved to its slice.
 
-    Infinity while no session waits for the slice: see :mod:`.residence`.
+    The answer is infinity while no session waits for the slice: see :mod:`.residence`.
     """
     share, lease, known = facts.settings.max_swap_overhead, s.lease, s.measured
     if share <= 0 or lease.resumed_at == -math.inf:
@@ -94,7 +96,7 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
         yields = max(possible, idle + settings.reclaim_after, keep, stays_until(s, facts))
         asked = s.release_asked or paused(s, facts)
         leaves = possible if asked else max(possible, idle + settings.idle_timeout, keep)
-        if s.recall_at:  # an admin takes it back then, kept or not
+        if s.recall_at:  # an admin takes the slice back then, even if the user keeps it
             leaves = min(leaves, max(possible, s.recall_at))
         s.times = facts.version, yields, leaves
     return s.times[1], s.times[2]
@@ -103,10 +105,10 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
 def leaving(facts: Facts) -> dict[str, float]:
     """Return, by idle session, when the pool suspends it even if no session waits.
 
-    Every event needs the earliest of these times; without a cache, that took a tenth of a grant
-    with 300 idle leases. An entry is the second value of :func:`times`, and valid as long as the
-    cache of :func:`times`: if that is dropped (:meth:`Facts.forget_times`, a new version), this
-    function computes the entry again.
+    Every event needs the earliest of these times. Without a cache, this took a tenth of the time of
+    a grant with 300 idle leases. An entry is the second value of :func:`times`, and it is valid as
+    long as the cache of :func:`times` is. When that cache is dropped (by :meth:`Facts.forget_times`
+    or by a new version), this function computes the entry again.
     """
     found = facts.leaving.times
     if facts.leaving.version != facts.version:
@@ -133,7 +135,7 @@ def leaves_at(s: Session, facts: Facts) -> float:
 
 
 def paused(s: Session, facts: Facts) -> str:
-    """Return why an admin has recalled the lease of ``s``; "" if none has."""
+    """Return why an admin has paused a device of ``s``; "" if all its devices are in service."""
     devices = facts.devices
     return next((text for x in s.lease.slices if (text := devices[x.device].paused)), "")
 
@@ -144,8 +146,8 @@ def unprotected(holder: Session, facts: Facts) -> bool:
 
 
 def candidate(holder: Session, facts: Facts) -> int | None:
-    """Return the lowest tier in which any session might preempt ``holder`` now; None if there is
-    none.
+    """Return the lowest tier in which any session might preempt ``holder`` now; None if no session
+    might.
 
     The pass calls this once for each lease, and :func:`victim_tier` for the candidates only.
     """
@@ -168,10 +170,10 @@ def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
     """Return a value that is equal for two askers of one owner if they may preempt the same leases.
 
-    It contains all that :func:`victim_tier` reads of an asker without a lease, except for the two
-    things that :func:`~.running.kind_of` leaves out. ``in_use``: a lease in use is among the
-    candidates. If not, any asker may preempt every candidate, because all are idle, and the kind is
-    the same for all askers.
+    The value contains everything that :func:`victim_tier` reads of an asker without a lease, except
+    for the two things that :func:`~.running.kind_of` leaves out. ``in_use``: a lease in use is
+    among the candidates. If ``in_use`` is false, all candidates are idle, so any asker may preempt
+    every candidate, and the kind is the same for all askers.
     """
     return kind_of(asker, shares) if in_use else None
 
@@ -179,9 +181,9 @@ def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
 def score(v: Session, now: float) -> tuple[float, int, str]:
     """Return the key by which the victims of one tier are sorted; the first is preempted first.
 
-    The first victim is the idle lease with the largest product of bytes and idle time: it takes the
-    most from the others, and its user will probably miss it the least. For a lease in use, the time
-    since it began replaces the idle time.
+    The first victim is the idle lease with the largest product of bytes and idle time: this lease
+    takes the most memory from others, and its user will probably miss it the least. For a lease in
+    use, the time since the lease began replaces the idle time.
     """
     granted = v.lease.granted
     since = v.idle_since if v.state == "idle" else began(v)

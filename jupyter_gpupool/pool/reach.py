@@ -1,17 +1,17 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The most that sessions behind the head of the queue can get; it spares most of them a search.
+"""Bounds on what sessions behind the head of the queue can get: with these, most need no search.
 
-A *bound* is what a session would have on each device if every lease that it might preempt there
-were preempted. A request that needs more on all devices (with ``n`` slices: on all but ``n - 1``)
-is hopeless: free bytes, suspends under way and every choice of victims give it no more than that.
-There are two kinds of bounds. The bound of a class is computed once for each class
-(:meth:`.draft.Draft.reach`). The bound of a session needs the tier of each lease, and also holds
+A *bound* is what a session would get on each device if the pool preempted every lease that the
+session might preempt there. If a request needs more than that on all devices (with ``n`` slices: on
+all but ``n - 1``), it is hopeless: free bytes, suspends under way and every choice of victims give
+it no more. There are two kinds of bounds. The bound of a class is computed once for each class
+(:meth:`.draft.Draft.reach`). The bound of a session needs the tier of each lease. It is also valid
 for other sessions that may preempt no more leases (:meth:`Bound.adds`). So a pass searches victims
 for only a few sessions of a queue of hundreds.
 
 Bounds found earlier in a pass stay true as long as the draft only loses bytes. The pass drops them
-whenever the draft gains bytes (a suspend, a promise that moves or becomes void).
+whenever the draft gains bytes (by a suspend, or when a promise moves or becomes void).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class OwnerTerms(NamedTuple):
     over: int
 
 
-#: All that :func:`~.running.kind_of` reads of a session but how much it asks for: its class, the
-#: groups within whose guarantee it is, and the kind of its owner.
+#: What :func:`~.running.kind_of` reads of a session, except how much it asks for: its class, the
+#: groups whose guarantee covers its request, and the kind of its owner.
 Kind = tuple[int, "frozenset[str] | None", tuple[str, bool]]
 
 #: Two answers of :meth:`Reach._out_of_reach`.
@@ -55,9 +55,9 @@ class Bound:
     #: The decayed usage of its owner.
     used: float
     since: float
-    #: By device in service.
+    #: The bound by device in service.
     bytes: Mapping[str, int]
-    #: By suitable devices: the same, the most first.
+    #: The same bytes by key of suitable devices, the largest first.
     ranked: dict[Where, list[int]]
 
     def lacks(self, found: Asking, draft: Draft) -> int:
@@ -74,13 +74,18 @@ class Bound:
     def adds(self, s: Session, owner: OwnerTerms, draft: Draft) -> float:
         """Return the most bytes by which ``s`` may get more than this bound; infinity if unknown.
 
-        Where all candidates are idle, any session may preempt them. Else two things can make a
-        difference between two sessions of a kind. The usage of the owner: of a group, an owner that
-        has used more is behind no holder that the other is not behind
-        (:meth:`.shares.Shares.behind` compares two groups, or each of them with the same account).
-        And a lease of the asker's own owner, where the time of the wait decides who takes a turn. A
-        lease of this bound's owner counts for ``s`` like that of any other. The leases of its own
-        owner whose turn is over may add to the bound: on no device more than the largest sum.
+        If all candidates are idle, any session may preempt them. Otherwise two things can differ
+        between two sessions of a kind.
+
+        The first is the usage of the owner. If one of two owners of a group has used more, it is
+        behind a holder only if the other owner is behind this holder, too.
+        (:meth:`.shares.Shares.behind` compares two groups, or each of the two owners with the same
+        account.)
+
+        The second is a lease of the asker's own owner, because there the time of the wait decides
+        which session takes a turn. For ``s``, a lease of this bound's owner counts like a lease of
+        any other owner. The leases of its own owner whose turn is over may add to the bound. On no
+        device do they add more than the largest sum on one device.
         """
         fair = draft.shares.fair
         if draft.offers_in_use and (s.wait.since < self.since or (fair and s.owner != self.owner)):
@@ -94,30 +99,30 @@ class Reach:
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._shares = draft.shares
-        #: By kind of asker.
+        #: The bounds found so far, by kind of asker.
         self._bounds: dict[object, list[Bound]] = {}
         #: Requests that found nothing, by kind of asker: (least, bytes, since, reason).
         self._failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
-        #: The reasons given so far: equal waits share one.
+        #: The reasons given so far: equal waits share one object.
         self._reasons: dict[tuple[Rule, int, int], Reason] = {}
         self._owners: dict[Owner, OwnerTerms] = {}
 
     def gained(self) -> None:
-        """Forget what holds as long as the draft only loses bytes."""
+        """Forget the answers that are true only as long as the draft loses bytes."""
         self._failed.clear()
         self._bounds.clear()
 
     def hopeless(self, s: Session, found: Asking) -> Reason | None:
         """Return why ``s``, which no quota or cap stops, must fail; None if only a search can tell.
 
-        It needs more than it can get at most, or an earlier request failed
-        (:meth:`_failed_before`).
+        The request must fail if it needs more than it can get at most, or because an earlier
+        request has failed (:meth:`_failed_before`).
 
-        Most sessions get the answer of one before them, which holds until the draft changes. For
-        another session of the same kind and :attr:`~.placement.Asking.shape`, nothing that the
-        answer comes from differs but owner and time of the wait. Only :meth:`Bound.adds` reads
-        these. If the owner has used as much as the bound's, the time does not matter, and all that
-        the owner can add is ``over``.
+        Most sessions get the answer of an earlier session, which is valid until the draft changes.
+        Take another session of the same kind and :attr:`~.placement.Asking.shape`. Of the data
+        behind the answer, only the owner and the time of the wait can differ, and only
+        :meth:`Bound.adds` reads these two. If the owner has used at least as much as the owner of
+        the bound, the time does not matter, and the owner can add at most ``over``.
         """
         draft, shares = self._draft, self._shares
         whose, used, over = self._owners.get(s.owner) or self._terms(s.owner)
@@ -150,10 +155,11 @@ class Reach:
         return found
 
     def _out_of_reach(self, s: Session, kind: Kind, found: Asking) -> tuple[float, float] | None:
-        """Return None if ``s`` may be served, else the other owners whose equal requests must fail
-        too.
+        """Return None if ``s`` may be served; else for which other owners equal requests must also
+        fail.
 
-        (usage, bytes): owners with at least this usage, who can add less than these bytes.
+        The answer is (usage, bytes): owners that have at least this usage and can add less than
+        these bytes.
         """
         draft, owner = self._draft, self._owners[s.owner]
         if out_of_reach(draft, s, found):
@@ -168,7 +174,7 @@ class Reach:
                 break
         else:
             if bounds and not in_use:
-                return None  # any session may preempt idle leases: one bound holds for all
+                return None  # any session may preempt idle leases: one bound is valid for all
             most = Trial(draft, s, draft.host).most(ANY)
             bound = Bound(s.owner, owner.used, s.wait.since, most, {})
             bounds.append(bound)
@@ -180,14 +186,15 @@ class Reach:
         return (bound.used, lacks) if self._shares.fair else NOBODY
 
     def _failed_before(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s`` must fail because an earlier, no larger request of its kind did.
+        """Return why ``s`` must fail, if an earlier request of its kind that was not larger has
+        failed.
 
         Since that failure the draft has only lost bytes: every gain clears the failures. ``s`` asks
-        for at least as much of the same devices, in one slice, and without a quota. It may preempt
-        the same victims. Every step of :func:`~.victims.attempt` that finds room for an amount
-        finds it for a smaller one: free bytes, greedy victims in a fixed order, and the
-        combinations, whose options are then the same. And it can take over no promise that the
-        other request could not.
+        for at least as much on the same devices, in one slice, and without a quota. It may preempt
+        the same victims. If a step of :func:`~.victims.attempt` finds room for an amount, it also
+        finds room for a smaller amount. This is true for free bytes, for greedy victims in a fixed
+        order, and for the combinations, which have the same options for both requests. And ``s``
+        can take over only promises that the earlier request could also take over.
         """
         draft = self._draft
         if not self._failed or found.where is None:
@@ -211,7 +218,7 @@ class Reach:
             self._failed.setdefault((found.where, self._asker(s)), []).insert(0, failure)
 
     def _asker(self, s: Session) -> object:
-        in_use = leases_in_use(self._draft)  # otherwise any session may preempt the existing leases
+        in_use = leases_in_use(self._draft)  # if not, any session may preempt all candidates
         return (s.owner, asker_kind(s, self._shares, in_use=True)) if in_use else None
 
     def _reason(self, rule: Rule, found: Asking) -> Reason:

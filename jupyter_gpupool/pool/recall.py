@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An admin's commands for one session, with their answers: take its slice back, or end it.
+"""An admin's commands for one session, with their answers: take its slice back, or end the session.
 
-A *recall* takes the slice at its time, whether the kernel is idle, kept or running a cell. Nothing
-is lost: the state moves to host memory, and a running cell continues with the next slice. The
-kernel then waits at the end of its class in the queue, because the admin took the slice for other
-kernels. A recall ends with the lease, for whatever reason the lease ends.
+A *recall* takes the slice back at a set time, even if the user keeps the slice or the kernel runs a
+cell. Nothing is lost: the state moves to host memory, and a running cell continues with the next
+slice. The kernel then waits at the end of its class in the queue, because the admin took the slice
+for other kernels. A recall ends with the lease, for whatever reason the lease ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .transitions import Actions, move, refuse_holds
 
 
 def recall(facts: Facts, s: Session, event: ev.RecallAsked, _plan: object) -> Actions:
-    """Note that the slice goes back at a time, or withdraw the recall."""
+    """Note the time at which the slice goes back to the pool, or withdraw the recall."""
     refusal = None if event.at is None else _refusal(facts, s)
     if refusal is not None:
         return [ev.Answer(session=s.id, rid=event.rid, refusal=refusal)]
@@ -40,7 +40,7 @@ def recall(facts: Facts, s: Session, event: ev.RecallAsked, _plan: object) -> Ac
 
 
 def _refusal(facts: Facts, s: Session) -> Refusal | None:
-    """Return why no slice of ``s`` can be recalled, or None."""
+    """Return why an admin cannot recall a slice of ``s``, or None."""
     if s.state not in HAS_LEASE:
         return Refusal(Code.NOTHING_TO_RELEASE, "The kernel has no slice.")
     if s.state == "detaching":
@@ -57,10 +57,10 @@ def _refusal(facts: Facts, s: Session) -> Refusal | None:
 
 
 def end(facts: Facts, s: Session, event: ev.EndAsked, _plan: object) -> Actions:
-    """End a session that an admin wants to end."""
+    """End a session, because an admin wants it."""
     refusal = Refusal(Code.LOST, event.reason, "Start the kernel again.")
     waits = [] if s.state in ATTACHED else refuse_holds(s, refusal)
-    s.holds.clear()  # an attached session waits for no answer: its holds are granted
+    s.holds.clear()  # the holds of an attached session are granted, so they wait for no answer
     return [
         *waits,
         *move(facts, s, "ended", event.reason, lost=True),

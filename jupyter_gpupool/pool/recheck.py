@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""When the clock alone next changes the plan: the pool asks for a ``Tick`` then."""
+"""When the plan next changes because time passes, without an event. The pool asks for a ``Tick``
+then.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from .shares import RECHECK, Shares, Side, budget_changes_at, climbs_at
 
 
 def next_recheck(facts: Facts, plan: Plan) -> float:
-    """Return when the clock alone next changes the plan; infinity if it does not."""
+    """Return when the plan next changes because time passes; infinity if time alone changes
+    nothing.
+    """
     most = facts.settings.max_wait
     in_use = bool(facts.settings.preempt and plan.order)
     found = [] if plan.reservation is None else [plan.reservation.next_at]
@@ -42,7 +46,7 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
         found += (budget_changes_at(facts, owner) for owner in owners.values())
     if in_use:
-        # The growth of a busy lease waits like a session in the queue.
+        # A busy lease that wants to grow waits in the queue like a session.
         askers = [s for s in plan.order if s.state != "idle"]
         found.append(next_turn(askers, facts))
         found.append(climbs_at(askers, facts))
@@ -53,8 +57,8 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
 
 
 def next_turn(queue: Sequence[Session], facts: Facts) -> float:
-    """Return when, within ``RECHECK`` seconds, a waiting session may first take a turn that it may
-    not take now, or infinity.
+    """Return when a waiting session may first take a turn that it may not take now; infinity if
+    that is not within ``RECHECK`` seconds.
     """
     now, until, found = facts.now, facts.now + RECHECK, math.inf
     if "turns" not in facts.settings.preempt:
@@ -64,12 +68,12 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
         return found
     for s in queue:
         if (at := s.wait.since + SLICE_LEAST) > now:
-            found = min(found, at)  # between two sessions of one owner
+            found = min(found, at)  # the rule for two sessions of one owner
     shares = Shares(facts)
     if not shares.fair:
         return found
     askers: dict[int, dict[Owner, Sequence[Side]]] = {}
-    # In the order of the queue, without repetition.
+    # Use the order of the queue, without repetition.
     for level, owner in dict.fromkeys((shares.level(s), s.owner) for s in queue):
         askers.setdefault(level, {})[owner] = shares.sides(owner)
     holders.sort(key=lambda v: slice_ends(v, facts))
@@ -84,10 +88,11 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
                     break
             else:
                 continue
-            # The difference between the two weighted usages is a difference of maxima of lines in
-            # the decay factor. If the asker's maximum is a single line, the difference is concave:
-            # an asker that is not behind at both ends of the time is not behind in between. This
-            # rules out most pairs, and a long queue has many pairs.
+            # Each weighted usage is the maximum of two lines in the decay factor. If a single line
+            # is the asker's maximum during the whole period, the asker's usage minus the holder's
+            # is concave. Then an asker that is behind neither at the start nor at the end of the
+            # period is not behind at any time in it. This rules out most pairs, and a long queue
+            # has many pairs.
             gain = debt / mine.weight
             if mine.used + gain < its.used:
                 if since == now:

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Users' requests about one session, with their answers: a new size, growth, release, keep.
+"""Users' requests about one session, with the answers: a new size, growth, release, keep.
 
-:func:`reply` answers requests for a new size and releases after the plan, because the plan decides
-about them.
+:func:`reply` answers requests for a new size and for a release. It does so after the pool has
+planned, because the plan decides about them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .session import NEVER, Session
 from .transitions import Actions, resize
 from .words import in_words, stays_reason
 
-#: A sample may be up to so many seconds older than the last change of the session.
+#: A sample may be up to this many seconds older than the last change of the session.
 SETTLE = 2.0
-#: Unused grown bytes that no session needs stay for so many seconds.
+#: A lease keeps unused grown bytes for this many seconds, if no session needs them.
 UNUSED = 60.0
 #: If there is room and no session waits, a lease grows by at least its limit divided by this.
 STEPS = 16
@@ -81,9 +81,10 @@ def _bound(s: Session, new: Request) -> Refusal | None:
 
 
 def _in_use(s: Session, new: Request) -> Refusal | None:
-    """Return why the lease cannot shrink that far, or None.
+    """Return why the lease cannot shrink to the size of ``new``, or None.
 
-    The device where the kernel uses the most decides, because it asks for the same size on each.
+    The device where the kernel uses the most bytes decides, because the kernel asks for the same
+    size on each device.
     """
     sizes = s.lease.restored | s.lease.footprints | {x.device: x.bytes for x in s.suspended}
     used = max(sizes.values(), default=0)
@@ -104,7 +105,7 @@ def _in_use(s: Session, new: Request) -> Refusal | None:
 
 
 def _size_note(facts: Facts, s: Session, plan: Plan) -> str:
-    """Return the answer to a new request, once the plan is made."""
+    """Return the answer to a new request, after the plan is made."""
     note, request = _what_became(facts, s, plan), s.request
     if request.limit > request.memory:
         note += (
@@ -143,21 +144,22 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
 
 # --------------------------------------------------------------------------- more than guaranteed
 #
-# Burst: a lease is guaranteed ``request.memory`` and may grow to ``request.limit`` out of free
-# memory. The pool preempts no lease for growth, and growth takes no bytes that the plan promises or
-# reserves. A lease grows beyond the room in host memory only if that leaves free what others are
-# guaranteed. It grows in steps, so that a program with many small allocations does not send a
-# request each time; while a session waits, a step is only the missing bytes. The pool reclaims
-# unused grown bytes first: at once when a session waits, else after ``UNUSED`` seconds. Used bytes
-# go back like all others, when the idle session is suspended.
+# Burst: ``request.memory`` is guaranteed to a lease, and the lease may grow to ``request.limit``
+# from free memory. The pool preempts no lease for growth, and growth takes no bytes that the plan
+# promises or reserves. A lease grows beyond the room in host memory only if the bytes that are
+# guaranteed to others stay free. A lease grows in steps, so that a program with many small
+# allocations does not send a request each time. While a session waits, a step is only the missing
+# bytes. The pool first takes back unused grown bytes: at once when a session waits, else after
+# ``UNUSED`` seconds. Used grown bytes go back like all other bytes, when the idle session is
+# suspended.
 
 
 def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
     """Return the smaller slices of an attached session, without the bytes that it must give back.
 
-    They keep the guaranteed bytes and those last measured in use. Of the rest, the session gives
-    back all bytes beyond the limit, and with ``reclaim`` also grown bytes that a sample shows as
-    unused. ``only`` names the one device to shrink on.
+    The slices keep the guaranteed bytes and the bytes that were in use at the last measurement. Of
+    the other bytes, the session gives back all bytes beyond the limit, and with ``reclaim`` also
+    grown bytes that a sample shows as unused. ``only`` names the one device to shrink on.
     """
     memory, limit, lease = s.request.memory, s.request.limit, s.lease
     slices = []
@@ -188,7 +190,7 @@ def held_on(s: Session, uuid: str) -> int:
 def _growth_bounds(
     draft: Draft, s: Session, uuid: str, *, waits: bool
 ) -> Iterator[tuple[int, Refusal]]:
-    """Yield, for each rule, the most bytes that a slice may grow and the refusal of more.
+    """Yield, for each rule, by how many bytes a slice may grow at most, and the refusal of more.
 
     ``draft``: the memory that the plan leaves; ``waits``: another session waits for the owner's
     quota.
@@ -255,14 +257,14 @@ def _growth_bounds(
 
 
 def owed(facts: Facts, s: Session, uuid: str) -> int:
-    """Return how many bytes of a device must stay free when ``s`` grows so far that it cannot be
+    """Return how many bytes of a device must stay free if ``s`` grows so much that it cannot be
     suspended.
 
     The state of ``s`` may grow beyond the room in host memory, so that a program that is alone can
-    use the whole GPU. But then the pool cannot take the grown bytes back, so ``s`` must leave free
-    what others are guaranteed: on each device, the largest request of a session without a lease
-    (sessions that have a lease now and wait later make room for each other), and the unused
-    guarantees of other groups.
+    use the whole GPU. But then the pool cannot take the grown bytes back. So ``s`` must leave free
+    what is guaranteed to others. On each device, this is the largest request of a session without a
+    lease, and the unused guarantees of other groups. (Sessions that have a lease now and wait later
+    can make room for each other.)
     """
     ledger, most = facts.devices[uuid], 0
     for other in facts.sessions.values():
@@ -282,7 +284,7 @@ def owed(facts: Facts, s: Session, uuid: str) -> int:
 
 
 def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
-    """Return how many bytes each slice of an attached session could grow now."""
+    """Return by how many bytes each slice of an attached session could grow now."""
     draft, waits = outlook(facts, plan), plan.behind(s, facts) is not None
     return tuple(
         max(0, min(most for most, _ in _growth_bounds(draft, s, x.device, waits=waits)))
@@ -291,7 +293,9 @@ def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
 
 
 def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Refusal | int:
-    """Return how many bytes a slice that lacks ``missing`` bytes will grow, or why it cannot."""
+    """Return by how many bytes a slice that lacks ``missing`` bytes will grow, or why it cannot
+    grow.
+    """
     draft, waits = outlook(facts, plan, but=s.id), plan.behind(s, facts) is not None
     bounds = list(_growth_bounds(draft, s, uuid, waits=waits))
     for most, why in bounds:
@@ -325,8 +329,8 @@ def grow(facts: Facts, s: Session, event: ev.GrowAsked, plan: Plan) -> Actions:
     if missing:
         found = _growth(facts, s, uuid, missing, plan)
         if isinstance(found, Refusal) and found.code != Code.LIMIT:
-            # Take back unused growth of others, but not of ``s``, which is about to use all of its
-            # bytes.
+            # Take back unused growth of other sessions. But take back nothing from ``s``, which is
+            # about to use all of its bytes.
             actions = reclaim(facts, but=s)
             if actions:
                 found = _growth(facts, s, uuid, missing, plan)
@@ -397,7 +401,7 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
 
 
 def _release_note(facts: Facts, s: Session) -> str:
-    """Return the answer to the release of an idle slice, once the plan is made."""
+    """Return the answer to the release of an idle slice, after the plan is made."""
     if s.state != "idle":
         return "The slice goes back to the pool."
     why, leaves = stays_reason(facts, s, facts.now), leaves_at(s, facts)
@@ -409,7 +413,7 @@ def _release_note(facts: Facts, s: Session) -> str:
 
 
 def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
-    """Keep the idle slice until a time."""
+    """Keep the slice until a time, even if it is idle."""
     left, most = event.until - facts.now, facts.settings.max_keep
     if left > 0 and s.state not in HAS_LEASE:
         refusal = Refusal(
@@ -445,7 +449,9 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
 def reply(
     facts: Facts, event: ev.RequestChanged | ev.ReleaseAsked, plan: Plan, actions: Actions
 ) -> Actions:
-    """Return the answer to an event that only the plan decides; [] if it has been answered."""
+    """Return the answer to an event about which the plan decides; [] if the event has its answer
+    already.
+    """
     if any(isinstance(a, ev.Answer) and a.rid == event.rid for a in actions):
         return []
     s = facts.sessions[event.session]

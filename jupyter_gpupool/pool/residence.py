@@ -3,48 +3,50 @@
 """Minimum residence: how long an idle holder keeps its slice from sessions that wait for it.
 
 Moving the state of a holder out and in again takes ``cost`` seconds in which the GPU computes
-nothing. If an idle holder stays while a session waits, the GPU is also wasted, second by second,
-until the holder computes again. The cheaper choice depends on the unknown time of its return: the
-ski-rental problem (rent or buy), as in spinning or blocking on a lock. Plain functions over plain
-values; the pool keeps the values and sets its timer to :func:`protected_until`.
+nothing. If an idle holder stays while a session waits, the GPU also computes nothing, until the
+holder computes again. The cheaper choice depends on when the holder computes again, and the pool
+does not know that. This is the ski-rental problem (rent or buy), as in the choice to spin or to
+block on a lock. The module has plain functions over plain values; the pool keeps the values and
+sets its timer to :func:`protected_until`.
 
 The rule, for a holder whose state was moved to its slice:
 
-1. *No session waits*: its slice is not preempted. The clock starts when a session begins to wait
-   while the holder computes nothing.
+1. *No session waits*: the pool does not preempt the slice. The clock starts when a session begins
+   to wait while the holder computes nothing.
 2. *Patience.* From then on the holder is protected for :func:`patience`, which is at most ``cost``,
    as in A. Karlin, M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching", Algorithmica 3
-   (1988), 79-119. Its own last gaps can make it shorter: the patience that would have cost least
-   over those gaps, as in A. Karlin, K. Li, M. Manasse, S. Owicki, "Empirical studies of competitive
-   spinning for a shared-memory multiprocessor", SOSP 1991, 41-55.
+   (1988), 79-119. The last gaps of the holder can make the patience shorter: the pool then takes
+   the patience that would have cost least over these gaps, as in A. Karlin, K. Li, M. Manasse, S.
+   Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP
+   1991, 41-55.
 3. *Allowance.* With patience alone, two loops with short pauses would move each other at every
-   longer pause, or one of them would be protected without end. So use must pay for a move.
-   Protection ends after ``cost / share`` seconds since the holder came back: the sum of its
-   computing time and of its idle time while a session waited. Idle time while no session waits does
-   not count.
+   longer pause, or one of them would be protected without end. So a holder must use its slice for
+   long enough to pay for a move. Its protection ends after ``cost / share`` seconds of use since it
+   came back. Its computing time and its idle time while a session waited count as use. Idle time
+   while no session waits does not count.
 
 Worst cases:
 
-* One gap: with patience x and a gap of length g, the lost GPU time is g (if it came back) or x +
-  cost. The optimum in hindsight is min(g, cost). With x = cost this is never more than twice as
-  much.
+* One gap: with patience x and a gap of length g, the lost GPU time is g (if the holder came back in
+  time) or x + cost. The optimum in hindsight is min(g, cost). With x = cost this is never more than
+  twice as much.
 * Any gaps, with history: a shorter patience can lose more than that if the holder then comes back
-  at once, so the loss is accounted for. ``trust`` is a balance in moves: every gap adds (2 x best -
-  lost) / cost, and patience is never below cost x (1 - trust), the most that the balance can pay.
-  It starts at 1, is cut off at 1, and never falls below 0, so over any sequence of gaps lost <= 2 x
-  best + one move.
+  at once, so the pool keeps an account of the loss. ``trust`` is the balance of this account, in
+  moves: every gap adds (2 x best - lost) / cost, and patience is never below cost x (1 - trust),
+  the most that the balance can pay. It starts at 1, never rises above 1, and never falls below 0,
+  so over any sequence of gaps lost <= 2 x best + one move.
 * Two holders that always contend, with pauses shorter than patience: each move follows cost / share
   seconds of use, so moving takes at most share / (1 + share) of the time.
-* A session waits for an idle GPU at most ``cost`` at a stretch and ``cost / share`` (``STAY_MOST``
-  at most) in all, and then for the move. Other rules treat a running computation.
+* A session waits for an idle GPU at most ``cost`` at a time and at most ``cost / share`` (or
+  ``STAY_MOST``) in total, and then for the move. For a running computation, other rules apply.
 
 ``cost`` is the measured time of the holder's own suspend and resume. So each move is paid for once:
-in a cycle of two holders, each pays its own two copies. The time that they waited for other moves
-on the same devices counts as well (:func:`move_cost`). Otherwise ten sessions whose pauses are a
-little longer than a move, on a device with room for six, would preempt each other at every pause,
-and each would wait for the moves of all. With this rule, the cost of a move rises on a device that
-mostly copies. Then sessions with short pauses keep their slices, and the number of moves falls
-until the cost falls again.
+in a cycle of two holders, each holder pays for its own two copies. The time for which these copies
+waited for other moves on the same devices also counts (:func:`move_cost`). Otherwise ten sessions
+whose pauses are a little longer than a move, on a device with room for six, would preempt each
+other at every pause, and each of them would wait for the moves of all ten. With this rule, the cost
+of a move rises on a device that mostly copies. Sessions with short pauses then keep their slices,
+so there are fewer moves, and the cost falls again.
 """
 
 from __future__ import annotations
@@ -60,29 +62,32 @@ ResidenceRule = Literal["work", "clock"]
 #: The longest allowance, in seconds.
 STAY_MOST = 600.0
 
-#: How many gaps a session remembers, and how many it needs before they count.
+#: How many gaps the pool remembers of a session, and how many gaps it needs before they count.
 GAPS, ENOUGH = 8, 3
 
-#: A shorter patience must have lost at most this part of the longest patience's loss.
+#: The pool takes a shorter patience only if this would have lost, over the last gaps, at most this
+#: part of what the longest patience would have lost.
 CLEAR = 0.75
 
 #: The shortest time slice, in seconds.
 SLICE_LEAST = 10.0
 
-#: Bytes per second with which state is assumed to move as long as nothing was measured.
+#: The speed of moves that the pool assumes until it has measured one, in bytes per second.
 RATE = 1 << 30
 
-#: The wait for other moves counts as at most so many times the move itself: a driver that stalls
-#: once does not show what moves cost.
+#: The wait for other moves counts at most as this many times the duration of the move itself: the
+#: stall of a driver does not show what moves usually cost.
 CROWD = 10.0
 
-#: A gap counts as similar to an earlier one if it is longer by up to this factor.
+#: A gap counts as similar to an earlier gap if it is at most this many times as long.
 SLACK = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Statistics of a session's past gaps, which predict its next one; kept after the lease."""
+    """Statistics of a session's past gaps, which predict its next gap; kept after the lease
+    ends.
+    """
 
     #: Seconds from the end of its work to its next hold, the latest last.
     gaps: tuple[float, ...] = ()
@@ -92,7 +97,9 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A time without work, from ``began`` on; a time of ``math.inf`` has not happened."""
+    """A time without work, from ``began`` on. ``math.inf`` means that something has not
+    happened.
+    """
 
     began: float
     #: When, during the gap, a session began to wait for the slice.
@@ -123,8 +130,8 @@ def move_cost(seconds: float, waited: float) -> float:
 
 
 def guessed_cost(size: int) -> float:
-    """Return a guess of the seconds for moving ``size`` bytes out and in, for use without a
-    measurement.
+    """Return the guessed seconds for moving ``size`` bytes out and in, for the case that no move
+    has been measured.
     """
     return 2 * size / RATE
 
@@ -135,11 +142,12 @@ def slice_length(cost: float, share: float) -> float:
 
 
 def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
-    """Return how long to wait for an idle holder that has been ``away`` for so many seconds.
+    """Return how long to wait for an idle holder that has been idle for ``away`` seconds.
 
-    The patience that would have cost least over its last gaps longer than ``away``, if clearly less
-    than a patience of ``cost``: else a holder with pauses about as long as the move would be moved
-    at each pause. A holder that is away longer than ever before has left.
+    This is the patience that would have cost least over its last gaps longer than ``away``, if that
+    costs clearly less than a patience of ``cost``. Without this condition, the pool would move a
+    holder with pauses about as long as a move at each pause. If all of its last gaps were clearly
+    shorter than ``away``, the holder has probably left, and gets the least patience.
     """
     if len(habits.gaps) < ENOUGH or cost <= 0:
         return max(0.0, cost)
@@ -158,8 +166,8 @@ def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
 def protected_until(gap: Gap, stay: Stay, habits: Habits, *, cost: float, share: float) -> float:
     """Return until when an idle holder keeps its slice from waiting sessions.
 
-    Minus infinity if the holder is not protected. Infinity if no session waits, so that nothing is
-    decided yet.
+    The result is minus infinity if the holder is not protected, and infinity if no session waits,
+    because the end of the protection is not decided then.
     """
     if share <= 0 or cost <= 0:
         return -math.inf
@@ -173,7 +181,7 @@ def protected_until(gap: Gap, stay: Stay, habits: Habits, *, cost: float, share:
 
 
 def computed(stay: Stay, seconds: float) -> Stay:
-    """Return the stay with ``seconds`` more of work."""
+    """Return the stay with ``seconds`` more seconds of work."""
     return replace(stay, computed=stay.computed + max(0.0, seconds))
 
 
@@ -183,10 +191,10 @@ def kept_idle(stay: Stay, gap: Gap, now: float) -> Stay:
 
 
 def taken(gap: Gap, stay: Stay, habits: Habits, now: float, *, cost: float, share: float) -> Gap:
-    """Return ``gap`` with the note that a waiting session has preempted the slice ``now``.
+    """Return ``gap`` with a note that a waiting session preempts the slice ``now``.
 
-    If the allowance ended before patience, use has paid for the move. Then the gap does not show
-    whether the guess was good, and does not count.
+    If the allowance ended before the patience, the use of the slice has paid for the move. Then the
+    gap does not count, because it does not show whether the guess was good.
     """
     start = max(gap.began, gap.wanted)
     if share <= 0 or cost <= 0 or start == math.inf:
@@ -204,7 +212,8 @@ def returned(habits: Habits, gap: Gap, now: float, cost: float) -> Habits:
         rent = _withheld(gap, min(now, gap.taken))
         lost = rent + (cost if gap.taken < math.inf else 0.0)
         best = min(_withheld(gap, now), cost)
-        # A gap longer than patience in which no session could take the slice costs nothing more.
+        # If no session could take the slice, a gap longer than the patience loses more. The loss
+        # then counts as at most twice the cost of a move, so ``trust`` does not fall.
         trust += (2 * best - min(lost, 2 * cost)) / cost
     gaps = (*habits.gaps, max(0.0, now - gap.began))[-GAPS:]
     return Habits(gaps, min(1.0, max(0.0, trust)))

@@ -3,8 +3,8 @@
 """Preemption of sessions in use: which may be preempted, from when on, and for which session.
 
 A preempted session loses nothing: the pool suspends it while its cell runs, it waits in the queue,
-and the cell continues with the next slice. The rules, from the first victim to the last (tier 0 is
-an idle lease that nothing protects, see :mod:`.preemption`):
+and the cell continues with the next slice. These are the rules, from the first victim to the last
+(tier 0 is an idle lease that nothing protects, see :mod:`.preemption`):
 
 ====  ==============  ==============================================================================
 tier  rule            which holders, for which askers
@@ -12,47 +12,54 @@ tier  rule            which holders, for which askers
 1     ``burst``       holders that have more than their request guarantees, for any asker that needs
                       no more than its own request guarantees
 2     ``guarantee``   holders outside the asker's group, for an asker within its group's guarantee;
-                      and holders whose daily budget is used up, for an asker with some left
+                      and holders whose daily budget is used up, for an asker that has budget left
 3     ``class``       holders of a lower class, for askers that need no more than their request
-4     ``turns``       equals whose time slice is over, for an asker whose owner has used less for
-                      its weight, by more than one time slice; of one owner's, in turns
+4     ``turns``       holders of the same class whose time slice is over, for an asker whose owner
+                      has used less for its weight, by more than one time slice; sessions of one
+                      owner take turns
 ====  ==============  ==============================================================================
 
-For all of these rules: no holder is preempted that a guarantee of its own group protects, except
-for a session of that group; no holder that cannot be suspended; and no holder before its *minimum
-residence* is over, which is the measured time for moving its state out and in. (For ``burst``, its
-time slice, if it was moved to its slice: it would have to come back with all its state.) The rules
-treat protected idle holders (``%gpu keep``, ``reclaim_after``, residence) like busy ones: an idle
-slice is never better protected than one in use.
+For all of these rules, the pool does not preempt these holders:
 
-*No two sessions preempt each other in turn* but by ``turns``, where that is the purpose. A victim
-of ``guarantee`` was above its guarantee, so with its request its group is still not within it; and
-the asker is covered by one. ``class`` is a strict order; a session that was raised by its age keeps
-the class in which it got its lease. A session that needs more than its request guarantees (its
-state has grown) preempts by ``guarantee`` and ``turns`` only, so a victim of ``burst`` does not
-take the slice back by its class.
+* A holder that is protected by a guarantee of its own group, except for a session of that group.
+* A holder that cannot be suspended.
+* A holder before its *minimum residence* is over. This is the measured time for moving its state
+  out and in. (For ``burst``, it is the holder's time slice if its state was moved to its slice,
+  because all of this state would have to come back.)
+
+The rules treat protected idle holders (``%gpu keep``, ``reclaim_after``, residence) like busy
+holders: an idle slice is never better protected than a slice in use.
+
+*Two sessions never preempt each other in turn*, except by ``turns``, where that is the purpose. A
+victim of ``guarantee`` belongs to a group that had more than its guarantee. So the victim cannot
+take the slice back by a guarantee: with its request, its group still needs more than its guarantee,
+and a guarantee covers the asker. ``class`` is a strict order; a session that was raised by its age
+keeps the class in which it got its lease. A session that needs more than its request guarantees
+(because its state has grown) preempts only by ``guarantee`` and ``turns``. So a victim of ``burst``
+does not take the slice back by its class.
 
 *Time slices.* A slice lasts for ``cost / max_swap_overhead`` seconds (at least ``SLICE_LEAST``),
-where ``cost`` is the measured time of the holder's own suspend and resume: so moving takes at most
-``max_swap_overhead`` of the time. Sessions that fit beside each other stay: a lease is preempted
-only if its bytes are needed. A lease on several devices goes as one.
+where ``cost`` is the measured time of the holder's own suspend and resume. So moving takes at most
+``max_swap_overhead`` of the time. Sessions that fit beside each other stay: the pool preempts a
+lease only if its bytes are needed. It preempts a lease on several devices as a whole.
 
-*Thrashing.* More sessions than fit, or more state, must not mean that the GPUs only copy. Sessions
-that would thrash are spread out in time: the slice has no upper bound, so state that takes two
-minutes to move has a slice of twenty (at 10 %). All devices copy to the same host memory; where
-many copies slow each other down, or wait for each other, the measured cost rises, and every slice
-becomes longer by itself until all moves together take no more than ``max_swap_overhead`` again. The
-price is the length of a round, the sum of the slices of all that wait: a session that waits for its
-turn waits for longer. Sessions that should not wait belong in a higher class, or in a group with a
-guarantee.
+*Thrashing.* If there are more sessions than fit, or more state, the GPUs must still do more than
+copy. The pool spreads out in time the sessions that would thrash: a time slice has no upper bound,
+so a session whose state takes two minutes to move has a slice of twenty minutes (at 10 %). All
+devices copy to the same host memory. If many copies slow each other down or wait for each other,
+the measured cost rises. Then every slice becomes longer, until all moves together take no more than
+``max_swap_overhead`` again. The price is a longer round (the sum of the slices of all waiting
+sessions): a session waits for longer until it has its turn. Sessions that should not wait belong in
+a higher class, or in a group with a guarantee.
 
-A holder gives its turn to an asker of another owner only if the asker, with what the holder uses in
-one slice, would still be behind it: with less, the asker would have to give it back at once.
-Between two sessions of one owner there is no such debt; the one whose slice ended first goes first,
-and an asker that has waited for ``SLICE_LEAST``, so that a victim does not at once take a turn from
-another holder. (The asker need not have waited for as long as the holder's own slice lasts: a
-holder with a longer slice than the others would then never be preempted, because each asker would
-get the slice of another holder sooner.)
+A holder gives its turn to an asker of another owner only under one condition: the asker would still
+be behind the holder after using as much as the holder uses in one slice. Otherwise the asker would
+have to give the turn back at once. Between two sessions of one owner, this condition does not
+apply. The holder whose slice ended first gives up its turn first. The asker must have waited for
+``SLICE_LEAST``, so that a victim does not at once take a turn from another holder. (The asker need
+not wait for as long as the holder's own slice lasts. With such a rule, the pool would never preempt
+a holder with a longer slice than the others, because each asker would get the slice of another
+holder sooner.)
 """
 
 from __future__ import annotations
@@ -68,14 +75,15 @@ from .residence import SLICE_LEAST, guessed_cost, slice_length
 from .session import NEVER, Session
 from .shares import Shares
 
-#: The shortest stay of a holder, in seconds.
+#: The shortest minimum residence of a holder, in seconds.
 STAY_LEAST = 1.0
 
 #: The tier of ``turns``.
 TURN = 4
-#: This is no tier of :meth:`Asker.tier`: a spent budget ends a lease even if no session waits.
+#: This is not a tier of :meth:`Asker.tier`. A used-up budget or a closed class ends a lease even if
+#: no session waits.
 STOPPED = 5
-#: This is no tier either: an admin has recalled the slice.
+#: This is not a tier of :meth:`Asker.tier` either: an admin has recalled the slice.
 RECALLED = 6
 
 #: The rules by tier.
@@ -90,7 +98,7 @@ REASONS = {
     "turns": "its time slice is over, and another kernel has its turn",
 }
 
-#: By the rule of the preemption: a sentence on what the owner of the preempted session can do.
+#: For each rule of preemption: a sentence on what the owner of the preempted session can do.
 REMEDIES = {
     REASONS["burst"]: "What you ask for with %gpu is guaranteed: ask for as much as it needs.",
     REASONS["guarantee"]: "With a smaller request (%gpu) both may fit.",
@@ -101,10 +109,11 @@ REMEDIES = {
 
 
 def cost(s: Session, swap: float | None) -> float:
-    """Return the seconds that moving ``s`` out and in takes: measured, or guessed.
+    """Return the measured or guessed seconds that moving ``s`` out and in takes.
 
-    The guess is the mean ``swap`` of all sessions' suspends and resumes; without such a mean, it
-    follows from the session's bytes on the device, or from its grant if these were not measured.
+    The guess comes from ``swap``, the mean of all sessions' suspends and resumes. Without this
+    mean, it comes from the session's measured bytes on its devices, or from the granted bytes if
+    there is no measurement.
     """
     known, lease = s.measured, s.lease
     if known.suspend is not None and known.resume is not None:
@@ -126,12 +135,12 @@ def began(s: Session) -> float:
 
 
 def terms(s: Session, facts: Facts) -> tuple[int, float, float, int]:
-    """Return, after :attr:`Facts.version`, from when on a rule may preempt ``s`` while in use, when
-    its turn is over, and its class as a holder.
+    """Return (:attr:`Facts.version`, from when on a rule may preempt ``s`` while in use, when its
+    turn is over, its class as a holder).
 
-    The session caches the answer, as with :func:`~.preemption.times`: the request and the lease,
-    from which the class follows, change only inside :meth:`Facts.change`. Infinity if no rule may
-    preempt it.
+    The session caches the answer, as with :func:`~.preemption.times`. The class depends on the
+    request and the lease, which change only inside :meth:`Facts.change`. Both times are infinity if
+    no rule may preempt ``s``.
     """
     found: tuple[int, float, float, int] | None = s.using
     if found is None or found[0] != facts.version:
@@ -151,7 +160,7 @@ def use_times(s: Session, facts: Facts) -> tuple[float, float]:
 
 
 def _times(s: Session, facts: Facts) -> tuple[float, float]:
-    """Return when the minimum residence of a lease is over, and its time slice."""
+    """Return when the minimum residence of a lease is over, and when its time slice is over."""
     since, least = began(s), max(STAY_LEAST, s.lease.cost)
     return since + least, since + max(least, time_slice(s, facts))
 
@@ -178,27 +187,31 @@ def slice_ends(s: Session, facts: Facts) -> float:
 
 
 def _guaranteed(asker: Session, holder: Session, shares: Shares) -> bool:
-    """Return whether a group of ``asker`` that ``holder`` is not in is guaranteed what it needs."""
+    """Return whether the guarantee of a group of ``asker``, but not of ``holder``, covers the
+    request.
+    """
     groups = shares.entitled.get(asker.id, frozenset())
     return bool(groups) and not groups <= set(shares.tree.path(holder.owner.group))
 
 
 def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
-    """Return the rule of a tier; ``budget`` where only the holder's spent budget allows it."""
+    """Return the rule of a tier; ``budget`` if only the holder's used-up budget allows the
+    preemption.
+    """
     if tier == 2 and not _guaranteed(asker, holder, shares):
         return "budget"
     return RULES[tier]
 
 
 class Asker:
-    """The facts about an asking session that the rules read; the same for all holders."""
+    """The facts about an asking session that the rules read; they are the same for all holders."""
 
     def __init__(self, session: Session, shares: Shares) -> None:
         self.session = session
         self._shares = shares
         self._facts = shares.facts
-        # The growth of an idle session serves no computation, so it preempts nothing; nor does a
-        # session without budget.
+        # The growth of an idle session serves no computation, so it preempts nothing. A session
+        # whose budget is used up preempts nothing either.
         self._silent = session.state == "idle" or shares.spent(session.owner) is not None
         self._within = asking(session, shares.facts).modest
         #: The class of the session, raised by its age.
@@ -210,12 +223,12 @@ class Asker:
         self, holder: Session, *, by: float = math.inf, stuck: bool = False, foresee: bool = False
     ) -> Iterator[tuple[int, float]]:
         """Yield the tiers in which the session may preempt ``holder`` while in use, and from when
-        on; not all of those that begin after ``by``.
+        on; tiers that begin after ``by`` may be missing.
 
         The answer ignores guarantees of the holder, which depend on the other victims
         (:func:`covered`). ``stuck``: treat the holder as if it could be suspended. ``foresee``: if
-        the asker has used too much now, yield the turn from the time at which it no longer has, if
-        usage continues as now.
+        the asker has used too much for a turn now, yield the turn with the time at which its usage
+        will be low enough, if the rates stay as they are now.
         """
         asker, shares, facts = self.session, self._shares, self._facts
         if self._silent or asker is holder:
@@ -247,7 +260,9 @@ class Asker:
                 yield TURN, ends
 
     def tier(self, holder: Session) -> int | None:
-        """Return the tier in which the session may preempt ``holder`` now although it is in use."""
+        """Return the tier in which the session may preempt ``holder`` now although the holder is in
+        use.
+        """
         now = self._facts.now
         for tier, at in self.claims(holder, by=now):
             if at <= now:
@@ -256,8 +271,8 @@ class Asker:
 
 
 def open_above(holder: Session, level: int, shares: Shares, *, over: bool) -> float:
-    """Return a number: :meth:`Asker.tier` of ``holder`` is None for each session of a class that is
-    not higher, and is not :attr:`~Asker.guaranteed`.
+    """Return a bound: only a session whose class is above it may preempt ``holder`` in use, unless
+    the session is :attr:`~Asker.guaranteed`.
 
     ``level`` is the holder's class; ``over``: its turn is over.
     """
@@ -265,7 +280,7 @@ def open_above(holder: Session, level: int, shares: Shares, *, over: bool) -> fl
         return -math.inf
     if shares.budgeted and shares.spent(holder.owner) is not None:
         return -math.inf
-    # Classes are whole numbers: the holder's own class is above its half.
+    # Classes are whole numbers, so the holder's own class is above this bound.
     return level - 0.5 if over else level
 
 
@@ -286,10 +301,11 @@ def covered(
     leaving: Mapping[str, int],
     shares: Shares,
 ) -> bool:
-    """Return whether a guarantee covers one of ``victims`` (with their tiers), taken in this order.
+    """Return whether a guarantee covers one of ``victims``, if they are preempted in this order.
 
-    ``leaving``: bytes by group that this plan suspends already. A guarantee of a group that is the
-    asker's as well covers nothing here, and an idle lease that nothing protects goes in any case.
+    ``victims`` are sessions with their tiers. ``leaving``: by group, the bytes that this plan
+    already suspends. A guarantee of a group to which the asker also belongs does not count here. No
+    guarantee covers an idle lease that nothing protects.
     """
     guarantees, facts = shares.tree.guarantees, shares.facts
     if not guarantees or not any(tier for _, tier in victims):
@@ -312,10 +328,11 @@ def covered(
 
 
 def kind_of(asker: Session, shares: Shares) -> object:
-    """Return what :meth:`Asker.tier` reads of an asker without a lease, but for two things.
+    """Return what :meth:`Asker.tier` reads of an asker without a lease, except for two things.
 
-    The first is the time that it has waited, which counts between two sessions of one owner. The
-    second is the usage and the leases of its owner: only owners of one group share the value.
+    The first is the time that the asker has waited, which counts between two sessions of one owner.
+    The second is the usage and the leases of its owner. Two owners can have the same value only if
+    they are in one group.
     """
     spent = shares.budgeted and shares.spent(asker.owner) is not None
     groups = shares.entitled.get(asker.id) if shares.entitled else None

@@ -5,67 +5,79 @@
 The algorithm
 -------------
 After every event, :func:`plan` looks at the whole machine and decides again. It works on a
-:class:`~.draft.Draft` (a copy of the accounts) and returns a :class:`Plan`; its changes become the
-actions (:mod:`.transitions`). In this order: 1. *Promises.* Suspends under way make room for the
-sessions to which the last plan promised it. The
-   pass keeps each promise that can still be kept.
-2. *Leaving.* Leases that must not run (recalled, of a closed class, of a budget that stops) and
-   idle leases whose time is over are suspended, if host memory has room. The first kind may also
-   take what is kept there for the head.
-3. *Queue.* Sessions that wait for a lease, and attached sessions that are guaranteed more than they
-   have, stand in one :func:`order`: guarantees, budgets, classes, fair shares, age
-   (:mod:`.shares`). For each: is it :func:`barred`? Do its owner's quota and its groups' caps allow
-   it (if need be after preempting leases that count there)? Then the first of these that works:
-   the bytes that it is promised are free; it fits in what is free (where it was last, else on the
-   tightest device: :mod:`.placement`); its promise stands; it fits once suspends under way are
-   done; it fits if the least disruptive victims are preempted (idle leases that no rule protects
-   *now*, such as a lease just moved there: :mod:`.victims`; then leases in use, by the tiers of
-   :mod:`.running`: burst, guarantee, class, turn); it fits if sessions *behind* it
-   give up promises that are older than its wait. Otherwise it is blocked, and the
-   :class:`~.model.Reason` names the rule.
+:class:`~.draft.Draft` (a copy of the accounts) and returns a :class:`Plan`, whose changes become
+the actions (:mod:`.transitions`). The pass has these steps, in this order:
+
+1. *Promises.* Suspends under way make room for the sessions to which the last plan promised this
+   room. The pass keeps each promise that can still be kept.
+2. *Leaving.* The pass suspends leases that must not run (recalled, of a closed class, or of a
+   budget that stops sessions) and idle leases whose time is over, if host memory has room. Leases
+   that must not run may also take the host memory that is kept for the head.
+3. *Queue.* Sessions that wait for a lease, and attached sessions that have less than they are
+   guaranteed, are in one :func:`order`: by guarantees, budgets, classes, fair shares and age
+   (:mod:`.shares`). For each session the pass first checks whether it is :func:`barred`. Then it
+   checks whether the quota of the owner and the caps of the groups allow the session (possibly
+   only after preempting leases that count there). Then the pass takes the first of these ways that
+   works:
+
+   * The bytes that the session is promised are free.
+   * The session fits in free memory: on the devices of its last lease, else on the tightest device
+     (:mod:`.placement`).
+   * Its promise remains.
+   * The session fits once suspends under way are done.
+   * The session fits if the pool preempts the least disruptive victims (:mod:`.victims`). These are
+     first idle leases that no rule protects *now* (a rule protects a lease that was just moved, for
+     example). Then come leases in use, by the tiers of :mod:`.running`: burst, guarantee, class,
+     turn.
+   * The session fits if sessions *behind* it give up promises that are older than its wait.
+
+   If no way works, the session is blocked, and the :class:`~.model.Reason` names the rule.
 4. *The head.* The first session that is blocked for lack of memory reserves devices
-   (:func:`~.victims.reservation`). Sessions behind it are *backfilled*: served only where that
-   can never delay the head.
-5. *Growth of idle leases* comes last in the order and reserves nothing, because they compute
-   nothing. The growth of a busy lease takes its turn in the queue, ages there, and may become the
-   head.
+   (:func:`~.victims.reservation`). Sessions behind it are *backfilled*: the pass serves them only
+   where that can never delay the head.
+5. *Growth of idle leases* comes last in the order and reserves nothing, because these leases
+   compute nothing. A busy lease that wants to grow waits in the queue like a session, ages there,
+   and may become the head.
 6. *Relief.* If host memory is short, one suspended state goes back to a device that has room.
 
 "Planning again at the same instant changes nothing" is a property that the tests check after every
 event; :class:`~.machine.Pool` plans until it holds.
 
-What a stranger needs to predict a decision: :mod:`.metering` (what counts as used), :mod:`.shares`
-(who goes first, and why no session starves), :mod:`.running` (who loses a slice in use, to whom and
-from when on), :mod:`.unsuspendable` (what becomes of a session that cannot be suspended).
+Four modules explain a decision to a new reader: :mod:`.metering` (what counts as used),
+:mod:`.shares` (the order of service, and why no session starves), :mod:`.running` (which session
+loses a slice in use, for which session and from when on), and :mod:`.unsuspendable` (what happens
+to a session that cannot be suspended).
 
-Four functions are the seams for other rules: :func:`order` (who goes first: fair share),
-:func:`barred` (who must not be served now: budgets, closed classes),
-:func:`~.preemption.victim_tier` (who may be preempted, and for whom: preemption of running work,
-time slices) and :func:`~.recheck.next_recheck` (when the clock alone changes the plan).
+To change a rule, change one of four functions: :func:`order` (the order of service: fair share),
+:func:`barred` (which session must not be served now: budgets, closed classes),
+:func:`~.preemption.victim_tier` (which lease may be preempted for which session: preemption of
+running work, time slices) and :func:`~.recheck.next_recheck` (when the plan changes because time
+passes).
 
 Sources
 -------
-EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System", 1995; the name and the analysis in
-Mu'alem and Feitelson, 2001): jobs may overtake as long as they do not delay the *first* of the
-queue. EASY derives the head's start from the run times that users declare. Notebook users declare
-no time for a cell, so :meth:`~.draft.Room.spare` is stricter: no delay in whatever order the
-present leases end. KAI-Scheduler tries evictions and placements in a ``Statement`` that is
-committed or discarded as a whole, like the draft and :class:`~.victims.Trial`. dask-gateway's
-controller reconciles: a wake-up only means "look again", so an extra one is harmless and none is
-needed for correctness. Dask.distributed's worker state machine maps (state, state) to a function
-and returns instructions instead of acting (:mod:`.transitions`).
+EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System", 1995; the name and the analysis are in
+Mu'alem and Feitelson, 2001): jobs may overtake as long as they do not delay the *first* job of the
+queue. EASY derives the head's start from the run times that users declare. Users of notebooks
+declare no time for a cell, so :meth:`~.draft.Room.spare` is stricter: it allows no delay in
+whatever order the present leases end. KAI-Scheduler tries evictions and placements in a
+``Statement``, which it commits or discards as a whole. The draft and :class:`~.victims.Trial` do
+the same. The controller of dask-gateway reconciles: a wake-up only means "look again", so an extra
+wake-up does no harm, and the correctness depends on no wake-up. The worker state machine of
+Dask.distributed maps (state, state) to a function and returns instructions instead of acting
+(:mod:`.transitions`).
 
 Rejected
 --------
 *Looking only at sessions that an event may have affected.* The pool once did that: each rule had to
-announce the sessions it might affect, and each forgotten announcement left a kernel waiting without
-end. On 16 devices and 1,000 sessions a whole pass takes a few milliseconds. *Reservations for every
-session in the queue* (conservative backfilling): without run times each would cost the memory of
-one session for as long as the head waits. *No reservation*: a large request starves. *Growth after
-the queue*: a busy kernel with a larger guarantee starved behind short cells. *A new plan from
-nothing each time*, without promises: the victims of one session would make room for another, and
-suspends would be wasted. *The optimal plan* (bin packing with preemption is NP-hard): people cannot
-predict it, and it moves more state for little gain.
+announce the sessions that it might affect, and each forgotten announcement left a kernel waiting
+without end. On 16 devices and 1,000 sessions a whole pass takes a few milliseconds. *Reservations
+for every session in the queue* (conservative backfilling): without run times, each reservation
+would cost the memory of one session for as long as the head waits. *No reservation*: a large
+request starves. *Growth after the queue*: a busy kernel with a larger guarantee starved behind
+short cells. *A completely new plan each time*, without promises: the victims of one session would
+make room for another session, and suspends would be wasted. *The optimal plan* (bin packing with
+preemption is NP-hard): people cannot predict it, and it moves more state for little gain.
 """
 
 from __future__ import annotations
@@ -99,7 +111,7 @@ HEAD = "the next kernel in the queue waits for memory"
 
 @dataclass(slots=True)
 class Plan:
-    """The result of a pass: what to do now, and what the next pass must know."""
+    """The result of a pass: what the pool does now, and what the next pass must know."""
 
     #: Every session that wants something, in the order of service.
     order: list[Session] = field(default_factory=list)
@@ -107,36 +119,37 @@ class Plan:
     queue: list[Session] = field(default_factory=list)
     grants: list[tuple[Session, tuple[Slice, ...], str]] = field(default_factory=list)
     grows: list[tuple[Session, tuple[Slice, ...]]] = field(default_factory=list)
-    #: Each victim with its tier: that of a lease in use, or 0 for an idle lease.
+    #: Each victim with a reason and a tier: the tier of a lease in use, or 0 for an idle lease.
     suspends: list[tuple[Session, str, int]] = field(default_factory=list)
-    #: By session: the bytes that suspends under way free for it.
+    #: For each session with a promise: the bytes that suspends under way free for it.
     promises: dict[str, Promise] = field(default_factory=dict)
-    #: By session that was not served: the reason.
+    #: For each session that was not served: the reason.
     reasons: dict[str, Reason] = field(default_factory=dict)
     reservation: Reservation | None = None
-    #: Owners with a session that waits for their quota, and groups with one that waits for
-    #: their cap.
+    #: Owners with a session that waits for the owner's quota, and groups with a session that waits
+    #: for the group's cap.
     held: set[str] = field(default_factory=set)
     held_groups: set[str] = field(default_factory=set)
-    #: Some reason names a limit.
+    #: Whether some reason names a limit.
     limited: bool = False
-    #: The order may change as usage decays and grows: sessions of several owners wait.
+    #: Whether the order, or which leases may be preempted, may change because usage decays and
+    #: grows.
     contended: bool = False
 
     @property
     def short(self) -> bool:
-        """Whether a session was not served. The pool then takes back unused growth of others
-        first.
+        """Whether a session was not served. The pool then first takes back unused growth of other
+        sessions and plans again.
         """
         return any(why.rule != "retry" for why in self.reasons.values())
 
     @property
     def complete(self) -> bool:
-        """Whether every session that wanted something has it, and is attached.
+        """Whether this plan grants a lease to every session that wanted something.
 
-        If so, and if nothing was reserved before, another plan would change nothing. No session is
-        left to serve. This plan has also not freed the host memory that an idle lease lacked for
-        its suspend (some of it is kept for the head of the queue).
+        If so, and if the plan before had no reservation, another plan would change nothing: no
+        session is left to serve. (A reservation keeps some host memory for the head of the queue.
+        If it ends, idle leases that lacked this memory can be suspended.)
         """
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
 
@@ -151,11 +164,11 @@ class Plan:
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether the plan changes any lease."""
         return bool(self.grants or self.grows or self.suspends)
 
     def settled(self, before: Plan) -> bool:
-        """Whether another plan after ``before`` would change nothing."""
+        """Whether another plan would change nothing; ``before`` is the plan before this plan."""
         return (
             not self.changes
             and self.promises == before.promises
@@ -167,14 +180,14 @@ def _devices(held: Reservation | None) -> object:
     return None if held is None else (held.session, held.wanted)
 
 
-# --------------------------------------------------------------------------- the seams
+# --------------------------------------------------------------------------- the rules to replace
 
 
 def order(facts: Facts) -> list[Session]:
-    """Return the sessions that wait for a lease or for growth, the first to go first.
+    """Return the sessions that wait for a lease or for growth, in the order of service.
 
-    By guarantees, daily budgets, classes, fair shares and age: see :mod:`.shares`. Growth of idle
-    leases comes last.
+    The order depends on guarantees, daily budgets, classes, fair shares and age: see
+    :mod:`.shares`. Growth of idle leases comes last.
     """
     return Shares(facts).order()
 
@@ -213,7 +226,7 @@ def stopped(s: Session, shares: Shares) -> str:
 
 
 def stops_at(s: Session, facts: Facts) -> float:
-    """Return from when on a session that must not run can be suspended."""
+    """Return the time from which on the pool can suspend a session that must not run."""
     return not_before(s, facts) if s.state == "idle" else free_from(s, facts)
 
 
@@ -221,13 +234,15 @@ def stops_at(s: Session, facts: Facts) -> float:
 
 
 def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
-    """Return what to do now. ``before`` is the last plan; host memory is short for ``relieve``.
+    """Return what the pool does now. ``before`` is the last plan; host memory is short for
+    ``relieve``.
 
-    Changes nothing. If no session wants anything, host memory is not short, no rule stops running
-    sessions and no idle lease's time is over, the plan is empty without a pass: a pass keeps
-    promises and reservations only for sessions in the order, which is empty, and each of its other
-    steps loops over the order, over ``relieve``, over the sessions that must not run or over the
-    idle leases whose time is over. (Most events of a cell are like that.)
+    This function changes nothing. It returns an empty plan without a pass if no session wants
+    anything, host memory is not short, no rule stops running sessions, and the time of no idle
+    lease is over. (This is so at most events of a cell.) A pass would find nothing: it keeps
+    promises and reservations only for sessions in the order, which is empty. Each of its other
+    steps loops over the order, over ``relieve``, over the sessions that must not run, or over the
+    idle leases whose time is over.
     """
     if not (facts.waiting or facts.short or relieve or facts.stops or _overdue(facts)):
         return Plan()
@@ -249,9 +264,10 @@ def _overdue(facts: Facts) -> list[Session]:
 
 
 def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
-    """Return the draft after the last plan: free bytes that it neither promises nor reserves.
+    """Return the draft after the last plan: the free bytes that the plan neither promises nor
+    reserves.
 
-    The bytes that the plan keeps for ``but`` are also free, for this session.
+    ``but`` names a session: the bytes that the plan keeps for this session count as free, too.
     """
     return _Pass(facts, before, but=but).draft
 
@@ -282,15 +298,17 @@ class _Pass:
             self.plan.contended = self.shares.fair
         #: How many waits had begun when the oldest promise was made.
         self.oldest = facts.arrivals
-        #: The last turn with a promise. The pass makes others only to the session whose turn it is.
+        #: The last place in the order whose session has a promise. The pass makes new promises only
+        #: to the session that it serves at that moment.
         self.last = -1
-        #: Which requests behind the head are not tried; None before a request has failed.
+        #: The requests behind the head that the pass need not try; None before a request has
+        #: failed.
         self.reach: Reach | None = None
         if before.promises:
             self._keep_promises(but)
         held = before.reservation
         if held is not None and held.session in self.turn and held.session != but:
-            # Until the pass reaches the head, the head's reservation stays.
+            # The head keeps its reservation until the pass serves the queue.
             head = facts.sessions[held.session]
             found = asking(head, facts)
             wanted = {}
@@ -326,7 +344,9 @@ class _Pass:
         self.last = max([self.turn[name] for name in draft.promises], default=-1)
 
     def _behind(self, s: Session, before: float = math.inf) -> list[str]:
-        """Return the sessions behind ``s`` with a promise made ``before`` it, the last first."""
+        """Return the sessions behind ``s`` whose promise was made before the wait number
+        ``before``, the last session first.
+        """
         turn, own, held = self.turn, self.turn[s.id], self.draft.promises.items()
         if own >= self.last:
             return []
@@ -349,7 +369,9 @@ class _Pass:
         return plan
 
     def _leave(self) -> None:
-        """2. Suspend idle leases whose time is over, as far as host memory has room."""
+        """Suspend leases that must not run and idle leases whose time is over, if host memory has
+        room.
+        """
         facts, draft = self.facts, self.draft
         if facts.stops:
             for s in facts.leased.values():
@@ -363,10 +385,10 @@ class _Pass:
                 self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
 
     def _stop(self, s: Session, why: str) -> bool:
-        """Suspend ``s``, which must not run, once that can be done; return whether.
+        """Suspend ``s``, which must not run, if the pool can do this now; return whether it can.
 
-        It may take the host memory that is kept for the head: a session that must not run is
-        suspended before waiting sessions are served, and there are only a few of these.
+        The suspend may take the host memory that is kept for the head: the pass suspends sessions
+        that must not run before it serves waiting sessions, and there are only a few of them.
         """
         draft = self.draft
         if stops_at(s, self.facts) > self.facts.now or draft.host_lack([s], draft.host):
@@ -377,7 +399,7 @@ class _Pass:
     def _suspend(self, v: Session, reason: str, tier: int = 0) -> None:
         self.draft.suspend(v)
         self.plan.suspends.append((v, reason, tier))
-        # The suspend frees more bytes than the failed requests could use.
+        # The suspend frees bytes that the failed requests did not have.
         self._gain()
 
     # ------------------------------------------------------------------ 3. the queue
@@ -430,9 +452,10 @@ class _Pass:
                 self._reserve(s, found)
 
     def _kept(self, s: Session, found: Asking) -> bool:
-        """Serve ``s``, which has a promise, or let it keep waiting; False if the promise is void.
+        """Serve ``s``, which has a promise, or let it wait further; return False if the promise is
+        void.
 
-        Promises of sessions behind it do not delay it.
+        Promises of sessions behind ``s`` do not delay it.
         """
         draft, owner, promise = self.draft, s.owner, self.draft.promises[s.id]
         takes, charge = promise.takes, promise.charge
@@ -443,7 +466,8 @@ class _Pass:
         draft.unpromise(s)
         if draft.lacking(owner, charge) is None:
             if self._free_for(s, takes):
-                # Where the head reserves, more may be backfilled without the promise.
+                # Without the promise, the pass can perhaps backfill more on devices that the head
+                # reserves.
                 self._gain()
                 self._accept(s, Offer(takes, ready=True), charge)
                 return True
@@ -456,12 +480,14 @@ class _Pass:
             self._gain()
             return False
         draft.promise(s, promise)
-        draft.known = known  # the draft is as it was
+        draft.known = known  # the draft is the same as before
         self.plan.reasons[s.id] = Reason("planned", devices=_on(takes))
         return True
 
     def _free_for(self, s: Session, takes: Iterable[Slice]) -> bool:
-        """Return whether ``takes`` are free now, with the bytes promised to sessions behind it."""
+        """Return whether ``takes`` are free now, if bytes promised to sessions behind ``s`` count
+        as free.
+        """
         draft, rooms = self.draft, self.draft.rooms
         late = dict.fromkeys(_on(takes), 0)
         for name in self._behind(s):
@@ -491,10 +517,11 @@ class _Pass:
     def _overtake(
         self, s: Session, found: Asking, offer: Offer | Reason, *, behind_head: bool
     ) -> Offer | Reason:
-        """Let ``s`` use bytes promised to sessions behind it: the last ones give up first.
+        """Let ``s`` use bytes promised to sessions behind it; the last session gives up its promise
+        first.
 
-        A session loses a promise only if that helps ``s``, and gets another in its turn if enough
-        bytes come free.
+        A session loses a promise only if that helps ``s``. When the pass serves this session, it
+        makes a new promise if enough bytes become free.
         """
         draft, sessions = self.draft, self.facts.sessions
         taken: dict[str, Promise] = {}
@@ -511,9 +538,9 @@ class _Pass:
     def _newer(self, s: Session) -> list[str]:
         """Return the sessions behind ``s`` whose promises it may take over, the last first.
 
-        These promises were made before ``s`` came to wait. A later promise was made although ``s``
-        was ahead, because ``s`` could not use the bytes. It stays valid, so that its suspends are
-        not wasted.
+        These promises were made before ``s`` began to wait. If a promise was made later, ``s`` was
+        ahead but could not use the bytes. Such a promise stays valid, so that its suspends are not
+        wasted.
         """
         # A preempted session keeps its age, but must not take back the bytes that it gave up.
         if not self.draft.promises or s.wait.number <= self.oldest or s.preempted:
@@ -530,9 +557,10 @@ class _Pass:
     def _reserve(self, s: Session, found: Asking) -> None:
         """4. Reserve devices for ``s``, the first session that is blocked for lack of memory.
 
-        After ``ageing`` seconds as the head it also *accumulates*: idle leases there are preempted
-        even if that alone is not enough (otherwise two sessions that take turns would keep it out).
-        But only those that then wait behind it: see :meth:`~.draft.Draft.stays_out`.
+        After ``ageing`` seconds as the head, ``s`` also *accumulates* memory: the pass preempts
+        idle leases on the reserved devices even if these leases alone are not enough. (Otherwise
+        two sessions that take turns would keep ``s`` waiting.) But it preempts only leases whose
+        sessions then wait behind ``s``: see :meth:`~.draft.Draft.stays_out`.
         """
         draft, before = self.draft, self.before.reservation
         keep = before.wanted if before is not None and before.session == s.id else ()
@@ -550,9 +578,10 @@ class _Pass:
     # ------------------------------------------------------------------ 6. relief
 
     def _relieve(self, names: Iterable[str]) -> None:
-        """Resume the largest suspended state that is short of host memory and fits in what is free.
+        """Resume the largest suspended state that fits in free device memory; host memory is short
+        for ``names``.
 
-        Only one at a time, because that may be enough.
+        The pass resumes only one session at a time, because that may be enough.
         """
         facts, draft = self.facts, self.draft
         found = [facts.sessions[name] for name in names if name in facts.sessions]

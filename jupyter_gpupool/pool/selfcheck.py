@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A check of the accounts: counts them once more, and reports the differences."""
+"""A check of the accounts: it computes them again from the sessions, and reports the
+differences.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from .ledgers import GroupUsage, OwnerUsage
 
 
 def problems(facts: Facts) -> list[str]:
-    """Return the errors in the accounts, as sentences with history.
+    """Return the errors in the accounts, as sentences with the last steps of the sessions.
 
     Counts all sessions again (a millisecond or two) and compares every account.
     """

@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One session: its identity, its recorded fields, and the records of its lease, wait and past.
+"""One session: its identity, its recorded fields, and the records of its lease, its wait and its
+past.
 
-The fields that outlive the broker have the names of :class:`~.model.SessionRecord`; only
+The fields that outlive the broker have the same names as in :class:`~.model.SessionRecord`; only
 :func:`record` and :func:`restored` convert between the two forms. A session changes only inside
 :meth:`.facts.Facts.change`.
 """
@@ -23,8 +24,9 @@ from .residence import Gap, Habits, Stay
 #: How many past transitions of a session are remembered for error messages and ``story``.
 STORY_LENGTH = 32
 
-#: For so many seconds after a restart no recovered lease is preempted, so that agents with a
-#: running cell can connect first. Short, so that a broker that is killed often still serves.
+#: For this many seconds after a restart, the pool preempts no recovered lease, so that agents with
+#: a running cell can connect first. The time is short, so that a broker that is killed often still
+#: serves waiting sessions.
 GRACE = 1.0
 
 #: Weight of the newest observation in a mean.
@@ -35,7 +37,7 @@ NEVER = -math.inf
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The present lease and its measurements; each attach begins a new one."""
+    """The present lease and its measurements; a new object for each lease."""
 
     slices: tuple[Slice, ...] = ()
     #: Device bytes over all slices, and the bytes that count against the owner's quota.
@@ -44,53 +46,57 @@ class Lease:
     attached_at: float = 0.0
     #: When the resume to this lease ended; minus infinity if no state was moved.
     resumed_at: float = NEVER
-    #: Bytes that the resume restored, by device: they count as used until the first measurement.
+    #: Bytes that the resume restored, by device. They count as used until the first measurement.
     restored: dict[str, int] = field(default_factory=dict)
-    #: Host bytes set aside while its suspend is under way.
+    #: Host bytes that are set aside for the state while its suspend is under way.
     host_bound: int = 0
-    #: Measured bytes by device and in all, and when the last measurement came.
+    #: Measured bytes by device and in total, and the time of the last measurement.
     footprints: dict[str, int] = field(default_factory=dict)
     footprint: int = 0
     sampled_at: float = NEVER
-    #: Measured bytes by device, kept only while the lease has more than is guaranteed.
+    #: By device: the time of the last measurement at which the slice had more bytes than are
+    #: guaranteed.
     measured_at: dict[str, float] = field(default_factory=dict)
-    #: When it last grew beyond what is guaranteed, and when its measured use last rose.
+    #: When the lease last grew beyond its guarantee, and when its measured use last rose.
     grown_at: float = NEVER
     rose_at: float = NEVER
-    #: How the session used it since the resume, in the terms of :mod:`.residence`.
+    #: How the session has used the lease since the resume, in the terms of :mod:`.residence`.
     stay: Stay = field(default_factory=Stay)
-    #: Whether the session was told that another one waits for its slice.
+    #: Whether the pool has informed the session that another session waits for its slice.
     told_wanted: bool = False
-    #: Seconds that moving it out and in takes, as known when it began (until a move was measured:
-    #: guessed from its measured use); see :mod:`.running`.
+    #: Seconds that one suspend and one resume of the session take together, as known when the lease
+    #: began. Until the pool has measured a move, this is a guess from the bytes in use. See
+    #: :mod:`.running`.
     cost: float = 0.0
-    #: The number of the class in which it got the lease: its own, or one to which age raised it.
+    #: The number of the class in which the session got the lease: its own class, or a higher class
+    #: to which its age raised it.
     level: int = -(1 << 62)
-    #: Since when others wait for a session that cannot be suspended, and how often its user was
-    #: warned.
+    #: Since when other sessions wait for this slice although the session cannot be suspended; and
+    #: how many warnings its user got.
     stuck_since: float | None = None
     warned: int = 0
-    #: The tier in which it is being preempted while in use; 0 if it is not (see :mod:`.running`).
+    #: The tier of the preemption, if the lease is being preempted while in use; else 0 (see
+    #: :mod:`.running`).
     preempted: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """The present wait for a lease or for growth; each wait begins a new one."""
+    """The present wait for a lease or for growth; a new object for each wait."""
 
-    #: First come, first served among equals.
+    #: Waits are numbered in the order in which they begin: among equals, the first is served first.
     number: int = 0
     since: float = 0.0
-    #: When it became the head of the queue.
+    #: When the session became the head of the queue.
     head_since: float | None = None
-    #: Why the last attach failed; not tried again before ``retry_at``.
+    #: Why the last attach failed; the pool does not try again before ``retry_at``.
     failed: str = ""
-    #: The figures of the wait so far, the latest last, each with whether suspends were making room
-    #: then.
+    #: The figures of the wait so far, the latest last. Each figure says whether suspends made room
+    #: at that time.
     figures: list[Figure] = field(default_factory=list)
-    #: When it probably ends; None without evidence.
+    #: When the wait will probably end; None without evidence.
     expected: Expected | None = None
-    #: The last news to its user: position, length, reason, expected.
+    #: The last news that its user got: position, length, reason, expected.
     told: tuple[Any, ...] = ()
 
 
@@ -102,10 +108,11 @@ class Measured:
 
     suspend: float | None = None
     resume: float | None = None
-    #: From its first hold to its last.
+    #: Seconds of one period of work: from its first hold until its last hold is dropped.
     busy: float | None = None
     busy_since: float = 0.0
-    #: The present or last gap without work (None: it works), and statistics of earlier gaps.
+    #: The present gap without work (None if the session works or waits to work), and statistics of
+    #: earlier gaps.
     gap: Gap | None = None
     habits: Habits = field(default_factory=Habits)
 
@@ -117,7 +124,7 @@ class Measured:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One session: its identity, its recorded fields, and its three parts."""
+    """One session: its identity, its recorded fields, and its lease, wait and measurements."""
 
     id: str
     owner: Owner
@@ -151,30 +158,36 @@ class Session:
     lease: Lease = field(default_factory=Lease)
     wait: Wait = field(default_factory=Wait)
     measured: Measured = field(default_factory=Measured)
-    #: The driver would not move its state to another device. Not recorded: a restarted broker asks
-    #: the driver once more, and gets the same answer.
+    #: The driver has refused to move its state to another device. The journal does not record this:
+    #: a restarted broker asks the driver again, and gets the same answer.
     immovable: bool = False
-    #: After a failed try: no suspend (if idle) or attach (if queued) before this time.
+    #: After a failed attempt, the pool does not suspend the session (if it is idle) or attach it
+    #: (if it is queued) before this time.
     retry_at: float = 0.0
     failures: int = 0
-    #: Why its last suspend failed, though host memory had room; it is tried again.
+    #: Why its last suspend failed although host memory had room; the pool tries again.
     refused: str = ""
-    #: The limit of host memory is below its state, so only less state or a higher limit helps.
+    #: Its state is larger than the limit of host memory where its processes run. The pool can
+    #: suspend it only after the state shrinks or the limit rises.
     confined: bool = False
-    #: Why it was preempted while in use, until it has its next lease; "" if it was not.
+    #: Why the pool preempted the session while it was in use; "" if it did not. The next lease sets
+    #: this to "" again.
     preempted: str = ""
     #: Why its last suspend was refused for lack of host memory.
     roomless: str = ""
-    #: Its machine or control group is short of memory: it must not be suspended.
+    #: The machine, or the control group of the session, is short of host memory: the pool must not
+    #: suspend the session.
     pressed: bool = False
-    #: The version of devices and rules by which its request can be met; -1: not known.
+    #: The :attr:`Facts.version` for which the pool knows that its request can be met; -1 if not
+    #: known.
     possible: int = -1
     #: Cached results of :func:`~.placement.asking` and :func:`~.preemption.times`, and their
     #: :attr:`Facts.version`. :meth:`Facts.change` drops both. ``times`` is also dropped by every
-    #: event that names the session, every sample, and every wait that begins or ends beside it.
+    #: event that names the session, by every sample of it, and when a wait for its slice begins or
+    #: ends.
     asking: Any = None
     times: Any = None
-    #: The same of :func:`~.running.terms`.
+    #: The cached result of :func:`~.running.terms`, which is dropped together with ``times``.
     using: Any = None
     story: deque[tuple[float, State, State, str, int]] = field(
         default_factory=lambda: deque(maxlen=STORY_LENGTH)
@@ -187,12 +200,12 @@ class Session:
 
     @property
     def empty(self) -> bool:
-        """Whether a measurement since it became idle found no device memory."""
+        """Whether a measurement since the session became idle found no device memory."""
         return self.known and not self.lease.footprint
 
     @property
     def known(self) -> bool:
-        """Whether all of its slices were measured since it became idle."""
+        """Whether all of its slices have been measured since the session became idle."""
         lease = self.lease
         return lease.sampled_at >= self.idle_since and len(lease.footprints) >= len(lease.slices)
 
@@ -200,15 +213,16 @@ class Session:
     def state_bound(self) -> int:
         """Host bytes that suspending it may take.
 
-        The bytes measured since it became idle. Without a measurement, or while it is in use, the
-        granted bytes or the last measurement, whichever is more.
+        If all slices have been measured since the session became idle, these are the measured
+        bytes. Otherwise, and while the session is in use, they are the granted bytes or the last
+        measurement, whichever is more.
         """
         if self.state == "active":
             return max(self.lease.granted, self.lease.footprint)
         return self.lease.footprint if self.known else max(self.lease.granted, self.lease.footprint)
 
     def recalled(self, now: float) -> str:
-        """Return why an admin takes its slice back now; "" if none does."""
+        """Return why an admin takes its slice back now; "" if no admin does."""
         return self.recall_reason if self.recall_at and self.recall_at <= now else ""
 
     def story_lines(self) -> list[str]:
@@ -226,7 +240,8 @@ def weighted(mean: float | None, seconds: float) -> float:
 
 _OWN = {f.name for f in fields(Session)}
 _LEASE = {f.name for f in fields(Lease)} - _OWN
-#: Recorded fields in the order of the record, and where each is; the others are arguments below.
+#: Recorded fields in the order of the record, and where the session has each of them.
+#: :func:`record` gets the other fields separately.
 _PLAIN = [f.name for f in fields(SessionRecord) if f.name not in ("holds", "wait_reason")]
 _VALUES = attrgetter(*(f"lease.{name}" if name in _LEASE else name for name in _PLAIN))
 #: Fields that a recovered session keeps unchanged; the rest depends on what the driver found.
@@ -255,12 +270,12 @@ def restored(r: SessionRecord, now: float) -> Session:
         s.lease.slices = r.slices
         s.lease.attached_at = now
         if not s.holds and r.idle_since:
-            # The idle time counts from then: a broker that is killed often must not withhold idle
-            # slices from waiting sessions.
+            # The idle time counts from the recorded time: a broker that is killed often must not
+            # keep idle slices from waiting sessions.
             s.idle_since = min(now, r.idle_since)
     else:
         s.suspended = r.suspended
-        s.recall_at, s.recall_reason = 0.0, ""  # it ended with the lease
+        s.recall_at, s.recall_reason = 0.0, ""  # The recall ended with the lease.
         # A session that waited keeps its place if it asks again soon.
         s.queued_at = r.queued_at
     s.measured.busy_since = now

@@ -1,27 +1,30 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Who goes first: guarantees, classes, fair shares, age. And whose daily budget is used up.
+"""The order of service: guarantees, classes, fair shares, age. And which daily budgets are used up.
 
 The order
 ---------
-One key after the other, no sums of unlike things:
+The pool compares sessions by one key after the other, and does not add unlike quantities:
 
-1. *Within a guarantee* before all others: a session whose group has, with this request and those of
-   the group that go before it, no more than is guaranteed to it.
+1. Sessions *within a guarantee* go before all others. A session is within a guarantee if the leases
+   of its group, the earlier requests of the group and this request need no more than the group is
+   guaranteed.
 2. Owners and groups whose *daily budget* is used up go last.
-3. *Class*: the higher priority class first.
-4. *Fair share*: from the pool down the tree of groups to the owner, the child that has used least
-   for its weight (Slurm's Fair Tree: R. Cox and L. Morrison, "Fair Tree: Fairshare Algorithm for
-   Slurm", 2014; siblings are compared with siblings only). What it has used is the dominant decayed
-   usage (:mod:`.metering`) and ``HORIZON`` seconds of what it has now and of what it would have
-   once its requests that go before are served: so 50 requests of one owner do not all go before the
-   first of another who has used a little more.
-5. *Age*: who waits for longer.
+3. *Class*: the higher priority class goes first.
+4. *Fair share*: at each level of the tree of groups, from the pool down to the owner, the child
+   that has used the least for its weight goes first (Slurm's Fair Tree: R. Cox and L. Morrison,
+   "Fair Tree: Fairshare Algorithm for Slurm", 2014; siblings are compared only with siblings). The
+   usage of a child is its dominant decayed usage (:mod:`.metering`), plus ``HORIZON`` seconds of
+   what it has now, plus ``HORIZON`` seconds of what its earlier requests in the queue would get. So
+   50 requests of one owner do not all go before the first request of another owner who has used a
+   little more.
+5. *Age*: the session that has waited for longer goes first.
 
 Age raises a session by a *class*: after ``ageing`` x (difference of the class numbers) seconds it
-competes in the next class, unless its owner or group has more than its fair share there. So age
-never outweighs a share. (Other schedulers often add priority, share and age to one sum. Then every
-long queue ends in order of age: with weights 3:1 and endless demand of both, usage went to 2:1.)
+competes in the next class, unless its owner or a group of the owner has used more than its fair
+share. So age never outweighs a share. (Other schedulers often add priority, share and age to one
+sum. In a long queue, age then decides in the end: with weights of 3:1 and endless demand of both
+owners, their usage came to 2:1.)
 
 No session starves
 ------------------
@@ -29,36 +32,37 @@ No session starves
 first of its owner in the queue, starts within max(C, S) + L:
 
 * C = ``ageing`` x (number of the highest class - number of its own);
-* S = ``half_life`` x log2(1 + U / B), where U is what its owner has used when it begins to wait,
-  and B what its weight would give it in the long run of what the others use: (weight of the owner
-  / weights of the others) x (devices that the others use) x half_life / ln 2. The largest possible
-  U is that of an owner that has used as many devices without end; then U / B is the weights of the
-  others over its own, and S depends on the weights alone;
+* S = ``half_life`` x log2(1 + U / B). Here U is the usage of its owner when the session begins to
+  wait. B is the usage that the owner's weight would give it in the long run, compared with what the
+  others use: (weight of the owner / weights of the others) x (devices that the others use) x
+  half_life / ln 2. U is largest if the owner has used the same number of devices for a very long
+  time. Then U / B is (weights of the others / weight of the owner), and S depends on the weights
+  alone;
 * L = ``ageing`` + the time until the leases on the devices that it reserves have ended, or may be
-  preempted, and have been suspended. Only here does the size of the request matter.
+  preempted, and have been suspended. The size of the request matters only here.
 
-*Proof.* (1) Its owner gets nothing, so after t seconds U has become U x 2^(-t / half_life). What
-the others have used since then is R x half_life / ln 2 x (1 - 2^(-t / half_life)) for R devices in
-use.
-Within a class the owner with the least usage for its weight goes first, so each of the other owners
-that has enough work gets a part of this usage by its weight, up to one cell. As soon as U is no
-more than such a part, the owner has the least usage for its weight: U x 2^(-t / half_life) <= B x
-(1 - 2^(-t / half_life)) holds after S seconds. (What the others hold at the moment counts against
-them as well.) (2) From then on this remains true: all usage decays by the same factor, and the
-other owners only add to theirs. The owner is then not above its fair share, so age raises the
-session: C seconds after it began to wait it competes in the highest class. C and S run at the same
-time. (3) Now it is the first in the queue and reserves devices (:mod:`.schedule`). No session
-behind it may use what would delay it, and after ``ageing`` seconds the idle leases there are
-suspended for it, even if one alone is not enough. What remains is L. With groups the same holds of
-the siblings at each level.
+*Proof.* (1) The owner of the session gets nothing, so after t seconds U has become U x 2^(-t /
+half_life). What the others have used since then is R x half_life / ln 2 x (1 - 2^(-t / half_life))
+for R devices in use. Within a class the owner with the least usage for its weight goes first, so
+each of the other owners that has enough work gets a part of this usage according to its weight,
+with a difference of at most one cell. As soon as U is no more than such a part, the owner has the
+least usage for its weight: U x 2^(-t / half_life) <= B x (1 - 2^(-t / half_life)) holds after S
+seconds. (The present leases of the others also count against them.) (2) From then on this remains
+true: all usage decays by the same factor, and only the other owners add to their usage. The owner
+is then not above its fair share, so age raises the session: C seconds after it began to wait it
+competes in the highest class. C and S run at the same time. (3) Now the session is the first in the
+queue and reserves devices (:mod:`.schedule`). No session behind it may use memory whose use would
+delay it. After ``ageing`` seconds the pool suspends the idle leases there for it, even if one of
+them alone is not enough. The time that remains is L. With groups, the same is true for the siblings
+at each level.
 
-*What the claim leaves out.* Sessions within a guarantee go before, but only as long as their groups
-fill their guarantees, which are less than the machine. An owner that has never used anything goes
-before once. A lease in use that no rule may preempt lasts as long as its cell
-(:mod:`.unsuspendable`); for each ``ageing`` seconds that the head waits, it reserves one more
-device. With ``half_life`` 0, S is 0: class and age alone decide.
+*What the claim leaves out.* Sessions within a guarantee go before the session, but only until their
+groups have filled their guarantees, which together are less than the machine. An owner that has
+never used a GPU goes before it once. A lease in use that no rule may preempt lasts as long as its
+cell (:mod:`.unsuspendable`). For each ``ageing`` seconds of its wait, the head of the queue
+reserves one more device. With ``half_life`` 0, S is 0: class and age alone decide.
 
-Without groups, budgets and used time this is the order of class and age.
+Without groups, budgets and past usage, this is the order of class and age.
 """
 
 from __future__ import annotations
@@ -75,20 +79,22 @@ from .model import Owner
 from .placement import Age, asking
 from .session import Session
 
-#: Seconds for which what an owner has now, and has asked for before, counts as used. As long as a
-#: long cell: with less, an owner with a little less usage gets every device that comes free at
-#: once; with more, instant holdings outweigh the usage that the weights are about.
+#: The leases and earlier requests of an owner count as if it had used them for this many seconds
+#: more. This is the length of a long cell. If it were shorter, an owner with a little less usage
+#: would get all devices that become free at the same time. If it were longer, present leases would
+#: outweigh the past usage, which the weights divide.
 HORIZON = 60.0
-#: Seconds after which the order is looked at again while sessions of several owners wait.
+#: The pool computes the order again after this many seconds while sessions of several owners wait.
 RECHECK = 10.0
-#: A share is exceeded when it is so by this factor: equal users must not be above for a rounding.
+#: An owner is above its fair share only if its usage is above the share by this factor: a rounding
+#: error must not put one of several equal users above its share.
 ABOVE = 1.02
 
-#: (budget used up, class with the higher one first, ...) is the order of classes; within a class,
-#: age decides. No two waits have the same number, so a sort never compares sessions.
+#: The sort key for the order of classes: whether the budget is used up, then the class (the higher
+#: class first), then the age. No two waits have the same number, so a sort never compares sessions.
 Aged = tuple[bool, int, Age, Session]
-#: Within a class, the share decides: score, place in the order of age, size. No two sessions have
-#: the same place.
+#: The same key, but within a class the share decides: first the score, then the place in the order
+#: of age. The size of the request follows. No two sessions have the same place.
 QueueEntry = tuple[bool, int, float, int, float, Session]
 #: (account, weight, name) of a group or an owner.
 TreeStep = tuple[Meter | None, float, str]
@@ -96,29 +102,31 @@ TreeStep = tuple[Meter | None, float, str]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """An account on one side of a comparison; usage is by weight."""
+    """An account on one side of a comparison; its usage is divided by its weight."""
 
     name: str
     weight: float
     used: float
-    #: The usage ``RECHECK`` seconds later, if all goes on as now.
+    #: The usage ``RECHECK`` seconds later, if the rates stay as they are now.
     then: float
-    #: Whether memory counts at one end of that time, and compute at the other.
+    #: Whether memory is the larger usage at one end of this period, and compute at the other end.
     bends: bool
 
 
 class Shares:
-    """Answers of one pass about shares: the order, guarantees, budgets. Changes nothing."""
+    """What one pass must know about shares: the order, guarantees and budgets. It changes
+    nothing.
+    """
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.tree = facts.tree
         self.fair = facts.settings.half_life > 0
         self.budgeted = facts.tree.budgeted
-        #: By session that waits: the groups within whose guarantee its request is.
+        #: For each waiting session: the groups whose guarantee covers its request.
         self.entitled: dict[str, frozenset[str]] = {}
         self._spent: dict[tuple[str, str], Budget | None] = {}
-        #: What :meth:`level` has found, by session.
+        #: The results of :meth:`level` so far, by session.
         self.levels: dict[str, int] = {}
         #: The numbers of the classes, the highest first.
         self._classes = sorted(facts.settings.priority_classes.values(), reverse=True)
@@ -134,13 +142,13 @@ class Shares:
     # ------------------------------------------------------------------ the order
 
     def order(self) -> list[Session]:
-        """Return the sessions that wait for a lease or for growth, the first to go first."""
+        """Return the sessions that wait for a lease or for growth, in the order of service."""
         facts = self.facts
         found: list[Session] = [*facts.waiting.values(), *facts.short.values()]
         if len(found) > 1:
             aged = self._by_age(found)
             found = self._by_share(aged) if self.fair else [item[-1] for item in aged]
-            if facts.short:  # an idle session that waits has a lease
+            if facts.short:  # an idle session that waits has a lease and waits for growth
                 found.sort(key=_idle)
         if self.tree.guarantees and found:
             self.entitled = entitled(facts, found, self.spent)
@@ -149,19 +157,20 @@ class Shares:
         return found
 
     def _by_age(self, waiting: Iterable[Session]) -> list[Aged]:
-        """Return sessions by class, and in a class by age: a point for ``ageing`` seconds.
+        """Return sessions by class, and within a class by age: one point for each ``ageing``
+        seconds.
 
-        This also notes the :meth:`level` of each; most are too young to be raised and need no call
-        for it.
+        The method also notes the :meth:`level` of each session. Most sessions are too young to be
+        raised, so their level needs no call.
         """
         facts, now, levels = self.facts, self.facts.now, self.levels
         version, ageing = facts.version, facts.settings.ageing
         found: list[Aged] = []
-        # Without shares, age alone decides between classes as well.
+        # Without shares, age alone also decides between classes.
         budgeted, by_class = self.budgeted, self.fair or self.budgeted
         spent, lower = False, 0
         for s in waiting:
-            asked = s.asking  # as asking(), most without a call
+            asked = s.asking  # the same as asking(), mostly without a call
             if asked is None or asked.version != version:
                 asked = asking(s, facts)
             age = asked.age
@@ -198,7 +207,7 @@ class Shares:
         """Return sessions, given by class and age, in the order of classes and shares."""
         users, mean = self.facts.meters.users, self._mean
         tree, groups = self.tree, self.facts.meters.groups
-        #: By group: the sessions of its members; those without a group are at the top.
+        #: By group: the sessions of its members. Sessions without a group are at the top.
         top: list[QueueEntry] = []
         lists: dict[str, list[QueueEntry]] = {"": top}
         #: By owner: what it has used, what it has now, and the size of its requests so far.
@@ -264,8 +273,8 @@ class Shares:
     def parts(self, owner: Owner) -> list[tuple[str, float, float]]:
         """Return (name, part used, part due) of an owner at each level of the tree.
 
-        Both are parts of what the siblings use (and weigh) that have used anything or wait. Empty
-        where usage does not count.
+        The first is a part of the usage, the second a part of the weights, of all siblings that
+        have used a GPU or wait. The list is empty if past usage does not count.
         """
         if not self.fair:
             return []
@@ -291,10 +300,12 @@ class Shares:
         return found
 
     def _siblings(self) -> Mapping[str, list[tuple[str, float, float]]]:
-        """Return (name, usage, weight) of those that use or wait, by the name of the parent."""
+        """Return (name, usage, weight) of owners and groups that use a GPU or wait, by parent's
+        name.
+        """
         facts, tree = self.facts, self.tree
         found: dict[str, dict[str, tuple[float, float]]] = {}
-        # In a fixed order: sums of floats depend on it.
+        # Use a fixed order, because sums of floats depend on the order.
         owners = dict.fromkeys(s.owner for s in (*facts.leased.values(), *facts.waiting.values()))
         for owner in owners:
             parent = ""
@@ -310,7 +321,7 @@ class Shares:
         return {p: [(n, *x) for n, x in children.items()] for p, children in found.items()}
 
     def above(self, owner: Owner) -> bool:
-        """Return whether an owner, or a group of it, has used more than its fair share."""
+        """Return whether an owner, or one of its groups, has used more than its fair share."""
         key = owner.name, owner.group
         found = self._above.get(key)
         if found is None:
@@ -332,8 +343,8 @@ class Shares:
         return (a + gain) / light < b / heavy
 
     def behind_from(self, asker: Owner, holder: Owner, gain: float, since: float) -> float:
-        """Return from when on, at ``since`` at the earliest, :meth:`behind` holds if all goes on as
-        now; infinity if never.
+        """Return from when on :meth:`behind` is true, at ``since`` at the earliest, if the rates
+        stay as they are now; infinity if never.
         """
         parted = self._parted(asker, holder)
         half_life = self.facts.settings.half_life
@@ -341,8 +352,9 @@ class Shares:
             return math.inf
         (mine, light, _), (its, heavy, _) = parted
         latest = _part_left(since - self.facts.now, half_life)
-        # With d for the part of today's usage that is left at a time, each sum is a line in d. The
-        # time is that of the largest d at which one of the holder's is above both of the asker's.
+        # Let d be the part of the present usage that is left at a later time. Each sum (by memory
+        # and by compute) is then a line in d. The result is the time of the largest d at which one
+        # line of the holder is above both lines of the asker.
         best = 0.0
         for end, slope in self._lines(its):
             low, high = 0.0, latest
@@ -377,7 +389,9 @@ class Shares:
         return found
 
     def _lines(self, account: Meter | None) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return usage by memory and by compute as (c, m): c + m x d, see :meth:`behind_from`."""
+        """Return the usage by memory and by compute as lines c + m x d: (c, m); see
+        :meth:`behind_from`.
+        """
         if account is None:
             return (0.0, 0.0), (0.0, 0.0)
         if account in self._known_lines:
@@ -401,9 +415,9 @@ class Shares:
     # ------------------------------------------------------------------ budgets
 
     def spent(self, owner: Owner) -> Budget | None:
-        """Return the daily budget of an owner, or a group of it, that is used up; or None.
+        """Return a used-up daily budget of an owner or of one of its groups, or None.
 
-        Of several, the strictest.
+        If several budgets are used up, return the strictest.
         """
         if not self.budgeted:
             return None
@@ -415,7 +429,7 @@ class Shares:
 
 
 def level(s: Session, facts: Facts) -> int:
-    """Return :meth:`Shares.level`, without the shares for a session that is too young to be
+    """Return :meth:`Shares.level`; without computing shares if the session is too young to be
     raised.
     """
     settings = facts.settings
@@ -425,9 +439,10 @@ def level(s: Session, facts: Facts) -> int:
 
 
 def climbs_at(queue: Iterable[Session], facts: Facts) -> float:
-    """Return when the first of the waiting sessions is raised by a class for its age.
+    """Return when age first raises one of the waiting sessions by a class.
 
-    Unless its owner is above its fair share then. Infinity if none ever is.
+    (Age does not raise the session if its owner is above its fair share at that time.) Infinity if
+    age never raises any of them.
     """
     settings, now, found = facts.settings, facts.now, math.inf
     if settings.ageing <= 0:
@@ -447,7 +462,7 @@ def climbs_at(queue: Iterable[Session], facts: Facts) -> float:
 
 
 def _part_left(seconds: float, half_life: float) -> float:
-    """Return which part of a usage is left after so many seconds."""
+    """Return which part of a usage is left after ``seconds``."""
     return 2.0 ** (-max(0.0, seconds) / half_life) if half_life > 0 else 0.0
 
 
@@ -461,7 +476,7 @@ _ENDS = ("stop", "refuse", "borrow")
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A daily budget of an owner now."""
+    """The present state of a daily budget of an owner."""
 
     #: The group whose budget it is; "" for the owner's own.
     group: str
@@ -469,7 +484,8 @@ class Budget:
     #: GPU-seconds that count against it.
     used: float
     spent: bool
-    #: When it is used up, or (``spent``) there again, if all goes on as now; infinity if never.
+    #: When the budget will be used up, or if it is ``spent``, when it will be available again. This
+    #: assumes that the rates stay as they are now; infinity if never.
     until: float
 
     @property
@@ -478,7 +494,7 @@ class Budget:
         return self.daily.seconds <= EXACT
 
     def soonest(self, now: float) -> float:
-        """Return when a spent budget is there again if nothing uses it from ``now`` on."""
+        """Return when a spent budget is available again if nothing uses it from ``now`` on."""
         if self.until < math.inf or self.none:
             return self.until
         seconds = self.daily.seconds
@@ -503,5 +519,7 @@ def budgets(facts: Facts, owner: Owner, now: float) -> list[Budget]:
 
 
 def budget_changes_at(facts: Facts, owner: Owner) -> float:
-    """Return when a daily budget of an owner is next used up or there again; infinity if never."""
+    """Return when a daily budget of an owner is next used up or available again; infinity if
+    never.
+    """
     return min((budget.until for budget in budgets(facts, owner, facts.now)), default=math.inf)

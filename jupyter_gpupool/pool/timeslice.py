@@ -1,24 +1,26 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Time slices: which session computes next where several contend for a device.
+"""Time slices: which session computes next if several sessions contend for a device.
 
 A pure planner beside the pool: at the end of every turn it gets the observations of the sessions on
-the devices, and returns those that may run in the next turn. If fewer than two are busy, all may
-run. If two or more are busy, one at a time has its turn, so that over time the busy seconds of each
-are in proportion to its share (start-time fair queueing):
+the devices, and returns those that may run in the next turn. If fewer than two sessions are busy on
+a device, all may run. If two or more are busy, one session at a time has its turn. Over time, the
+busy seconds of each session are then in proportion to its share (start-time fair queueing):
 
 * Each session has a *virtual time* on each of its devices: busy seconds / share. The session with
-  the least goes next, so later turns compensate for a long kernel that overran its turn.
-* A session that becomes busy (new, or back from a pause) starts at the least virtual time among
-  those that were busy there: it gets no credit for its pause, so it cannot keep the others out, and
-  it does not wait for their old debts.
+  the smallest virtual time goes next, so later turns make up for a long kernel that overran its
+  turn.
+* A session that becomes busy (new, or back from a pause) starts at the smallest virtual time of the
+  sessions that were busy there. It gets no credit for its pause, so it cannot keep the others
+  waiting. And it does not have to wait for their old debts.
 * A session on several devices runs only when it has the turn on all of them. While it waits for the
-  last one, others run on the first; it gets no credit for missed turns.
-* A session that is not busy loses nothing: its turn goes to others. It is not paused either, so
-  that its next call, which starts its busy time, is seen.
+  last device, other sessions run on the first devices. It gets no credit for these missed turns.
+* A session that is not busy loses nothing: its turn goes to other sessions. The planner does not
+  pause it either, because it must see the next call of this session, which starts its busy time.
 
-Shares are proportions among those that contend, not a cap: alone, a session gets all the time. If
-all contenders have asked for ``FULL``, none is paused: the driver's own time slices are enough.
+Shares are proportions among the sessions that contend, not a cap: a session that is alone gets all
+the time. If all contenders have asked for ``FULL``, the planner pauses none of them: the driver's
+own time slices are enough.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Contender:
     """The observations of one attached session in the last turn."""
 
     session: str
-    #: ``Request.compute``: its share against that of the others, more than 0.
+    #: ``Request.compute``: its share compared with the shares of the others; more than 0.
     share: int
     #: The devices of its lease.
     devices: tuple[str, ...]
@@ -53,7 +55,7 @@ class Tally:
     busy: bool
     #: Virtual time by device.
     virtual: Mapping[str, float]
-    #: When its wait for a turn began; without a wait, when it last had a turn.
+    #: When its wait for a turn began. If it does not wait: when it last had a turn.
     since: float
 
 
@@ -62,7 +64,7 @@ class Tallies:
     """What the planner remembers from one turn to the next; begin with ``Tallies()``."""
 
     accounts: Mapping[str, Tally] = field(default_factory=dict)
-    #: By device, the least virtual time among those that were busy there in the last turn.
+    #: By device: the smallest virtual time of the sessions that were busy there in the last turn.
     clocks: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -71,7 +73,7 @@ class Turn:
     """The sessions that may run in the next turn, and what to remember."""
 
     run: frozenset[str]
-    #: Sessions that are busy on a contended device and not in this turn.
+    #: Sessions that are busy on a contended device and do not run in this turn.
     wait: frozenset[str]
     #: Devices whose sessions take turns.
     contended: frozenset[str]
@@ -81,8 +83,8 @@ class Turn:
 def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
     """Return which sessions may run in the turn that begins at ``now`` (seconds).
 
-    Sessions that are not among ``runners`` any more are forgotten. The same arguments give the same
-    plan.
+    The planner forgets sessions that are no longer among ``runners``. The same arguments give the
+    same plan.
     """
     busy = _busy(runners)
     virtual = {r.session: _charged(state, r) for r in runners}
@@ -92,7 +94,8 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         clocks[uuid] = max(least, clocks.get(uuid, least))
     contended = contended_devices(runners)
     contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
-    # A session must have its turn on all of its devices, so the device with the latest turn counts.
+    # A session must have its turn on all of its devices, so the device counts on which it is
+    # furthest ahead.
     ahead = {
         r.session: max(virtual[r.session][u] - clocks[u] for u in contended.intersection(r.devices))
         for r in contenders
@@ -106,8 +109,8 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         for uuid in contended.intersection(r.devices):
             start = virtual[r.session][uuid]
             for other in busy[uuid]:
-                # A session gets no credit for turns that it could not use without its other
-                # devices.
+                # A session gets no credit for turns that it could not use because it waited for its
+                # other devices.
                 own = virtual[other.session]
                 own[uuid] = max(own[uuid], start)
     run = {r.session for r in chosen}
@@ -134,8 +137,9 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
 def contended_devices(runners: Iterable[Contender]) -> frozenset[str]:
     """Return the devices whose sessions must take turns.
 
-    Two sessions or more are busy there, and not all of them have asked for the whole device: the
-    driver's own time slices are equal ones.
+    These are devices on which two or more sessions are busy, and not all of these sessions have
+    asked for the whole device. (If all have asked for it, the driver's own time slices, which are
+    equal, are enough.)
     """
     return frozenset(
         uuid
@@ -154,7 +158,7 @@ def _busy(runners: Iterable[Contender]) -> dict[str, list[Contender]]:
 
 
 def _charged(state: Tallies, r: Contender) -> dict[str, float]:
-    """Return the virtual times of ``r``, charged with what it has used since the last plan."""
+    """Return the virtual times of ``r``, including what it has used since the last plan."""
     old = state.accounts.get(r.session)
     more = 0.0 if old is None else max(0.0, r.used - old.used) / max(1, r.share)
     found = {}
@@ -173,7 +177,9 @@ def _choose(
     ahead: Mapping[str, float],
     since: Mapping[str, float],
 ) -> list[Contender]:
-    """Return the sessions that have a turn: as many as possible, one on a contended device."""
+    """Return the sessions that have a turn: as many as possible, but at most one on each contended
+    device.
+    """
     chosen: list[Contender] = []
     taken: set[str] = set()
     for r in sorted(contenders, key=lambda r: (ahead[r.session], since[r.session], r.session)):

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The states of a session: every step, when it happens, and what it does.
+"""The states of a session: every step between them, when it happens, and what it does.
 
-:data:`TRANSITIONS` maps (old, new) to a sentence and a function; ``docs/states.md`` is made from
-it. :func:`move` is the only way from one state to another. Like every function here it returns the
-actions that follow; only :class:`~.machine.Pool` collects them.
+:data:`TRANSITIONS` maps (old, new) to a sentence and a function; ``docs/states.md`` is generated
+from it. :func:`move` is the only way from one state to another. Like every function in this module,
+it returns the actions that follow; only :class:`~.machine.Pool` collects these actions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Actions = list[Action]
 
 
 class InvalidTransition(GPUPoolError):
-    """A step of a session is not in the table; a bug in this package.
+    """A step of a session is not in the table: this is a bug in this package.
 
     ``story`` holds the last steps of the session, oldest first.
     """
@@ -63,13 +63,13 @@ class Step(NamedTuple):
 
 
 # --------------------------------------------------------------------------- what the steps do
-# Each gets the facts, the session as it was, and the data of the event; it runs inside
-# ``Facts.change``. Its actions come after the StateChanged of the step.
+# Each function gets the facts, the session before the step, and the data of the event. It runs
+# inside ``Facts.change``. Its actions come after the StateChanged of the step.
 
 
 def _join(facts: Facts, s: Session, since: float) -> Actions:
-    """Begin to wait, and keep the age."""
-    # The computation of a preempted session keeps its age; only its wait begins now.
+    """Begin to wait; the session keeps its age."""
+    # A preempted session keeps the age of its computation; only its wait begins now.
     s.queued_at = facts.now if s.preempted else since
     facts.begin_wait(s, since)
     return []
@@ -102,7 +102,7 @@ def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
         s.bound = tuple(x.device for x in s.lease.slices)
         s.migrations += tuple(x.device for x in state) != s.bound
         s.lease.resumed_at = facts.now
-        # It uses at least this much, even before the first sample.
+        # The session uses at least these bytes, even before the first sample.
         sizes = zip(s.lease.slices, state, strict=True)
         s.lease.restored = {x.device: old.bytes for x, old in sizes}
         if seconds > 0:
@@ -120,14 +120,14 @@ def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
 
 
 def _gap(facts: Facts, s: Session) -> None:
-    """Begin a gap without work, or continue the gap in which a suspend was tried."""
+    """Begin a gap without work, or continue the gap in which the pool tried a suspend."""
     s.idle_since = facts.now
     gap = s.measured.gap
     s.measured.gap = Gap(facts.now) if gap is None else replace(gap, taken=math.inf)
 
 
 def _not_attached(facts: Facts, s: Session) -> Actions:
-    """The attach had no effect, so the devices of its last lease stay as they were."""
+    """The attach had no effect, so ``last_devices`` stays as it was."""
     last = s.last_devices
     facts.end_lease(s)
     s.last_devices = last
@@ -180,7 +180,7 @@ def _begin_suspend(facts: Facts, s: Session, reason: str, _tier: int = 0) -> Act
 
 
 def _begin_preempt(facts: Facts, s: Session, reason: str, tier: int) -> Actions:
-    """The holds stay: the cell continues with the next lease."""
+    """Begin to preempt a session in use. Its holds stay: the cell continues with the next lease."""
     s.measured.busy = weighted(s.measured.busy, facts.now - s.measured.busy_since)
     s.lease.preempted, s.preempted = tier, reason
     s.lease.host_bound = s.state_bound
@@ -215,8 +215,8 @@ def _suspended_and_wanted(
 ) -> Actions:
     tier = s.lease.preempted
     _suspended(facts, s, state, cuda)
-    # The turn is over, or an admin gives the slice to others: the session goes behind those that
-    # wait.
+    # If the turn is over, or an admin gives the slice to others, the session goes behind the
+    # sessions that already wait.
     since = facts.now if tier in (TURN, RECALLED) else min(h.since for h in s.holds.values())
     return _join(facts, s, since)
 
@@ -235,17 +235,17 @@ def _stays(facts: Facts, s: Session) -> Actions:
     s.lease.preempted, s.preempted = 0, ""
     if s.holds:
         return _work(facts, s)
-    since = s.idle_since  # idle before, or since a hold was dropped meanwhile
+    since = s.idle_since  # from before the suspend, or when a hold was dropped during it
     _gap(facts, s)
     s.idle_since = since
     return []
 
 
 def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
-    """The process is gone; or the driver ``lost`` it.
+    """The process has ended, or the driver has ``lost`` it.
 
-    A lost session must end. Until then it may still hold its whole lease and its host bytes, so
-    these keep counting.
+    A lost session must end. Until its process has ended, it may still use its whole lease and its
+    host bytes, so they still count.
     """
     if lost:
         return []
@@ -260,8 +260,9 @@ def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
 def _in_order(state: Sequence[Slice], devices: Sequence[str]) -> tuple[Slice, ...]:
     """Return the suspended state in the order in which the process sees its devices.
 
-    A device of the lease without state is kept with 0 bytes: the process is also bound to it, and
-    the resume must map it to a device. () if nothing is suspended at all.
+    A device of the lease that has no state stays in the list with 0 bytes: the process is also
+    bound to this device, and the resume must map it to a device. The result is () if nothing is
+    suspended at all.
     """
     if not state:
         return ()
@@ -320,7 +321,7 @@ TRANSITIONS: Mapping[tuple[State, State], Step] = {
 def move(
     facts: Facts, s: Session, new: State, reason: str, *told: object, **more: object
 ) -> Actions:
-    """Make one step of the table; return what follows from it.
+    """Make one step of the table; return the actions that follow from it.
 
     Raises
     ------
@@ -357,7 +358,7 @@ def resize(facts: Facts, s: Session, slices: tuple[Slice, ...]) -> Actions:
         return []
     grows = any(x.bytes > old.bytes for x, old in zip(slices, s.lease.slices, strict=True))
     with facts.change(s):
-        # A lease that shrinks is never charged more, even under a higher limit.
+        # The charge of a lease that shrinks never rises, even if the limit is higher now.
         facts.set_slices(s, slices, math.inf if grows else s.lease.charge)
     return [Resize(session=s.id, epoch=s.epoch, slices=slices)]
 
@@ -384,7 +385,7 @@ def refuse_holds(s: Session, refusal: Refusal) -> Actions:
 
 
 def lose(facts: Facts, s: Session, message: str) -> Actions:
-    """The driver lost the session: it must end."""
+    """Refuse the holds of a session that the driver has lost, and end the session."""
     refusal = Refusal(
         Code.LOST, f"The GPU state of this kernel was lost: {message}", "Restart the kernel."
     )

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions that cannot be suspended while others wait: warned, asked, ended if the admin says so.
+"""Sessions that cannot be suspended while others wait: the pool warns, asks, and may end them.
 
-Such a session is never a victim, or its suspend fails again and again (because its process is
-stopped, or its work on the GPU does not end). So a session that waits for this slice, and might
-take it by some rule (:mod:`.running`), could wait without end. The pool then warns the user of the
-holder, later asks the user to free the slice, and at last ends the holder, as far as
-``PoolSettings.unsuspendable`` allows and after the times of ``unsuspendable_after``. When no
+Such a holder is never a victim, or its suspend fails again and again (because its process is
+stopped, or its work on the GPU does not end). So another session that waits for this slice, and may
+take it by some rule (:mod:`.running`), could wait without end. The pool first warns the user of the
+holder, later asks the user to free the slice, and at last ends the holder. It does so only as far
+as ``PoolSettings.unsuspendable`` allows, and after the times of ``unsuspendable_after``. When no
 session waits for the slice any more, the stages begin again.
 """
 
@@ -26,10 +26,10 @@ from .session import Session
 from .shares import Shares
 from .transitions import Actions, move
 
-#: The rules of a wait for what the group's cap allows.
+#: The rules by which a session waits for the cap of its group.
 _FOR_CAP = ("cap", "behind-group")
 
-#: The stages by what the admin allows.
+#: The number of stages, by what the admin allows.
 STAGES = {"warn": 1, "ask": 2, "end": 3}
 
 
@@ -62,7 +62,7 @@ def note(facts: Facts, plan: Plan) -> None:
                     s.lease.stuck_since = facts.now
     for name, (s, w) in before.items():
         if s.state == "detaching" and s.refused and w.id in facts.waiting:
-            # one more attempt: the wait counts until that attempt succeeds
+            # the pool tries once more: the wait counts until this attempt succeeds
             facts.stuck[name] = s, w
         elif name not in facts.stuck:
             s.lease.stuck_since, s.lease.warned = None, 0
@@ -79,7 +79,7 @@ def warn(facts: Facts) -> Actions:
 
 
 def due(s: Session, facts: Facts) -> float:
-    """Return when the next stage of ``s`` is due; infinity if none is."""
+    """Return when the next stage of ``s`` is due; infinity if no stage is."""
     lease, rules = s.lease, facts.settings
     if lease.stuck_since is None or lease.warned >= STAGES[rules.unsuspendable]:
         return math.inf
@@ -95,9 +95,10 @@ def ends_at(s: Session, facts: Facts) -> float:
 
 
 def _waiter(holder: Session, plan: Plan, shares: Shares) -> Session | None:
-    """Return the first session that waits for the slice of ``holder``, and might take it.
+    """Return the first session that waits for the slice of ``holder`` and may take it by some rule.
 
-    It waits for the memory of ``holder``, or for a group cap that counts the lease of ``holder``.
+    This session waits for the memory of ``holder``, or for a group cap in which the lease of
+    ``holder`` counts.
     """
     facts = shares.facts
     own = [facts.devices[x.device] for x in holder.lease.slices]

@@ -3,7 +3,7 @@
 """What each event changes in the facts, before the pass plans again.
 
 Each function returns the actions that follow from the event itself. No function serves another
-session or announces changes, because the pass looks at everything.
+session or announces changes, because the pass looks at all sessions.
 """
 
 from __future__ import annotations
@@ -26,17 +26,19 @@ from .schedule import Plan
 from .session import NEVER, Session, restored, weighted
 from .transitions import Actions, grant_holds, lose, move, refuse_holds, resize, wish
 
-#: Seconds before a session is tried again after a failed attach or a refused suspend; doubled with
-#: every further failure, up to ``BACK_OFF_MOST``. The others begin with a longer delay than
-#: ``busy`` because work and memory pressure last longer than a race with the next cell.
+#: Seconds before the pool tries again after a failed attach or a refused suspend. They double with
+#: every further failure, up to ``BACK_OFF_MOST``. ``drain``, ``host`` and ``limit`` begin with a
+#: longer delay than ``busy``, because work on the GPU and a lack of memory last longer than a race
+#: with the next cell.
 BACK_OFF = {"attach": 1.0, "busy": 1.0, "drain": 10.0, "host": 10.0, "limit": 10.0}
 BACK_OFF_MOST = 60.0
-#: Seconds after a restart of the broker in which a session that was waiting may claim its place.
+#: For this many seconds after a restart of the broker, a session that waited before may claim its
+#: old place in the queue.
 REJOIN = 60.0
 
 
 def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
-    """Apply one event to the facts; ``plan`` is the plan before it."""
+    """Apply one event to the facts; ``plan`` is the plan before this event."""
     kind = type(event)
     if kind in _POOL:
         return _POOL[kind](facts, event)
@@ -54,7 +56,8 @@ def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
         epoch: int = event.epoch  # type: ignore[attr-defined]
         if (s.state, s.epoch) != (state, epoch):
             text = f"{kind.__name__} of epoch {epoch} came for a session that is {s.state}, epoch "
-            level = "debug" if kind is ev.LandingRefused else "warning"  # a race with the last hold
+            # LandingRefused may come just after the last hold was dropped: this is no error.
+            level = "debug" if kind is ev.LandingRefused else "warning"
             return _log(name, level, Code.STALE_COMPLETION, f"{text}{s.epoch}; dropped.")
         return act(facts, s, event)
     if kind in _PEOPLE:
@@ -118,7 +121,8 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
     if uuid not in facts.devices:
         return _unknown_device(uuid)
     actions: Actions = []
-    # Before the sessions, because it changes how much they may grow.
+    # Record the foreign bytes before the sessions' bytes, because they limit how much sessions may
+    # grow.
     facts.seen(uuid, event.foreign, facts.devices[uuid].overuse)
     for name, size in event.footprints.items():
         s = facts.sessions.get(name)
@@ -128,13 +132,15 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
             actions += _measured(facts, s, uuid, size, plan)
             over += max(0, size - held_on(s, uuid))
         elif s.state == "detached" and not s.suspended and facts.now >= s.state_since + SETTLE:
-            over += size  # a sample may be older than the end of the lease, but not by so much
+            over += size  # a sample may be older than the lease's end, but by less than SETTLE
     facts.seen(uuid, event.foreign, over)
     return actions
 
 
 def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Actions:
-    """Record the measured use of an attached session, and fit its lease to it."""
+    """Record the measured use of an attached session, and change the size of its lease
+    accordingly.
+    """
     lease, held = s.lease, held_on(s, uuid)
     facts.forget_times(s)
     before = lease.footprints.get(uuid, -1)
@@ -146,14 +152,15 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
         return []
     lease.sampled_at = facts.now
     if facts.swap is None:
-        lease.cost = cost(s, None)  # guessed from what it uses, until a move was measured
+        lease.cost = cost(s, None)  # a guess from the bytes in use, until a move is measured
     if size:
         s.bound = tuple(x.device for x in lease.slices)
     actions: Actions = []
     if held > s.request.memory:
         lease.measured_at[uuid] = facts.now
     if size > held:
-        # If its use has grown, it took these bytes just as they were found unused and taken back.
+        # If the lease has grown before, the session probably used these bytes just when the pool
+        # found them unused and took them back.
         if lease.grown_at > NEVER:
             actions = grow_by(facts, s, uuid, size - held, plan)
     elif held > s.request.memory:
@@ -179,7 +186,7 @@ def _host_pressure(facts: Facts, event: ev.HostPressure) -> Actions:
 
 
 def _settings(facts: Facts, event: ev.SettingsChanged) -> Actions:
-    """Apply new rules; refuse sessions that they can never serve."""
+    """Apply new rules; refuse waiting sessions whose requests these rules can never meet."""
     facts.configure(event.settings, event.groups)
     actions: Actions = []
     for s in list(facts.waiting.values()):
@@ -264,7 +271,7 @@ def _ended(facts: Facts, event: ev.SessionEnded) -> Actions:
 
 def _set_aside(facts: Facts, s: Session, event: ev.SetAside) -> Actions:
     if s.state not in ("detached", "queued"):
-        return []  # it was attached meanwhile: the broker restores it with the attach
+        return []  # a lease came in the meantime: the broker restores the state with the attach
     for x in event.suspended:
         facts.device(x.device)
     with facts.change(s):
@@ -294,8 +301,8 @@ def _settle(facts: Facts, s: Session, bound: tuple[str, ...]) -> Actions:
 def _refuse_if_hopeless(facts: Facts, s: Session, why: str) -> Actions:
     """Refuse the holds of a session without a lease if its request can never be met.
 
-    The answer for a session without suspended state that is bound to no device depends on its
-    request, its owner, the rules and the devices; any change of these sets ``possible`` to -1 or
+    If the session has no suspended state and is bound to no device, the answer depends only on its
+    request, its owner, the rules and the devices. Any change of these sets ``possible`` to -1 or
     raises the version.
     """
     if s.suspended or (s.possible == facts.version and not s.bound):
@@ -315,7 +322,7 @@ def _hold_taken(facts: Facts, s: Session, event: ev.HoldTaken) -> Actions:
     known = event.hold in s.holds
     actions = _settle(facts, s, event.bound) if event.bound else []
     if known and event.hold not in s.holds:
-        return actions  # just refused, with the others
+        return actions  # _settle() has just refused this hold with all others
     if not known:
         s.holds[event.hold] = Hold(event.hold, event.kind, facts.now)
     actions += _held(facts, s)
@@ -369,7 +376,7 @@ def _unheld(facts: Facts, s: Session) -> Actions:
     if s.state == "queued":
         return move(facts, s, "detached", "the wait was cancelled")
     if s.state == "detaching":
-        s.idle_since = facts.now  # counts from now, if the suspend is refused
+        s.idle_since = facts.now  # if the suspend is refused, the idle time counts from now
     return []
 
 
@@ -443,8 +450,9 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
         s.pinned_reason = event.message or "the driver cannot suspend it"
         s.pinned_at = facts.now
     elif s.lease.preempted or not (event.kind == "busy" and s.holds):
-        # With a hold, the pool may suspend it again as soon as the hold is dropped: after a
-        # back-off it would meet the session's next short cell.
+        # If the agent refused because of a hold, there is no back-off, and the pool may suspend the
+        # session as soon as the hold is dropped. After a back-off, the pool would meet the
+        # session's next short cell.
         _back_off(facts, s, event.kind)
         s.refused = event.message if event.kind != "host" else ""
         s.confined = event.kind == "limit"
@@ -456,7 +464,7 @@ def _suspend_failed(facts: Facts, s: Session, event: ev.SuspendFailed) -> Action
     return lose(facts, s, event.message)
 
 
-# --------------------------------------------------------------------------- which event, which one
+# --------------------------------------------------------------------- the function of each event
 
 _POOL: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.Tick: _tick,
@@ -478,7 +486,8 @@ _SESSION: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.SetAside: _set_aside,
     ev.DevicesSettled: _devices_settled,
 }
-#: The pool answers these events, and needs to know what the plan leaves.
+#: People cause these events, and the pool answers them. The answer depends on the memory that the
+#: plan leaves.
 _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.RequestChanged: requests.changed,
     ev.GrowAsked: requests.grow,
@@ -487,7 +496,8 @@ _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.RecallAsked: recall.recall,
     ev.EndAsked: recall.end,
 }
-#: These complete an operation of the broker in one state and epoch. In any other they are too late.
+#: Each of these events completes an operation of the broker, which belongs to one state and one
+#: epoch of the session. In any other state or epoch, the event is too late.
 _EFFECTS: Mapping[type[ev.Event], tuple[State, Callable[..., Actions]]] = {
     ev.AttachDone: ("attaching", _attach_done),
     ev.AttachFailed: ("attaching", _attach_failed),

@@ -1,10 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which victims make room for a session with least disruption, and where it then goes.
+"""Which victims make room for a session with the least disruption, and on which devices it then
+runs.
 
-:mod:`.preemption` says which leases may be preempted. Of these the pool preempts a lease of a lower
-tier before one of a higher tier, and of one tier the leases with the most bytes x idle time first:
-no more than needed, and only as far as their state fits in host memory and in their owners' quotas.
+:mod:`.preemption` says which leases may be preempted. Of these, the pool preempts leases of a lower
+tier before leases of a higher tier. Within a tier, it first preempts the leases with the most bytes
+x idle time. It preempts no more leases than needed, and only leases whose state fits in host memory
+and in their owners' quotas.
 """
 
 from __future__ import annotations
@@ -30,15 +32,17 @@ from .preemption import asker_kind, candidate, score, unprotected, victim_tier
 from .running import Asker, covered, open_above, terms
 from .session import Session
 
-#: If the usual choice fails for lack of host memory, or because a guarantee covers a victim after
-#: those before it, every combination of up to so many leases is tried. With more leases and too
-#: little host memory, only the one that frees the most per host byte.
+#: The usual choice may fail for lack of host memory, or because a guarantee covers a victim once
+#: earlier victims are preempted. With up to this many leases, the pool then tries every combination
+#: of them. With more leases and too little host memory, it tries only the combination that frees
+#: the most bytes for each host byte.
 EXACT = 6
-#: Number of places to compare. The best victim may be on a device where little else can be
-#: preempted: then the next session finds nothing there, and more leases end in all.
+#: The number of places to compare. Comparing helps because the best victim may be on a device where
+#: little else can be preempted. The next session then finds nothing there, and the pool preempts
+#: more leases in total.
 WIDTH = 4
 
-#: What host memory may lack; what is likely to end first comes first.
+#: The possible lacks of host memory. The lack that probably ends first comes first.
 LACKS: tuple[HostLack, ...] = ("room", "quota", "size")
 
 WAITS = "another kernel waits for memory"
@@ -61,12 +65,15 @@ class Trial:
         self.chosen: list[Session] = []
         self.freed: dict[str, int] = {}
         self.takes: tuple[Slice, ...] = ()
-        #: Why choices failed for lack of host memory, and not for lack of leases to preempt.
+        #: The lacks of host memory because of which choices failed although there were leases to
+        #: preempt.
         self.host_lacks: set[HostLack] = set()
         self._failed: HostLack = ""
-        #: The owner and :func:`.preemption.asker_kind` of the asker, once they are needed.
+        #: The owner and the :func:`.preemption.asker_kind` of the asker; None until they are
+        #: needed.
         self._kind: Any = None
-        #: A choice failed because a guarantee covers a victim: with others it may not.
+        #: Whether a choice failed because a guarantee covers a victim; a choice of other victims
+        #: may work.
         self.shielded = False
 
     def add(self, victims: Iterable[Session]) -> None:
@@ -77,7 +84,7 @@ class Trial:
                 self.freed[x.device] = self.freed.get(x.device, 0) + x.bytes
 
     def expect(self, room: Room) -> int:
-        """Return the bytes that become free on a device without more victims."""
+        """Return the bytes that become free on a device without further victims."""
         return room.expect + self.freed.get(room.uuid, 0)
 
     def tier(self, v: Session) -> int | None:
@@ -85,8 +92,9 @@ class Trial:
         draft = self.draft
         if v.id in draft.leaving or v.id in draft.settled:
             return None
-        # The facts, the time and the shares stay the same during a pass, so a tier found once
-        # holds for all of it: for this asker, and where that is all that counts, for its kind.
+        # The facts, the time and the shares stay the same during a pass, so a tier that was found
+        # once is valid for the whole pass. It is valid for this asker, or for all askers of its
+        # kind if only the kind counts.
         key = self._asker_of(v), v.id
         if key not in draft.tiers:
             draft.tiers[key] = victim_tier(self._rules(), v, self.facts)
@@ -98,8 +106,8 @@ class Trial:
         return self._as_asker
 
     def _candidates(self, room: Room) -> tuple[list[Candidate], int]:
-        """Return the candidates on a device without most of those that the asker cannot preempt,
-        and their bytes in all.
+        """Return the candidates on a device, without most of those that the asker cannot preempt;
+        and their total bytes.
         """
         if self._opened is None:
             asker = self._rules()
@@ -109,7 +117,7 @@ class Trial:
     def _asker_of(self, v: Session) -> Any:
         """Return what the tier of ``v`` depends on besides ``v``: the asker's owner and kind.
 
-        For a session with a lease, or where the time of its wait counts, return its name.
+        If the asker has a lease, or if the time of its wait counts, return its id.
         """
         shares, asker = self.draft.shares, self.asker
         if not shares.fair or asker.state != "queued" or v.owner == asker.owner:
@@ -127,11 +135,13 @@ class Trial:
         ]
 
     def reach(self, room: Room) -> int:
-        """Return the bytes that become free on a device if all leases that may be preempted are."""
+        """Return the bytes that become free on a device if the pool preempts all leases that it may
+        preempt.
+        """
         return self.expect(room) + sum(size for _, _, size in self.options(room))
 
     def most(self, where: Where) -> dict[str, int]:
-        """Return by suitable device what the asker can get there at most.
+        """Return, for each suitable device, the most bytes that the asker can get there.
 
         Where the head of the queue has a reservation, no lease is preempted.
         """
@@ -141,15 +151,16 @@ class Trial:
             if room.uuid in held:
                 found[room.uuid] = draft.left(room.ledger)
             else:
-                # Most devices have nothing to preempt for a class.
+                # On most devices, there is no lease that a session of this class may preempt.
                 some = room.candidates and self._candidates(room)[0]
                 found[room.uuid] = self.reach(room) if some else self.expect(room)
         return found
 
     def out_of_reach(self, found: Asking) -> bool:
-        """Return True only if :meth:`place` fails for several slices, even with all that helps.
+        """Return True only if :meth:`place` must fail for several slices, even if all possible
+        victims are preempted.
 
-        Then a lack of host memory is not the reason.
+        A lack of host memory is then not the reason.
         """
         if len(found.needs) > 1:
             for where, (count, least) in found.kinds:
@@ -168,7 +179,7 @@ class Trial:
         options.sort(key=lambda o: (o[0], score(o[1], now)))
         found = self._greedy(options, missing)
         if found is None and self._failed:
-            # Short of host memory: prefer what frees the most for the least.
+            # Host memory is short: prefer the leases that free the most bytes for each host byte.
             self.host_lacks.add(self._failed)
             options.sort(key=lambda o: (o[0], o[1].state_bound / (o[2] or 1), o[1].id))
             found = self._greedy(options, missing)
@@ -196,9 +207,9 @@ class Trial:
     def fits(self, victims: Sequence[Session]) -> bool:
         """Return whether ``victims`` may be preempted together with those chosen so far.
 
-        Two rules can forbid it: host memory (and the quotas for suspended state) must have room for
-        the state of all of them, and none of those in use may be covered by a guarantee once those
-        before it are gone. Notes which of the two failed.
+        Two rules can forbid it. Host memory (and the quotas for suspended state) must have room for
+        the state of all victims. And no guarantee may cover a victim in use when the victims before
+        it are gone. The method notes which of the two rules failed.
         """
         everybody = [*self.chosen, *victims]
         lack = self.draft.host_lack(everybody, self.host)
@@ -219,10 +230,12 @@ class Trial:
     def place(self, needs: Sequence[Need], *, more: bool = True) -> bool:
         """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`.
 
-        Of the possible devices, the ``WIDTH`` with the most bytes to give are compared. No victim
-        is better than some, then the devices of the last lease are better than others, and then the
-        victim with the most bytes x idle time decides. No lease is preempted on a device that the
-        head of the queue has reserved; the session gets only what the head can spare.
+        The method compares the ``WIDTH`` possible devices with the most bytes to give. A device
+        without a victim is better than one with victims, and a lower tier of the victims is better
+        than a higher tier. Next, a device of the last lease is better than another device. Then the
+        victim with the most bytes x idle time decides. On a device that the head of the queue has
+        reserved, the method preempts no lease; the session gets only the bytes that the head can
+        spare.
         """
         last, now = preferred(self.asker), self.facts.now
         draft, rooms = self.draft, self.draft.rooms
@@ -270,9 +283,10 @@ class Trial:
     # ------------------------------------------------------------------ the owner's own leases
 
     def own(self, charge: Charge) -> bool:
-        """Preempt leases that count in the owner's limits; return whether these then allow it.
+        """Preempt leases that count in the owner's limits; return whether the limits then allow
+        ``charge``.
 
-        Suspends under way count, and no more leases are preempted than needed.
+        Suspends under way count as done, and the method preempts no more leases than needed.
         """
         draft, owner = self.draft, self.asker.owner
         back = draft.coming_back(owner)
@@ -314,10 +328,10 @@ def leases_in_use(draft: Draft) -> bool:
 
 
 def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
-    """Return True only if :meth:`Trial.place` fails for ``s`` and any owner.
+    """Return True only if :meth:`Trial.place` must fail for ``s``, and would fail for any owner.
 
-    There are fewer suitable devices than slices on which all that its class might preempt is
-    enough.
+    In this case, too few suitable devices are large enough for a slice, even if all leases count as
+    free that the class of ``s`` might preempt.
     """
     if not draft.offers_known:
         _find_offers(draft)
@@ -330,7 +344,8 @@ def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
 
 
 def on_each(count: int, ranked: Sequence[int]) -> int:
-    """Return the size that each of ``count`` devices can give; ``ranked`` begins with the largest.
+    """Return the size that each of ``count`` devices can give; ``ranked`` begins with the largest
+    size.
 
     -1 if there are fewer devices.
     """
@@ -340,14 +355,15 @@ def on_each(count: int, ranked: Sequence[int]) -> int:
 def _find_offers(draft: Draft) -> None:
     """Note in each room the leases that some session may preempt now.
 
-    Only a session that finds no free memory needs them. They follow from the facts alone, which do
-    not change during a pass, so it does not matter when the pass notes them.
+    Only a session that finds no free memory needs these leases. They depend on the facts alone,
+    which do not change during a pass, so it does not matter when the pass notes them.
     """
     draft.offers_known = True
     facts, rooms, now = draft.facts, draft.rooms, draft.facts.now
     preempts, shares = bool(facts.settings.preempt), draft.shares
     for v in facts.leased.values():
-        # As candidate(), which also finds the other data about a lease in use that is needed here.
+        # This is the test of candidate(). It is written out here, because terms() also returns the
+        # other data about a lease in use that this loop needs.
         if v.state == "idle" and unprotected(v, facts):
             opens, over = -math.inf, False
         elif preempts:
@@ -370,7 +386,7 @@ def _find_offers(draft: Draft) -> None:
 
 
 def _offer(room: Room) -> tuple[int, int]:
-    """Return the sort key of devices: the one with the most bytes to give first."""
+    """Return the sort key of devices: the device with the most bytes to give comes first."""
     return -room.expect - room.offered, -room.ledger.device.index
 
 
@@ -379,8 +395,8 @@ def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Tria
     owner, needs = s.owner, asking.needs
     quota = draft.lacking(owner, asking.charge) is not None
     first = Trial(draft, s, host)
-    # The leases that count in the owner's limits count on every device. Without a limit, all equal
-    # requests for the same devices have the same options: the pass relies on that.
+    # Leases that count in the owner's limits are options on every device. If no limit is exceeded,
+    # all equal requests for the same devices have the same options: the pass relies on that.
     options = {v.id: (tier, v) for tier, v in first.own_options()} if quota else {}
     for room in draft.rooms.values():
         if not draft.reserved(room) and any(need.allows(room.ledger) for need in needs):
@@ -411,7 +427,7 @@ class Offer:
 
     takes: tuple[Slice, ...]
     victims: Sequence[Session] = ()
-    #: The bytes are free now.
+    #: Whether the bytes are free now.
     ready: bool = False
     reason: str = WAITS
     #: The tiers of victims in use, by session.
@@ -421,7 +437,7 @@ class Offer:
 def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Offer | Reason:
     """Return a place for ``s`` in the memory that the draft has left, or why there is none.
 
-    Behind the head of the queue, host memory that the head is going to need is not used.
+    With ``behind_head``, the session does not use host memory that the head of the queue will need.
     """
     lacks = draft.lacking(s.owner, found.charge)
     takes = draft.now(s, found.needs) if lacks is None else None
@@ -433,7 +449,9 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
 def make_room(
     draft: Draft, s: Session, found: Asking, lacks: Lack | None, *, behind_head: bool
 ) -> Offer | Reason:
-    """Do the same for ``s`` if it lacks free memory or exceeds the limit ``lacks``."""
+    """Return the same as :func:`attempt` if ``s`` finds too little free memory or exceeds
+    ``lacks``.
+    """
     owner, needs = s.owner, found.needs
     why = impossible(found, draft.facts)
     if why is not None:
@@ -452,7 +470,8 @@ def make_room(
     if placed:
         tiers = {v.id: tier for v in trial.chosen if (tier := trial.tier(v))}
         return Offer(trial.takes, trial.chosen, reason=WAITS if lacks is None else OWN, tiers=tiers)
-    # If the own leases would satisfy the quota, a wait for memory is also one for the quota.
+    # If the owner can free enough of the quota by its own leases, a wait for memory is also a wait
+    # for the quota.
     limit, group = (lacks.name, lacks.group) if lacks is not None else ("", "")
     if lacks is not None and not own:
         if lacking:
@@ -469,7 +488,7 @@ def make_room(
 
 
 def _lack(found: Collection[HostLack]) -> HostLack:
-    """Return the lack that ends first, of several choices that failed."""
+    """Return the lack that probably ends first, if several choices failed."""
     return next(lack for lack in LACKS if lack in found)
 
 
@@ -480,9 +499,10 @@ def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
 
 
 def kept_for_head(draft: Draft, found: Asking) -> bool:
-    """Return :func:`fits_now` for a hopeless request: one that is so with the reservation.
+    """Return :func:`fits_now` for a request that is hopeless as long as the reservation exists.
 
-    Then a device that the head has reserved makes the difference: no other has room for one slice.
+    Only a device that the head has reserved can make the answer true: no other device has room for
+    one slice.
     """
     held = draft.reservation.wanted if draft.reservation is not None else ()
     for uuid in held:
@@ -499,8 +519,8 @@ def kept_for_head(draft: Draft, found: Asking) -> bool:
 def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule | None:
     """Return the rule that blocks ``need``, given the ``rule`` that blocks a smaller amount.
 
-    The rules differ if less is free than the larger amount, or less can be preempted. None if only
-    a search can tell.
+    Another rule may block the larger amount, because free memory or the leases to preempt may be
+    enough for the smaller amount only. The answer is None if only a search can find the rule.
     """
     if rule == "behind-head":
         return rule if fits_now(draft, (need,)) else None
@@ -517,9 +537,10 @@ def reservation(
     """Return the reservation of the head of the queue, and whether the head has waited for
     ``ageing``.
 
-    It begins where the fewest bytes are missing, and keeps earlier devices (``keep``). After each
-    further ``ageing`` seconds it reserves one more, in case a lease on the first never ends.
-    Devices on which programs outside the pool leave too little memory are excluded.
+    The reservation keeps earlier devices (``keep``). Of the other devices, it first takes those
+    where the head can get the most bytes. After each further ``ageing`` seconds it takes one more
+    device, because a lease on the first devices may never end. It leaves out devices on which
+    programs outside the pool leave too little memory.
     """
     facts, needs, now = draft.facts, found.needs, draft.facts.now
     since = now if s.wait.head_since is None else s.wait.head_since

@@ -25,7 +25,8 @@ from .schedule import Plan
 from .session import Session
 from .words import taken_reason
 
-#: Lines about leases of the same owner, and of others; the rest is summed up.
+#: The most lines about leases of the same owner, and about leases of others. One more line gives
+#: the number of the remaining leases.
 MOST_TOLD = 6
 
 
@@ -34,15 +35,17 @@ class Told:
     """An explanation as data and in words: one sentence per line, the most important first."""
 
     found: Explanation
-    #: Between which times a wait will probably end; None without evidence.
+    #: The two times between which the wait will probably end; None without evidence.
     expected: Expected | None
-    #: The bytes on each GPU with which a waiting session would start now; None if no size does.
+    #: The bytes on each GPU with which a waiting session would start now; None if it would not
+    #: start with any size.
     starts_with: int | None
-    #: What it has or waits for, who holds what it needs, what would change that.
+    #: What the session has or waits for, which sessions have what it needs, and what would change
+    #: this.
     lines: tuple[str, ...]
-    #: The line about how long it has waited or will; "" if there is none.
+    #: The line about how long the session has waited or will wait; "" if there is none.
     time: str
-    #: Guarantees, shares and budgets of its owner and groups; () where there are none.
+    #: The lines about guarantees, shares and budgets of its owner and groups; () if there are none.
     standing: tuple[str, ...]
 
 
@@ -129,7 +132,7 @@ def _beyond_lines(found: Explanation) -> Iterable[str]:
 
 
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
-    """Yield how many sessions are ahead in the queue, and their class if it is another one."""
+    """Yield how many sessions are ahead in the queue, and their classes if any is another class."""
     ahead = [facts.sessions[name] for name in found.ahead]
     if not ahead:
         return
@@ -150,8 +153,8 @@ def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
 
 
 def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
-    """Yield the leases that it waits for: its owner's, then others', with those that it may preempt
-    first.
+    """Yield the leases that a session waits for: leases of its owner first, then those of others.
+    In each part, the leases come first that the session may preempt soonest.
     """
     alike: dict[tuple[int, str, str], list[HeldLease]] = {}
     own: list[HeldLease] = []
@@ -183,9 +186,10 @@ _USES = {
 
 
 def _holds(facts: Facts, h: HeldLease, number: int, level: str) -> str:
-    """Return what a session, or each of ``number`` alike, has: the middle of a sentence.
+    """Return what a session, or each of ``number`` equal sessions, has: the middle of a sentence.
 
-    Its class decides nothing if the waiting session has the same one, ``level``.
+    The sentence leaves out the class if it is ``level``, the class of the waiting session, because
+    it then decides nothing.
     """
     which = "" if h.priority == level else f" (class {h.priority})"
     each = " each" if number > 1 else ""
@@ -262,7 +266,7 @@ def _kernels(number: int) -> str:
 def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
     words = [_CHANGE_WORDS[name] for name in found.changes if name in _CHANGE_WORDS]
     if words:
-        # A promise of the plan is the only one: all else may lead to it.
+        # Only a promise of the plan is certain. All other changes only may lead to a slice.
         goes = "goes" if "suspend-ends" in found.changes else "may go"
         yield f"It {goes} on when {' or '.join(words)}."
     if found.changes_at is not None:
@@ -285,7 +289,7 @@ _CHANGE_WORDS = {
     "settings": "the schedule or the administrator lets its class run",
 }
 
-#: What the clock alone does for a waiting session.
+#: What time alone can do for a waiting session.
 _TIME_WORDS = {
     "idle-lease-yields": "it may take the slice of an idle kernel",
     "busy-lease-yields": "it may take the slice of a running kernel",
@@ -298,7 +302,7 @@ _TIME_WORDS = {
 
 
 def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
-    """Yield what a holder is above or below, and who may take its lease."""
+    """Yield which guarantees a holder is above or below, and which sessions may take its lease."""
     here = "this GPU" if len(s.lease.slices) == 1 else "these GPUs"
     if found.obstacle:
         yield f"It cannot be suspended: {found.obstacle.rstrip('.')}."
@@ -389,7 +393,7 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         yield f"{line}."
 
 
-#: What the end of a daily budget means for kernels.
+#: What happens to kernels when a daily budget is used up.
 _END_WORDS: Mapping[DailyEnd, str] = {
     "borrow": "get only what no other kernel wants",
     "refuse": "get no new slice",

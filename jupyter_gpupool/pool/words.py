@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The words of the pool: why a session waits, why it keeps its slice.
+"""The sentences of the pool: why a session waits, and why it keeps its slice.
 
-The sentences for all reasons are here and in :mod:`.explain`, and none of them names another owner.
+The sentences for all reasons are in this module and in :mod:`.why`. No sentence names another
+owner.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Scene:
 def reason(facts: Facts, plan: Plan, s: Session, scene: Scene | None = None) -> str:
     """Return why ``s`` waits for a lease, in words; "" if it does not.
 
-    Callers that ask for many sessions at once give all of them one ``scene``.
+    A caller that asks for many sessions at once passes the same ``scene`` for all of them.
     """
     why = plan.reasons.get(s.id)
     if why is None or s.state != "queued":
@@ -76,7 +77,9 @@ def reason(facts: Facts, plan: Plan, s: Session, scene: Scene | None = None) -> 
 
 
 def _behind(why: Reason, facts: Facts) -> str:
-    """Return when a preempted session goes on, as the end of a sentence; "" if that is unknown."""
+    """Return when a preempted session continues, as the end of a sentence; "" if that is
+    unknown.
+    """
     if why.rule == "budget":
         return f": {_again(facts, why)}" if why.most else ""
     if why.rule == "class-closed" and why.at:
@@ -139,7 +142,9 @@ _UNMOVED = "no kernel that could make room can be suspended"
 
 
 def _host(facts: Facts, why: Reason) -> str:
-    """Return what host memory lacked when the plan tried to suspend others, as a clause."""
+    """Return, as a clause, why host memory had no room when the plan tried to suspend other
+    sessions.
+    """
     if why.lacks == "size":
         return "the state of each is larger than what may be kept of it in host memory"
     if why.lacks == "quota":
@@ -156,21 +161,23 @@ def _host(facts: Facts, why: Reason) -> str:
 
 
 def _again(facts: Facts, why: Reason) -> str:
-    """Return when a budget is there again, as a clause."""
+    """Return, as a clause, when a budget is available again."""
     if why.at == math.inf:
         return "there are more when other kernels of the same budget stop"
     return f"there are more {_clock(facts, why.at)}"
 
 
 def _clock(facts: Facts, at: float) -> str:
-    """Return how far off ``at`` is, and the time of day in UTC: the same text on every machine."""
+    """Return the time until ``at``, and the time of day of ``at`` in UTC: the same text on every
+    machine.
+    """
     minutes = int((at + facts.meters.ahead) // 60) % 1440
     soon = format_seconds(max(1.0, at - facts.now))
     return f"in {soon}, at {minutes // 60:02}:{minutes % 60:02} UTC"
 
 
 def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
-    """Return the refusal of a new lease at the end of a daily budget."""
+    """Return the refusal of a new lease when a daily budget is used up."""
     whose = f"The group {spent.group}" if spent.group else "You"
     s, have = ("s", "has") if spent.group else ("", "have")
     text = f"{whose} {have} used the {spent.daily.seconds:.0f} GPU-seconds of today."
@@ -210,8 +217,9 @@ _SENTENCES = {
 }
 
 
-#: What a session waits for, in words for people who may not see it: without its figures, names of
-#: groups or what an admin wrote. All limits are one entry: whose budget is used up is private.
+#: What a session waits for, in words for people who may not see the details of the session. The
+#: words contain no figures, no names of groups and no text of an admin. All limits share one
+#: sentence, because it is private which budget is used up.
 _LIMIT = "a limit of its user or group"
 _SERVICE = "a GPU to come back into service"
 FOR_OTHERS: Mapping[Rule, str] = {
@@ -235,7 +243,7 @@ FOR_OTHERS: Mapping[Rule, str] = {
 
 
 def waits_for(plan: Plan, s: Session) -> str:
-    """Return what ``s`` waits for, in words for every user of the pool; "" if for nothing."""
+    """Return what ``s`` waits for, in words for every user of the pool; "" if it does not wait."""
     why = plan.reasons.get(s.id)
     return "" if why is None or s.state != "queued" else FOR_OTHERS[why.rule]
 
@@ -310,7 +318,9 @@ def _users(facts: Facts) -> str:
 
 
 def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
-    """Return why a session must wait for its own devices while others may be free: CUDA's rule."""
+    """Return why a session must wait for its own devices although others may be free: a rule of
+    CUDA.
+    """
     needs = asking(s, facts).needs
     ledgers = [facts.devices[uuid] for uuid in s.bound]
     if not any(need.fixed for need in needs):
@@ -352,8 +362,9 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
 def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
     """Return the idle session that the head ``s`` waits for because it was just moved, or None.
 
-    Among the sessions whose lease would make room for the head, the one whose protection ends
-    first. For sessions behind the head, this protection is only a part of the wait.
+    Of the sessions whose leases would make room for the head, this is the one whose protection ends
+    first. A session behind the head gets no such answer, because this protection is only a part of
+    its wait.
     """
     held = plan.reservation
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
@@ -369,7 +380,7 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
         if yields <= facts.now:
             for x in v.lease.slices:
                 idle[x.device] = idle.get(x.device, 0) + x.bytes
-        elif stays == yields < math.inf:  # otherwise another rule protects it for longer
+        elif stays == yields < math.inf:  # if not, another rule protects the lease for longer
             stayers.append((stays, len(stayers), v))
     for _, _, v in sorted(stayers):
         for x in v.lease.slices:
@@ -384,9 +395,9 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
 
 
 def stays_reason(facts: Facts, s: Session, now: float) -> str:
-    """Return in one sentence why idle ``s`` keeps its slice after its time is over; or "".
+    """Return in one sentence why idle ``s`` keeps its slice although its time is over; else "".
 
-    Also "" for a pinned session: its ``pinned_reason`` says why.
+    The answer is also "" for a pinned session, because its ``pinned_reason`` says why.
     """
     if s.state != "idle" or s.pinned_reason:
         return ""
@@ -432,12 +443,14 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
 def taken_reason(s: Session) -> str:
     """Return why the pool took the slice of a suspended session that was idle, as a clause.
 
-    "" if it went by itself or its user gave it back, and after a restart of the broker.
+    The answer is "" if the idle time-out ended the lease or the user gave it back, and after a
+    restart of the broker.
     """
     if s.state != "detached" or not s.suspended:
         return ""
     why = next((text for _, _, new, text, _ in reversed(s.story) if new == "detaching"), "")
-    # The clause describes the moment of the move; when people read it, that wait may be over.
+    # The clause describes the moment of the suspend. When people read the clause, the wait of the
+    # other session may be over.
     return "" if why in ("idle", "release") else why.replace(" waits for ", " waited for ")
 
 
@@ -460,7 +473,9 @@ _STAYS = {
 
 
 def seconds(s: Session, now: float) -> tuple[float, float]:
-    """Return the seconds that ``s`` has waited and been attached so far."""
+    """Return for how many seconds ``s`` has waited, and for how many it has been attached, so
+    far.
+    """
     waited, attached = s.wait_seconds_total, s.attached_seconds_total
     if s.state in WAITING:
         waited += max(0.0, now - s.queued_at)

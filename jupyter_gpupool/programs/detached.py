@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Commands that survive the terminal: their supervisor, and how people see and stop them.
+"""Detached commands, which outlive the terminal: their supervisor, and how to see and stop them.
 
 The supervisor is a daemon: it has its own process session, no terminal and no parent. It runs the
-command as ``jupyter gpupool run`` does, in a further process session, so that ``stop`` can signal
-the command's process group. It stores the command's output and its end.
+command as ``jupyter gpupool run`` does, but in another process session, so that ``stop`` can signal
+the command's process group. It stores the command's output, and how the command ends.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from .progress import Progress
 from .runfiles import LogWriter, RunRecord
 from .terminal import NOT_RUN, CommandProcess
 
-#: Seconds for which the log takes output of processes that outlive the command.
+#: Seconds after the end of the command for which the log still takes output of its child processes.
 DRAIN = 0.5
 
 #: Seconds that the broker may take to make a command safe to kill.
 RETIRE_TIMEOUT = 12.0
 
-#: Seconds that the broker may take to start and to open the session, before ``run`` returns.
+#: Seconds that ``run`` waits at most until the broker has started and has opened the session.
 OPEN_TIMEOUT = 60.0
 
 
 def start(command: Sequence[str], options: RunOptions, name: str) -> str:
-    """Start ``command`` in the background; return its name once the pool has taken it.
+    """Start ``command`` in the background; return its name when the pool has accepted it.
 
-    Then its session is open. A command that holds a slice has the slice, or waits for it.
+    At that time its session is open. A command that holds its slice from the start has the slice or
+    waits for it in the queue.
 
     Raises
     ------
@@ -62,7 +63,8 @@ def start(command: Sequence[str], options: RunOptions, name: str) -> str:
         try:
             os.setsid()
             if os.fork():
-                os._exit(0)  # so that the supervisor leads no session and can get no terminal
+                # The supervisor is then no session leader, so it can never get a terminal.
+                os._exit(0)
             os.close(reading)
             _supervise(command, replace(options, name=name, named=True), writing)
         finally:
@@ -85,7 +87,7 @@ def start(command: Sequence[str], options: RunOptions, name: str) -> str:
 
 
 def _report(reading: int) -> dict[str, Any]:
-    """Return the supervisor's report on its start; {"ok": True} if the report takes too long."""
+    """Return the supervisor's report on its start; {"ok": True} if no report comes in time."""
     data, give_up = b"", time.monotonic() + OPEN_TIMEOUT
     while not data.endswith(b"\n"):
         left = give_up - time.monotonic()
@@ -103,7 +105,7 @@ def _report(reading: int) -> dict[str, Any]:
 
 
 def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoReturn:
-    """Run the command in the supervisor process; never returns."""
+    """Run the command in the supervisor process. This function never returns."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -140,7 +142,7 @@ def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoRe
 
 
 class _RecordKeeper:
-    """Writes the record of a command as it changes, and reports its start."""
+    """Writes the record of a command after each change, and reports the command's start."""
 
     def __init__(self, record: RunRecord, options: RunOptions, report: int) -> None:
         self._record = record
@@ -174,14 +176,15 @@ class _RecordKeeper:
     def ended(self, code: int, refused: GPUPoolError | None) -> None:
         reason = refused.message if refused is not None else ""
         self._change(state="ended", code=code, ended=time.time(), reason=reason)
-        # After this report, ``run`` removes the record of a command that was refused at once.
+        # The record is written first: after this report, ``run`` removes the record of a command
+        # that was refused at once.
         if refused is not None:
             self._tell(message=refused.message, code=refused.code, next_step=refused.next_step)
         self._tell(ok=True)
 
 
 class Pump:
-    """Copies what a command prints into its log, in a thread."""
+    """Copies the output of a command into its log, in a thread."""
 
     def __init__(self, output: int, log: LogWriter) -> None:
         self._output = output
@@ -197,7 +200,7 @@ class Pump:
             self._log.write(text.encode())
 
     def finish(self) -> None:
-        """Take the output that is there, and stop, because the command has ended."""
+        """Copy the remaining output and stop, because the command has ended."""
         self._over.set()
         self._thread.join()
         with self._lock:
@@ -221,18 +224,18 @@ class Pump:
         os.close(self._output)
 
 
-# ---------------------------------------------------------------------- afterwards
+# ---------------------------------------------------------------------- see and stop
 
 
 def stop(name: str, number: int, after: float) -> RunRecord:
-    """Send a command a signal, and SIGKILL after ``after`` seconds; return its end.
+    """Send a command a signal, and SIGKILL after ``after`` seconds; return its final record.
 
-    The signal goes to the command's process group, as a terminal's Ctrl-C does.
+    The signal goes to the command's process group, as Ctrl-C of a terminal does.
 
     Raises
     ------
     RefusedError
-        If it does not run.
+        If the command does not run.
     """
     record = runfiles.find(name)
     if not record.lives:
@@ -245,7 +248,8 @@ def stop(name: str, number: int, after: float) -> RunRecord:
     ended = wait(name, after)
     if ended is None:
         with suppress(GPUPoolError), Client(Path(record.socket)) as client:
-            # Some drivers hang when a process is killed that was suspended before.
+            # Some drivers hang when a process that was once suspended is killed. The broker
+            # prevents this.
             client.call("retire", session=record.session, timeout=RETIRE_TIMEOUT)
         _signal(record, signal.SIGKILL)
         ended = wait(name, None)
@@ -254,14 +258,14 @@ def stop(name: str, number: int, after: float) -> RunRecord:
 
 
 def _signal(record: RunRecord, number: int) -> None:
-    """Send a signal to the group of a command; without effect if it has ended."""
+    """Send a signal to the process group of a command. This has no effect if it has ended."""
     if record.at_work:
         with suppress(ProcessLookupError):
             os.killpg(record.process[0], number)
 
 
 def wait(name: str, seconds: float | None) -> RunRecord | None:
-    """Return the record of a command once it has ended; None if that takes longer.
+    """Wait until a command has ended; return its record, None if this takes too long.
 
     Raises
     ------
@@ -276,7 +280,8 @@ def wait(name: str, seconds: float | None) -> RunRecord | None:
         left = None if give_up is None else give_up - time.monotonic()
         if left is not None and left <= 0:
             return None
-        # The supervisor writes the end and then ends itself.
+        # This waits for the supervisor if it lives, because it writes the command's end and then
+        # ends itself.
         watched = record.supervisor[0] if record.supervised else record.process[0]
         descriptor = open_pidfd(watched)
         if descriptor is None:
@@ -289,7 +294,7 @@ def wait(name: str, seconds: float | None) -> RunRecord | None:
 
 
 def exit_code(record: RunRecord) -> int:
-    """Return the exit code of a command that has ended; the pool's own if nobody saw it end."""
+    """Return the exit code of a command that has ended; NOT_RUN if no process has seen its end."""
     return NOT_RUN if record.code is None else record.code
 
 

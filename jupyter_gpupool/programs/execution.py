@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs a command in a session of the pool: waits for its slice, starts it, ends with its exit code.
+"""Runs a command in a session of the pool: waits for a slice, starts it, returns its exit code.
 
-The main thread waits for signals, the end of the child and news of the broker; a second one opens
-the session, which may have to start a broker. The broker notices the child's end, so this module
-need not close the session in time.
+The main thread waits for signals, for the end of the child process and for news from the broker. A
+second thread opens the session, and may have to start a broker for that. The broker itself notices
+the end of the child, so this module need not close the session.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .terminal import (
 #: Seconds between two checks while no timed step is due.
 QUIET = 60.0
 
-#: Seconds that a command has to end after the SIGTERM for a wait that was too long.
+#: Seconds until SIGKILL for a command that the pool has asked to end with SIGTERM.
 LAST = 10.0
 
 #: The hold of a command that keeps its slice from its start to its end.
@@ -51,36 +51,36 @@ HOLD = "run"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a command is run."""
+    """How to run a command."""
 
     asked: Asked
     #: The name of the session that people see.
     name: str
     #: Whether the command keeps its slice from its start to its end.
     holds: bool = False
-    #: Seconds to wait for the first slice; None: as long as the pool allows.
+    #: Seconds to wait for the first slice; None means as long as the pool allows.
     max_wait: float | None = None
     socket: str = ""
-    #: Whether the program gets its name in the environment, because it has a record.
+    #: Whether the program gets its name in its environment. It does if it has a record.
     named: bool = False
 
     def holds_from_start(self, session: ProgramSession) -> bool:
-        """Return whether the command starts only with its slice."""
+        """Return whether the command starts only after the session has got its slice."""
         return self.holds or not session.guarded
 
 
 class Run:
-    """One command, from its wait to its end.
+    """The run of one command, from its wait to its end.
 
     Parameters
     ----------
     child:
         The process that becomes the command.
     progress:
-        Shows what it waits for.
+        Shows what the command waits for.
     on_open, on_wait, on_start:
-        Called in the main thread when its session is open, when it has a place in the queue before
-        its start, and when the command starts.
+        Called in the main thread: when the command's session is open, when a command that has not
+        yet started has a place in the queue, and when the command starts.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Run:
         self._said: list[str] = []
 
     def run(self) -> int:
-        """Return the exit code once the command has ended."""
+        """Run the command; return its exit code when it has ended."""
         threading.Thread(target=self._open, name="gpupool-open", daemon=True).start()
         try:
             while self._child.status is None:
@@ -157,13 +157,13 @@ class Run:
         self._wake()
 
     def _wake(self) -> None:
-        """End the main thread's sleep, from any thread."""
+        """End the main thread's sleep. Any thread may call this."""
         signal.pthread_kill(self._main, signal.SIGCHLD)
 
     # ------------------------------------------------------------------ the main thread
 
     def _sleep(self) -> None:
-        """Wait for a signal or for news, and pass signals on to the child."""
+        """Wait for a signal or for news, and forward signals to the child."""
         info = signal.sigtimedwait(AWAITED, self._pause())
         while info is not None:
             number = info.si_signo
@@ -174,7 +174,7 @@ class Run:
             info = signal.sigtimedwait(AWAITED, 0)
 
     def _pause(self) -> float:
-        """Return the seconds until the next timed step."""
+        """Return the seconds until the next step that is due at a fixed time."""
         waited, most = self._progress.waited, self._options.max_wait
         if self._kill_at is not None:
             return max(0.05, self._kill_at - time.monotonic())
@@ -220,7 +220,7 @@ class Run:
             self._on_start()
 
     def _wait_for_hold(self, session: ProgramSession, link: SessionLink) -> None:
-        """Start the command once the session has its slice."""
+        """Start the command as soon as the session has its slice."""
         if self._wait is None:
             self._wait = link.wait(HOLD, "manual", self._wake)
         answer = self._wait.answer
@@ -233,7 +233,8 @@ class Run:
         elif link.given_up(self._wait):
             self._refuse(link.unavailable())
         else:
-            # The state alone does not decide: a session is also queued shortly before a refusal.
+            # The state "queued" is not enough: a session also has this state shortly before a
+            # refusal.
             if not self._told_wait and (link.queue is not None or link.state == "attaching"):
                 self._told_wait = True
                 self._on_wait()
@@ -249,9 +250,8 @@ class Run:
             if refused is not None and refused.what == "attach":
                 self._progress.say(f"{refused.message} {refused.next_step}".rstrip())
         waits = link.queue is not None
-        if (
-            self._progress.waited
-        ):  # the wait continues while no broker runs, and until the session has its slice
+        # The wait goes on while no broker runs, and until the session has its slice.
+        if self._progress.waited:
             waits |= link.state in WAITING
         if waits and not link.attached:
             self._show_wait(session, link, begun=True)
@@ -268,7 +268,7 @@ class Run:
             self._refuse(refusal)
 
     def _refuse(self, error: GPUPoolError) -> None:
-        """End the command for this reason, or do not start it."""
+        """End the command for this reason; if it has not started, do not start it."""
         self.refused = error
         self._progress.over(say=False)
         self._kill_at = time.monotonic() + LAST

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter_gpupool.slice``: a block of a Python program that holds a slice.
 
-A process that is in a session already (a command of ``jupyter gpupool run``, a kernel, a child of
-either) joins it. Any other process gets its own session. It was started without the guard, so it
-loads the guard now, and the dynamic loader then uses the guard in place of the driver's library.
-This is too late if the process has already loaded the driver; it then runs without the guard, if
-the pool allows that. A process that has called cuInit is refused, because it would stay on the GPU
-that it has seen.
+A process that is already in a session joins that session: a command of ``jupyter gpupool run``, a
+kernel, or a child of either. Any other process gets its own session. It was started without the
+guard, so it loads the guard now, and the dynamic loader then uses the guard in place of the
+driver's library. If the process has already loaded the driver, this is too late: it runs without
+the guard, if the pool allows that. A process that has called cuInit is refused, because it would
+stay on the GPU that it has seen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ..units import format_bytes, parse_seconds
 from .opening import Asked, open_session, own_environment, read_size
 from .progress import Progress, too_long, waiting_for
 
-#: Seconds that a too small slice may take to leave before the wait for a larger slice begins.
+#: Seconds to wait until the pool has taken a slice that is too small. Then the wait for a larger
+#: slice begins.
 LEAVE = 30.0
 
 _SESSION = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
@@ -76,18 +77,18 @@ class HeldSlice:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The UUIDs of the GPUs on which the slice is; () while there is none."""
+        """The UUIDs of the GPUs of the slice; () while there is no slice."""
         return () if self._place is None else tuple(s.device for s in self._place.link.slices)
 
     @property
     def memory(self) -> int:
-        """Bytes of the slice on each of them; 0 while there is none."""
+        """The bytes of the slice on each of its GPUs; 0 while there is no slice."""
         place = self._place
         return 0 if place is None else min((s.bytes for s in place.link.slices), default=0)
 
     @property
     def guarded(self) -> bool:
-        """Whether the guard keeps this process within its slice, and attaches it at CUDA calls."""
+        """Whether the guard limits this process to its slice, and attaches it at CUDA calls."""
         return self._place is not None and self._place.guarded
 
     def __repr__(self) -> str:
@@ -124,7 +125,8 @@ class HeldSlice:
         trace: TracebackType | None,
     ) -> None:
         place, self._place = self._place, None
-        if place is not None and place.pid == os.getpid():  # else a forked child
+        # In a forked child the slice belongs to the parent.
+        if place is not None and place.pid == os.getpid():
             place.link.drop(self._hold)
             self._leave(place)
 
@@ -138,16 +140,16 @@ class HeldSlice:
 
 
 class _OwnSession:
-    """The session of this process, and its connection to it."""
+    """The session of this process, and the connection to that session."""
 
     def __init__(self, link: SessionLink, *, guarded: bool, own: bool, memory: int) -> None:
         self.link = link
         self.guarded = guarded
-        #: This process owns the session, so it must show what it waits for.
+        #: Whether this process owns the session. If so, it must show what it waits for.
         self.own = own
         self.memory = memory
         self.pid = os.getpid()
-        #: Blocks that hold the slice or wait for it.
+        #: The number of blocks that hold the slice or wait for it.
         self.blocks = 0
         self.changing = threading.Lock()
 
@@ -157,7 +159,7 @@ _known: _OwnSession | None = None
 
 
 def _forget() -> None:
-    """Begin a new state in a forked child, because connection and threads belong to the parent."""
+    """Forget the session in a forked child: its connection and threads belong to the parent."""
     global _known, _lock
     _known, _lock = None, threading.Lock()
 
@@ -166,7 +168,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _place(asked: Asked, name: str) -> _OwnSession:
-    """Return this process's place in a session; make it at the first call."""
+    """Return this process's session. The first call joins or opens it."""
     global _known  # noqa: PLW0603 (one connection for the process)
     with _lock:
         if _known is None:
@@ -181,7 +183,7 @@ def _place(asked: Asked, name: str) -> _OwnSession:
 
 
 def _join() -> _OwnSession:
-    """Return the place of a process that was started in a session."""
+    """Return the session of a process that was started in a session."""
     guard = Guard(os.environ)
     link = SessionLink(
         *(os.environ[variable] for variable in _SESSION),
@@ -200,7 +202,7 @@ def _join() -> _OwnSession:
 
 
 def _open(asked: Asked, name: str) -> _OwnSession:
-    """Return the place of a process with a session of its own.
+    """Open a session for this process, and return it.
 
     Raises
     ------
@@ -247,7 +249,7 @@ def _is_loaded(library: str) -> bool:
 
 
 def _load_guard(path: Path) -> None:
-    """Load the guard in the place of the driver's libraries."""
+    """Load the guard's libraries, so that they replace the driver's libraries of the same name."""
     for library in (path, path.with_name(_NVML)):
         if library.exists() and not _is_loaded(library.name):
             ctypes.CDLL(str(library), mode=os.RTLD_GLOBAL | os.RTLD_NOW)
@@ -262,7 +264,7 @@ def _different(link: SessionLink, asked: Asked) -> dict[str, Any]:
 
 
 def _check_same(link: SessionLink, asked: Asked) -> None:
-    """Refuse a second block with another request: both would have one slice."""
+    """Refuse a second block with another request, because both blocks would share one slice."""
     wanted = {**link.request, **asked.fields()}
     for name in ("memory", "limit", "devices", "compute", "priority"):
         have, want = link.request.get(name), wanted.get(name)
@@ -280,7 +282,7 @@ def _check_same(link: SessionLink, asked: Asked) -> None:
 
 
 def _check_group(link: SessionLink, group: str) -> None:
-    """Refuse a block that names another group: a session never changes its group."""
+    """Refuse a block that names another group, because a session never changes its group."""
     if not group:
         return
     sessions = link.call("status")["sessions"]
@@ -294,12 +296,12 @@ def _check_group(link: SessionLink, group: str) -> None:
 
 
 def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
-    """Change the session's request; return what undoes it.
+    """Change the session's request; return the old values of the changed fields.
 
     Raises
     ------
     GPUPoolError
-        If the pool refuses, or a smaller slice cannot leave.
+        If the pool refuses, or it cannot take back a slice that is too small.
     """
     changed = _different(link, asked)
     if not changed:
@@ -309,7 +311,8 @@ def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
     link.call("request", **changed)
     smallest = min((piece.bytes for piece in link.slices), default=0)
     if link.attached and not link.holds and smallest < asked.memory:
-        # The present GPU may have no room, so the session leaves it and waits for the new size.
+        # The present GPU may have too little free memory. So the session releases its slice, and
+        # waits for a slice of the new size.
         link.call("release")
         if not _has_left(link):
             why = link.pinned_reason or link.reason or "the program uses it"
@@ -325,7 +328,7 @@ def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
 
 
 def _has_left(link: SessionLink) -> bool:
-    """Wait until the session has lost the released slice; return whether it has."""
+    """Wait until the pool has taken the released slice; return whether it has done so."""
     give_up = time.monotonic() + LEAVE
     while link.attached and time.monotonic() < give_up:
         time.sleep(0.01)
@@ -333,7 +336,10 @@ def _has_left(link: SessionLink) -> bool:
 
 
 def _put_back(link: SessionLink, before: dict[str, Any]) -> None:
-    """Ask for what the session had before a block; for less memory only if it is free again."""
+    """Restore the session's request from before a block.
+
+    If the pool refuses less memory because the session uses more, the memory stays as it is.
+    """
     try:
         link.call("request", **before)
     except BrokerUnavailable:
@@ -348,12 +354,12 @@ def _put_back(link: SessionLink, before: dict[str, Any]) -> None:
 
 
 def _wait_for(place: _OwnSession, hold: str, most: float | None) -> None:
-    """Return when the session has its slice and the hold.
+    """Wait until the session has its slice and the hold.
 
     Raises
     ------
     GPUPoolError
-        If the pool refuses, or it takes longer than ``most`` seconds.
+        If the pool refuses, or the wait takes longer than ``most`` seconds.
     """
     link, changed = place.link, threading.Event()
     began = time.monotonic()

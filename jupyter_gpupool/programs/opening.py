@@ -22,20 +22,22 @@ from ..units import LEAST_BYTES, parse_bytes
 #: The variable with the name of a program that ``jupyter gpupool run`` has started.
 NAME_VARIABLE = "GPUPOOL_NAME"
 
-#: Variables that name a process number: the service manager means the program, not its parent.
+#: Variables with a process number in which the service manager means the program. The program gets
+#: its own number there, not that of ``jupyter gpupool run``.
 _OWN_NUMBER = ("LISTEN_PID", "WATCHDOG_PID")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a program asks of the pool; an empty value or 0 means the pool's default."""
+    """What a program asks of the pool. An empty value or 0 means the pool's default."""
 
     memory: int = 0
     limit: int = 0
     devices: int = 0
     compute: int = 0
     priority: str = ""
-    #: The group whose share the session uses from its beginning; not a part of the request.
+    #: The group whose share the session uses. It is fixed when the session opens, so it is no part
+    #: of the request.
     group: str = ""
 
     def fields(self) -> dict[str, Any]:
@@ -45,12 +47,12 @@ class Asked:
 
 
 def read_size(text: str | int, what: str) -> int:
-    """Return the bytes of a size as a person wrote it; 0 for nothing.
+    """Return the bytes of a size that a person has written; 0 if there is none.
 
     Raises
     ------
     RefusedError
-        If it is no size.
+        If ``text`` is not a size.
     """
     if text in ("", 0):
         return 0
@@ -65,7 +67,7 @@ def read_size(text: str | int, what: str) -> int:
 
 @dataclass(frozen=True)
 class ProgramSession:
-    """An open session whose process is known to the broker."""
+    """An open session. The broker knows its process."""
 
     socket: Path
     answer: Mapping[str, Any]
@@ -85,7 +87,7 @@ class ProgramSession:
         return "GPUPOOL_PAGE" in self.answer["env"]
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return ``environ`` for the program: it finds its session, its devices and the guard."""
+        """Return ``environ`` with the variables of the session, its devices and the guard."""
         env = dict(environ)
         remember_devices(env)
         merge_environment(env, self.answer["env"])
@@ -93,7 +95,7 @@ class ProgramSession:
         return env
 
     def link(self, **options: Any) -> SessionLink:
-        """Return a connection to the session as one of its members; it is not started yet."""
+        """Return a connection to the session as a member. The caller must start it."""
         return SessionLink(
             self.socket,
             self.id,
@@ -106,7 +108,7 @@ class ProgramSession:
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without the session in which this process itself may run."""
+    """Return ``environ`` without the variables of a session in which this process may run."""
     env = without_guard(environ)
     for name in (*OUTER_VARIABLES, NAME_VARIABLE):
         env.pop(name, None)
@@ -122,18 +124,18 @@ def open_session(
     socket: str = "",
     guarded: bool = True,
 ) -> ProgramSession:
-    """Open a session for a process, and tell the broker which one it is. Starts a broker if needed.
+    """Open a session for a process, and report the process to the broker; start one if none runs.
 
     ``process`` returns the number of the process; it is called when the session is open. ``attach``
-    is the attach policy, None for the pool's. ``guarded`` is False for a process that has loaded
-    the driver already.
+    is the attach policy; None means the pool's policy. ``guarded`` is False for a process that has
+    already loaded the driver.
 
     Raises
     ------
     RefusedError
-        If the pool can never meet the request, or does not allow it.
+        If the pool can never grant the request, or does not allow it.
     BrokerUnavailable
-        If there is no broker, and none can be started.
+        If there is no broker, and no broker can be started.
     """
     with closing(ClientAgain(lambda: living_broker(socket), timeout=START_TIMEOUT)) as client:
         answer, path = client.ask(
@@ -150,14 +152,14 @@ def open_session(
 
 
 def with_devices(env: Mapping[str, str], link: SessionLink) -> dict[str, str]:
-    """Return ``env`` with the devices of the slice that the session has."""
+    """Return ``env`` with the devices of the session's present slice."""
     found = dict(env)
     show_devices([piece.device for piece in link.slices], found)
     return found
 
 
 def numbered(env: Mapping[str, str], parent: int) -> dict[str, str]:
-    """Return ``env`` with this process's id wherever it has the id of the ``parent``."""
+    """Return ``env`` with this process's id in place of the id of ``parent``."""
     found = dict(env)
     for name in _OWN_NUMBER:
         if found.get(name) == str(parent):

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a program waits for, on standard error: one line that changes, or plain lines now and then.
+"""Shows on standard error what a program waits for: one line that changes, or several lines.
 
-On a terminal the line is drawn again in its place and disappears with the wait. It is drawn only
-while the program is in the foreground, because the terminal may stop a background job that writes.
+On a terminal one line is drawn again in its place, and disappears at the end of the wait. It is
+drawn only while the program is in the foreground, because the terminal may stop a background job
+that writes. Without a terminal, a new line is written from time to time.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from ..kernel.link import SessionLink
 from ..text import sentence
 from ..units import format_bytes, format_range, format_seconds
 
-#: Seconds of a wait before the line appears; most waits are shorter.
+#: Seconds of a wait before the line appears. Most waits are shorter.
 PATIENCE = 1.0
 
-#: Seconds between two drawings of the line, and between two plain lines: the first, the longest.
+#: REDRAW: seconds between two drawings of the changing line. PLAIN and PLAIN_MOST: the first and
+#: the longest pause between two plain lines.
 REDRAW = 1.0
 PLAIN, PLAIN_MOST = 30.0, 600.0
 
 
 def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = True) -> str:
-    """Return one line on what a program waits for.
+    """Return one line about what a program waits for.
 
-    ``memory`` is the slice in bytes, ``waited`` the wait so far in seconds; ``begun`` says whether
-    the program runs already.
+    ``memory`` is the size of the slice in bytes, ``waited`` the wait so far in seconds. ``begun``
+    says whether the program already runs.
     """
     size = link.request.get("memory") or memory
     what = f"a GPU slice of {format_bytes(size)}" if size else "a GPU slice"
@@ -54,7 +56,7 @@ def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = 
 
 
 def too_long(link: SessionLink | None, seconds: float, option: str) -> RefusedError:
-    """Return the error of a wait that has reached the limit of ``option``."""
+    """Return the error for a wait that has reached the limit set by ``option``."""
     queue = link.queue if link is not None else None
     why = queue.reason.strip().rstrip(".") if queue is not None else ""
     last = f"The last reason: {why}. " if why else ""
@@ -71,11 +73,11 @@ class Progress:
     Parameters
     ----------
     write:
-        Writes text where people see it.
+        Writes a text where people see it.
     screen:
-        The descriptor of a terminal on which one line changes; None: plain lines.
+        The descriptor of the terminal on which one line changes; None means plain lines.
     prefix:
-        In front of each plain line.
+        The beginning of each plain line.
     """
 
     def __init__(self, write: Callable[[str], None], screen: int | None, prefix: str) -> None:
@@ -90,11 +92,14 @@ class Progress:
 
     @property
     def waited(self) -> float:
-        """Seconds of the present wait; 0.0 if there is none."""
+        """The seconds waited so far; 0.0 if the program does not wait."""
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def waits(self, describe: Callable[[float], str]) -> None:
-        """Note that the program waits, and draw if due; ``describe`` gets the waited seconds."""
+        """Note that the program waits, and draw the line if it is due.
+
+        ``describe`` returns the text for a number of seconds waited.
+        """
         now = time.monotonic()
         if self._since is None:
             self._since, self._due, self._pause = now, now + PATIENCE, PLAIN
@@ -125,7 +130,7 @@ class Progress:
             self._write("\r\x1b[K")
 
     def say(self, text: str) -> None:
-        """Write a line that stays."""
+        """Write a line that stays on the screen."""
         self.clear()
         self._write(f"{self._prefix}{text}\n")
 
@@ -136,7 +141,7 @@ class Progress:
 
 
 def in_foreground(screen: int) -> bool:
-    """Return whether this process may write without being stopped by the terminal."""
+    """Return whether this process is in the foreground of the terminal ``screen``."""
     try:
         return os.tcgetpgrp(screen) == os.getpgrp()
     except OSError:

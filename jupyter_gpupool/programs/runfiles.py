@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Records and logs of commands that run detached, in a folder of this user for this machine.
+"""Records and logs of detached commands, in a folder of this user for this machine.
 
-Each command has a folder of its name, with ``record.json``, ``log`` and ``log.1``. Its supervisor
-writes these files. Everybody else only reads them, and checks by the processes whether a record is
-still true.
+The folder of each command has its name, and contains ``record.json``, ``log`` and ``log.1``. The
+command's supervisor writes these files. All others only read them, and look at the processes to
+check whether a record is still true.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..procfs import ProcessId, alive, identify
 from ..text import did_you_mean
 from ..units import format_seconds
 
-#: Records of commands that have ended: the most that are kept, and for how many seconds.
+#: The largest number of records of ended commands, and the seconds for which they are kept.
 MOST_ENDED, KEPT_FOR = 50, 30 * 86400.0
 
-#: Names the folder of the records.
+#: The environment variable with the folder of the records.
 FOLDER_VARIABLE = "GPUPOOL_RUNS"
 
 #: Seconds in which the supervisor of a new command writes its first record.
 FIRST_RECORD = 60.0
 
-#: Bytes of a log after which a new one begins; the one before is kept.
+#: The most bytes of a log. Then a new log begins, and the previous log is kept.
 MAX_LOG = 8 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -47,13 +47,14 @@ RunState = Literal["starting", "waiting", "running", "ended"]
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One detached command, as its supervisor last wrote it."""
+    """The record of one detached command, as its supervisor last wrote it."""
 
     name: str
     command: tuple[str, ...]
     folder: str
     boot: str
-    #: Of the supervisor and of the command: number and start time; 0 if there is none yet.
+    #: The process number and start time, of the supervisor and of the command; 0 if there is no
+    #: process yet.
     supervisor: tuple[int, int]
     process: tuple[int, int] = (0, 0)
     state: RunState = "starting"
@@ -62,7 +63,7 @@ class RunRecord:
     created: float = 0.0
     started: float = 0.0
     ended: float = 0.0
-    #: How it ended.
+    #: How the command ended: its exit code, and the reason if the pool or a fault ended it.
     code: int | None = None
     reason: str = ""
 
@@ -73,7 +74,7 @@ class RunRecord:
 
     @property
     def supervised(self) -> bool:
-        """Whether its supervisor lives."""
+        """Whether the command's supervisor lives."""
         return self.boot == local_machine.boot_id() and alive(ProcessId(*self.supervisor))
 
     @property
@@ -83,10 +84,11 @@ class RunRecord:
         return known and alive(ProcessId(*self.process))
 
     def now(self) -> RunRecord:
-        """Return the record as the processes show it."""
+        """Return the record, corrected by a look at its processes."""
         if not self.lives or self.supervised:
             return self
-        # Its supervisor may have written the end, and ended, since this record was read.
+        # Since this record was read, the supervisor may have written the end of the command, and
+        # ended.
         latest = read(self.name)
         if latest is not None and not latest.lives:
             return latest
@@ -97,7 +99,7 @@ class RunRecord:
         return replace(self, state="ended", reason="its supervisor was killed")
 
     def describe(self, now: float) -> str:
-        """Return its state for people."""
+        """Return the command's state as text for people."""
         if self.state == "ended":
             ago = f" {format_seconds(now - self.ended)} ago" if self.ended else ""
             if self.reason:
@@ -112,7 +114,10 @@ class RunRecord:
 
 
 def folder() -> Path:
-    """Return (not make) the folder of this user's records: homes are shared between machines."""
+    """Return the folder of this user's records on this machine, without making it.
+
+    It has the machine's id in its name, because machines may share home folders.
+    """
     chosen = os.environ.get(FOLDER_VARIABLE, "")
     if chosen:
         return Path(chosen)
@@ -125,7 +130,7 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str) -> str:
-    """Return ``name``; refuse one that cannot be a folder's.
+    """Return ``name``; refuse a name that a folder cannot have.
 
     Raises
     ------
@@ -142,14 +147,14 @@ def check_name(name: str) -> str:
 
 
 def claim(name: str, command: Sequence[str]) -> str:
-    """Make the folder of a new command, with ``name`` or, if it is empty, one made up; return it.
+    """Make the folder of a new command; return its name: ``name``, or a new one if that is empty.
 
-    The record of a command of that name that has ended is removed.
+    If an ended command has this name, its record is removed.
 
     Raises
     ------
     RefusedError
-        If a command of that name runs.
+        If a command with this name runs.
     """
     base = local_machine.make_private(folder())
     if name:
@@ -193,12 +198,12 @@ def _is_new(path: Path) -> bool:
 
 
 def remove(name: str) -> None:
-    """Remove a record and its logs. Idempotent."""
+    """Remove a record and its logs. A second call has no effect."""
     shutil.rmtree(folder() / check_name(name), ignore_errors=True)
 
 
 def clean(now: float) -> None:
-    """Remove the records of commands that ended long ago, and the oldest ones above the limit."""
+    """Remove records of commands that ended long ago, and the oldest records above MOST_ENDED."""
     ended = [record for record in every() if not record.lives]
     ended.sort(key=lambda record: record.ended or record.created, reverse=True)
     for place, record in enumerate(ended):
@@ -207,7 +212,7 @@ def clean(now: float) -> None:
 
 
 def write(record: RunRecord) -> None:
-    """Replace the record, so that a reader finds the old one or the new one."""
+    """Replace the record. A reader finds either the old record or the new one."""
     path = folder() / record.name / _RECORD
     temporary = path.with_name(f"{_RECORD}.{os.getpid()}")
     descriptor = os.open(
@@ -219,7 +224,7 @@ def write(record: RunRecord) -> None:
 
 
 def read(name: str) -> RunRecord | None:
-    """Return the record as it was written; None if there is none that can be read."""
+    """Return the record as it was written; None if there is none, or if it cannot be read."""
     try:
         found = json.loads((folder() / name / _RECORD).read_text())
         known = {field.name for field in fields(RunRecord)}
@@ -232,12 +237,12 @@ def read(name: str) -> RunRecord | None:
 
 
 def find(name: str) -> RunRecord:
-    """Return the record as the processes show it.
+    """Return the record of a command, corrected by a look at its processes.
 
     Raises
     ------
     RefusedError
-        If there is none.
+        If there is no such record.
     """
     record = read(check_name(name))
     if record is None:
@@ -251,7 +256,7 @@ def find(name: str) -> RunRecord:
 
 
 def every() -> list[RunRecord]:
-    """Return all records as the processes show them, oldest first."""
+    """Return all records, oldest first, each corrected by a look at its processes."""
     try:
         names = [entry.name for entry in os.scandir(folder()) if _NAME.fullmatch(entry.name)]
     except OSError:
@@ -264,14 +269,14 @@ def every() -> list[RunRecord]:
 
 
 def log_path(name: str) -> Path:
-    """Return the log that is written now."""
+    """Return the path of the current log."""
     return folder() / name / LOG
 
 
 class LogWriter:
-    """Writes what a command prints, and keeps the last :data:`MAX_LOG` bytes at least.
+    """Writes the output of a command to its log, and keeps at least the last MAX_LOG bytes.
 
-    A full disk must not stop the command: what cannot be written is left out.
+    A full disk must not stop the command, so output that cannot be written is left out.
     """
 
     def __init__(self, name: str) -> None:
@@ -302,7 +307,7 @@ class LogWriter:
 
 
 def read_log(name: str) -> Iterator[bytes]:
-    """Yield what is left of the log, oldest first."""
+    """Yield the log as far as it is kept, oldest part first."""
     for path in (log_path(name).with_name(f"{LOG}.1"), log_path(name)):
         with suppress(OSError), path.open("rb") as file:
             while chunk := file.read(1 << 16):
@@ -310,7 +315,7 @@ def read_log(name: str) -> Iterator[bytes]:
 
 
 def follow_log(name: str) -> Iterator[bytes]:
-    """Yield the log, and what is added to it until the command has ended; b"" at each pause."""
+    """Yield the log, and each addition until the command has ended; yield b"" at each pause."""
     rotated = log_path(name).with_name(f"{LOG}.1")
     with suppress(OSError):
         yield rotated.read_bytes()
@@ -328,7 +333,7 @@ def follow_log(name: str) -> Iterator[bytes]:
                 continue
             if not replaced(file.fileno(), log_path(name)):
                 break
-            yield file.read()  # what was written before the new log began
+            yield file.read()  # the rest that was written before the new log began
             file.close()
             file = None
             with suppress(OSError):
@@ -342,7 +347,7 @@ def follow_log(name: str) -> Iterator[bytes]:
 
 
 def replaced(descriptor: int, path: Path) -> bool:
-    """Return whether another file has the path by now."""
+    """Return whether another file now has this path."""
     try:
         here, there = os.fstat(descriptor), path.stat()
     except OSError:
@@ -351,11 +356,11 @@ def replaced(descriptor: int, path: Path) -> bool:
 
 
 def this_process() -> tuple[int, int]:
-    """Return number and start time of this process."""
+    """Return the number and the start time of this process."""
     return of_process(os.getpid())
 
 
 def of_process(pid: int) -> tuple[int, int]:
-    """Return number and start time of a process; zeros if there is none."""
+    """Return the number and the start time of a process; zeros if there is no such process."""
     found = identify(pid)
     return (found.pid, found.start_time) if found is not None else (0, 0)

@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The child process that becomes the command: held back until it may start, then on its own.
+"""The child process that becomes the command. It waits until the parent lets it start.
 
-The child stays in the process group of ``jupyter gpupool run``, so the terminal treats both alike:
-Ctrl-C, Ctrl-Z and a change of the window's size reach the command without us, also in a pipeline.
-(A group of its own, with the terminal handed over, would put the other commands of the pipeline
-into the background.) What the terminal sends is therefore not sent on; what ``kill`` sends to us
-alone is. sudo(8) without a pseudo-terminal does the same.
+The child stays in the process group of ``jupyter gpupool run``, so the terminal sends its signals
+to both processes: Ctrl-C, Ctrl-Z and a change of the window's size reach the command directly, also
+in a pipeline. (If the child had its own group and got the terminal, the other commands of the
+pipeline would be in the background.) Therefore ``run`` does not forward signals from the terminal.
+It forwards only signals that ``kill`` sends to ``run`` alone. sudo(8) without a pseudo-terminal
+does the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Mapping, NoReturn, Sequence
 
 from .opening import numbered
 
-#: Signals that are sent on to the command.
+#: Signals that this process forwards to the command.
 FORWARDED = frozenset(
     {
         signal.SIGINT,
@@ -37,31 +38,33 @@ FORWARDED = frozenset(
     }
 )
 
-#: All signals that we wait for instead of being interrupted by them.
+#: All signals that this process waits for. They are blocked, so they do not interrupt it.
 AWAITED = FORWARDED | {signal.SIGCHLD}
 
-#: Writing to the terminal from the background must not stop us (stty tostop).
+#: SIGTTOU is blocked, too, so that writing to the terminal from the background does not stop this
+#: process (stty tostop).
 _BLOCKED = AWAITED | {signal.SIGTTOU}
 
-#: Exit codes of the shell: the command is there and no program, and it is not there.
+#: Exit codes as of a shell: the file of the command is no program, and there is no such command.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
-#: The exit code of what the pool did not start, or ended: as of docker run(1).
+#: The exit code if the pool has not started the command, or has ended it; docker run(1) uses the
+#: same code.
 NOT_RUN = 125
 
-#: Signals whose default Python has changed for itself.
+#: Signals whose default action Python changes for itself. The command gets the default again.
 _PYTHONS = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 def exit_code(status: int) -> int:
-    """Return the exit code for a wait status, as a shell does: 128+n for signal n."""
+    """Return the exit code for a wait status. As in a shell, it is 128+n for signal n."""
     if os.WIFSIGNALED(status):
         return 128 + os.WTERMSIG(status)
     return os.WEXITSTATUS(status)
 
 
 def cannot_run(program: str, environ: Mapping[str, str]) -> tuple[int, str]:
-    """Return the exit code and the reason if there is no such program; (0, "") if there is."""
+    """Return the exit code and the reason if ``program`` cannot run; (0, "") if it can."""
     if shutil.which(program, path=environ.get("PATH")):
         return 0, ""
     if os.sep not in program:
@@ -77,14 +80,15 @@ def is_for_us_alone(info: signal.struct_siginfo, child: int) -> bool:
     """Return whether only this process received the signal, and not the command."""
     if info.si_code <= 0:
         return bool(info.si_pid != child)
-    # The terminal sends it to the whole group; at a hang-up first to the leader of the session.
+    # The terminal sends a signal to the whole group. Only at a hang-up, it first sends SIGHUP to
+    # the leader of the session alone.
     return bool(info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
 
 
 def fill_standard_streams() -> None:
-    """Open what is closed of 0, 1 and 2, so that no descriptor of ours is taken for a stream.
+    """Open each closed descriptor of 0, 1 and 2, so that no other file gets one of these numbers.
 
-    For us alone: the command finds them closed.
+    The new descriptors are only for this process. In the command they are closed.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)) <= 2:
         pass
@@ -92,7 +96,10 @@ def fill_standard_streams() -> None:
 
 
 def has_terminal() -> bool:
-    """Return whether this process has a controlling terminal, and so a shell that sees it stop."""
+    """Return whether this process has a controlling terminal.
+
+    If so, a shell watches it and notices when it stops.
+    """
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:
@@ -101,18 +108,20 @@ def has_terminal() -> bool:
 
 
 class CommandProcess:
-    """The process that becomes the command. Made before this process has a second thread.
+    """The process that becomes the command.
 
-    From then on the signals in :data:`AWAITED` are blocked here, for ``sigtimedwait``.
+    It must be made before this process has a second thread. From then on the signals in
+    :data:`AWAITED` are blocked in this process, for ``sigtimedwait``.
 
     Parameters
     ----------
     command:
         The program and its arguments.
     alone:
-        Give it a session of its own, without a terminal: for a command that runs detached.
+        Give the command its own process session, without a terminal. This is for a detached
+        command.
     output:
-        A descriptor that becomes its output and its errors; None: as ours.
+        A descriptor for the command's output and errors; None means those of this process.
     """
 
     def __init__(
@@ -145,25 +154,26 @@ class CommandProcess:
                 os._exit(NOT_RUN)
         os.close(orders)
         os.close(report)
-        #: How it ended; None while it has not.
+        #: The wait status of the command's end; None while it runs.
         self.status: int | None = None
         self._stopped = False
         self._stopped_by: int | None = None
-        #: Whether it was let start.
+        #: Whether the child was allowed to start the command.
         self.started = False
-        #: Why it could not be started; "" if it could, or has not been let.
+        #: Why the command could not start; "" if it could, or if it was not yet allowed to start.
         self.problem = ""
 
     def start(self, env: Mapping[str, str]) -> None:
-        """Let it become the command with this environment."""
+        """Let the child become the command with this environment."""
         self.started = True
-        # In another session than ours the text of an environment need not be valid UTF-8.
+        # An environment may contain text that is not valid UTF-8. json.dumps can write such text,
+        # because its output is only ASCII.
         data = json.dumps(dict(env)).encode()
         try:
             while data:
                 data = data[os.write(self._orders, data) :]
         except BrokenPipeError:
-            pass  # it has ended already: the signal says why
+            pass  # the child has already ended; its wait status says why
         self._close_orders()
         said = b""
         while chunk := os.read(self._report, 4096):
@@ -171,25 +181,28 @@ class CommandProcess:
         self.problem = said.decode(errors="replace")
 
     def give_up(self) -> None:
-        """End it, if it has not been let start."""
+        """End the child if it has not yet become the command."""
         self._close_orders()
 
     def send(self, number: int) -> None:
-        """Send it a signal."""
+        """Send the command a signal."""
         if self.status is None:
             os.kill(self.pid, number)
 
     def look(self) -> int | None:
-        """Return the signal that has stopped it since the last look; note its end. Never waits."""
+        """Return the signal that has stopped the command since the last look, and note its end.
+
+        This never waits.
+        """
         self._note_states()
         number, self._stopped_by = self._stopped_by, None
         return number
 
     def wake(self) -> None:
-        """Continue it, if it is still stopped as at the last look.
+        """Continue the command if it is still stopped as at the last look.
 
-        ``fg`` of a shell wakes the whole process group. One more SIGCONT would come later than
-        that one, and could end the stop of a second Ctrl-Z.
+        A shell's ``fg`` wakes the whole process group. A further SIGCONT would come later than that
+        of ``fg``. So it could wake a command that a second Ctrl-Z has stopped meanwhile.
         """
         self._note_states()
         if self._stopped and self._stopped_by is None:
@@ -206,9 +219,10 @@ class CommandProcess:
                 self.status = status
 
     def stop_as_it_did(self, number: int) -> None:
-        """Stop this process as the command has stopped, until somebody wakes both."""
-        # Sent before it is let through: Ctrl-Z has sent it to us as well, and both are one then.
-        # Its default action does nothing in a group that no shell watches.
+        """Stop this process by the same signal as the command, until somebody wakes both."""
+        # The signal is sent while it is blocked, and is unblocked afterwards. Ctrl-Z has sent it to
+        # this process, too, and two pending signals of the same number arrive as one. Its default
+        # action does nothing in a process group that no shell watches.
         os.kill(os.getpid(), number)
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.Signals(number)})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -220,7 +234,10 @@ class CommandProcess:
 
 
 def _become(command: Sequence[str], orders: int, report: int, parent: int) -> NoReturn:
-    """Wait for the environment, then become the command; in the child, which never returns."""
+    """Wait for the environment, then become the command.
+
+    This runs in the child and never returns.
+    """
     data = b""
     while chunk := os.read(orders, 1 << 16):
         data += chunk

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """REST for admins of the pool, below ``/gpupool/api/admin``: all sessions, and orders about them.
 
-The broker decides who is an admin, by the user that this server runs as; here bodies are read.
+The broker decides whether this server's user is an admin. This module only reads the requests'
+bodies.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from tornado import web
 from ..errors import Code, RefusedError
 from .handlers import BadRequest, Route
 
-#: Characters of a reason, and minutes until a slice is taken back; the broker has the same limits.
+#: The most characters of a reason, and the most minutes until a slice is taken back. The broker has
+#: the same limits.
 MAX_REASON, MAX_MINUTES = 200, 7 * 24 * 60
 
-#: Characters of a session's id, and the form of a device's.
+#: The most characters of a session's id, and the form of a device's UUID.
 MAX_ID = 40
 _UUID = re.compile(r"[A-Za-z0-9/-]{8,100}")
 
-#: Parts of a session in the table.
+#: The fields of a session in the table.
 _SHOWN = (
     *("id", "owner", "group", "label", "kernel_id", "state", "priority", "devices"),
     *("granted_bytes", "used_bytes", "footprint_bytes", "suspended_bytes", "request"),
@@ -41,7 +43,7 @@ def table(status: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     RefusedError
-        With code ``not-allowed``, if the broker does not show this server everything.
+        With code ``not-allowed``, if the broker does not show all sessions to this server.
     """
     if not status.get("admin"):
         raise RefusedError(
@@ -66,7 +68,7 @@ def table(status: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class AdminRoute(Route):
-    """Every session with its owner."""
+    """``GET``: every session with its owner."""
 
     @web.authenticated
     @authorized
@@ -75,10 +77,10 @@ class AdminRoute(Route):
 
 
 class OrderRoute(Route):
-    """Base of the orders about one session."""
+    """Base class of the routes that order something about one session."""
 
     async def order(self, kind: str, session: str, body: dict[str, Any], **fields: Any) -> None:
-        """Send the broker an order; answer with what it says."""
+        """Send the broker an order; answer the client with the broker's note."""
         reason = read_reason(body)
         if not session.isalnum() or len(session) > MAX_ID:
             raise RefusedError(
@@ -89,7 +91,7 @@ class OrderRoute(Route):
 
 
 class RecallRoute(OrderRoute):
-    """Take the slice back after some minutes, or drop that order."""
+    """``POST``: take the slice back after some minutes, or cancel such an order."""
 
     @web.authenticated
     @authorized
@@ -105,7 +107,7 @@ class RecallRoute(OrderRoute):
 
 
 class PriorityRoute(OrderRoute):
-    """Give it another priority class."""
+    """``POST``: give the session another priority class."""
 
     @web.authenticated
     @authorized
@@ -119,7 +121,7 @@ class PriorityRoute(OrderRoute):
 
 
 class EndRoute(OrderRoute):
-    """End the session and its processes."""
+    """``POST``: end the session and its processes."""
 
     @web.authenticated
     @authorized
@@ -130,7 +132,7 @@ class EndRoute(OrderRoute):
 
 
 class DeviceRoute(Route):
-    """Take a GPU out of service, or put it back."""
+    """``POST``: take a GPU out of service, or put it back."""
 
     @web.authenticated
     @authorized
@@ -147,7 +149,7 @@ class DeviceRoute(Route):
 
 
 def check_fields(body: Mapping[str, Any], *names: str) -> None:
-    """Refuse a body with other fields than these and ``reason``."""
+    """Refuse a body that has other fields than ``names`` and ``reason``."""
     unknown = body.keys() - {*names, "reason"}
     if unknown:
         known = ", ".join([*names, "reason"])
@@ -155,7 +157,7 @@ def check_fields(body: Mapping[str, Any], *names: str) -> None:
 
 
 def read_reason(body: Mapping[str, Any]) -> str:
-    """Return the reason that owners are told; "" without one."""
+    """Return the reason that the owners of sessions will see; "" if the body has none."""
     reason = body.get("reason", "")
     if not isinstance(reason, str) or len(reason) > MAX_REASON:
         raise BadRequest(f"reason must be text of at most {MAX_REASON} characters.")
@@ -165,7 +167,7 @@ def read_reason(body: Mapping[str, Any]) -> str:
 def read_minutes(value: Any) -> float:
     """Return the minutes after which a slice is taken back.
 
-    Nothing but a number takes a slice: an empty field, text, null and 0 are refused.
+    Only a number above 0 takes a slice back. An empty field, text, null and 0 are refused.
     """
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not 0 < value <= MAX_MINUTES:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The server's one connection to the broker. The first call opens it."""
+"""The server's only connection to the broker. The first call opens it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..endpoint import check_path, check_socket
 from ..errors import BrokerUnavailable, Code, RefusedError
 from ..protocol import Message
 
-#: Most calls at once. A hung broker reads nothing, so they must fit into the socket's buffer
-#: (212,992 bytes on Linux; a call has a few hundred), or the server would also hang.
+#: The most calls at once. A hung broker reads nothing, so all calls must fit into the socket's
+#: buffer; otherwise the server would hang, too. The buffer has 212,992 bytes on Linux, and a call
+#: has a few hundred bytes.
 MAX_CALLS = 64
 
 
@@ -28,11 +29,11 @@ class BrokerLink:
     path:
         Returns the broker's socket; called before each connection.
     on_row:
-        Called in the event loop with each row of the journal, once :meth:`watch` was called.
+        Called in the event loop with each new row of the journal, after :meth:`watch` was called.
     on_stir:
-        Called in the event loop when a session has changed without a row.
+        Called in the event loop when a session has changed and the journal has no row about it.
     on_close:
-        Called in the event loop when a connection has ended that this server did not close.
+        Called in the event loop when a connection has ended and this server has not closed it.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class BrokerLink:
         self._client: Client | None = None
         #: The connection on which the broker pushes rows.
         self._watched: Client | None = None
-        #: The last error that is not an answer: why the broker closes the connection.
+        #: The last error from the broker that answers no call: it says why the broker closes the
+        #: connection.
         self._said: RefusedError | None = None
         self._connecting = asyncio.Lock()
         self._calls = asyncio.Semaphore(MAX_CALLS)
@@ -94,7 +96,10 @@ class BrokerLink:
             self._watched = client
 
     async def close(self) -> None:
-        """End the connection once every call has its answer; the next call makes a new one."""
+        """Close the connection when every call has its answer.
+
+        The next call opens a new connection.
+        """
         client, self._client = self._client, None
         if client is not None:
             if self._pending:
@@ -114,7 +119,10 @@ class BrokerLink:
             self._said = None
 
             def hand_over(function: Callable[..., None], *args: Any) -> None:
-                """Run the call in the event loop; without effect once the server has stopped."""
+                """Run the function in the event loop.
+
+                This has no effect after the server has stopped.
+                """
                 try:
                     loop.call_soon_threadsafe(function, *args)
                 except RuntimeError:
@@ -131,7 +139,7 @@ class BrokerLink:
                 )
                 return made[0]
 
-            # A hung broker accepts no connection, so connecting blocks.
+            # A hung broker accepts no connection, so an attempt to connect blocks its thread.
             self._client = await loop.run_in_executor(None, connect)
             return self._client
 
@@ -155,5 +163,5 @@ class BrokerLink:
     async def _drop(self, client: Client) -> None:
         if client is self._client:
             self._client = None
-        # This waits for the end of its reader thread.
+        # ``Client.close`` waits for the end of the client's reader thread.
         await asyncio.get_running_loop().run_in_executor(None, client.close)

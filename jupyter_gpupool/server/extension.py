@@ -25,7 +25,7 @@ from .watch import Watch
 
 SCHEMAS = Path(__file__).with_name("event_schemas")
 
-#: The identifier of an event schema; not an address.
+#: The identifier of an event schema. It is not the address of a page.
 SCHEMA_ID = "https://schema.jupyter.org/jupyter_gpupool/{}/v1"
 
 _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
@@ -33,7 +33,7 @@ _KERNEL_ACTIONS = "https://events.jupyter.org/jupyter_server/kernel_actions/v1"
 _KERNEL = r"/sessions/(?P<kernel_id>[^/]+)"
 _ANY_SESSION = r"/admin/sessions/(?P<session>[^/]+)"
 
-#: Path below ``/gpupool/api`` -> handler. The last one handles all other paths.
+#: Each path below ``/gpupool/api`` with its handler. The last handler serves all other paths.
 ROUTES: tuple[tuple[str, Any], ...] = (
     ("/pool", handlers.PoolRoute),
     ("/history", handlers.HistoryRoute),
@@ -81,7 +81,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     ).tag(config=True)
 
     _watch: Watch | None = None
-    #: The broker's socket of the last started kernel.
+    #: The socket of the broker that the last started kernel uses.
     _socket: Path | None = None
     #: The broker's last known configuration, and the notice about it.
     _in_force: Any = None
@@ -96,7 +96,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         try:
             user = pwd.getpwuid(os.getuid()).pw_name
         except KeyError:
-            user = f"uid-{os.getuid()}"  # the broker's name for a user without an account
+            user = f"uid-{os.getuid()}"  # this is the broker's name for a user without an account
         config = self.serverapp.config.get("GPUPool", {})
         self._show(page_config.first(config, os.environ, self._find()))
         link = BrokerLink(self._find, self._row, self._stirred, self._lost, self.log)
@@ -127,14 +127,17 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         self.handlers.extend((rf"/gpupool/api{path}", handler) for path, handler in ROUTES)
 
     async def stop_extension(self) -> None:
-        """End the watch; called as the server stops."""
+        """End the watch; the server calls this when it stops."""
         if self._watch is not None:
             await self._watch.close()
 
     # ------------------------------------------------------------------ internals
 
     def _find(self) -> Path:
-        """Return the socket of the kernels' broker, or the socket that a first kernel would use."""
+        """Return the socket of the kernels' broker.
+
+        Without kernels, return the socket that a first kernel would use.
+        """
         if self._socket is not None:
             return self._socket
         config = self.serverapp.config
@@ -142,7 +145,10 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         return Path(named) if named else find_socket(config.get("GPUPool", {}).get("socket", ""))
 
     def _notice(self, status: dict[str, Any]) -> str:
-        """Return the notice about a broker with another configuration; log it once."""
+        """Return the notice that the broker's configuration differs from this server's.
+
+        Log it once.
+        """
         self._journal = str((status.get("broker") or {}).get("journal") or "")
         in_force = status.get("config")
         if in_force != self._in_force:
@@ -180,7 +186,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
         self.serverapp.event_logger.emit(schema_id=SCHEMA_ID.format(kind), data=data)
 
     async def _kernel_action(self, watch: Watch, data: dict[str, Any]) -> None:
-        """Record which kernels belong to the pool."""
+        """Record whether a started kernel belongs to the pool."""
         kernel_id = data.get("kernel_id", "")
         if data.get("action") not in ("start", "restart") or data.get("status") != "success":
             watch.kernels_changed()
@@ -198,7 +204,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
             watch.kernel_started(kernel_id)
 
     def _remote_kernels(self) -> dict[str, RemoteKernel]:
-        """Return the kernels on other machines: those whose provisioner has chosen one."""
+        """Return this server's kernels for which a provisioner has chosen another machine."""
         manager = self.serverapp.kernel_manager
         found = {}
         for kernel_id in manager.list_kernel_ids():

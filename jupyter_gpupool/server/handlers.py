@@ -20,10 +20,10 @@ from .watch import Watch
 #: The authorizer's resource for all routes; its actions are "read" and "write".
 RESOURCE = "gpupool"
 
-#: Fields of a request that users may change, and whether each is a size.
+#: The fields of a request that users may change. True if the field's value is a size.
 _FIELDS = {"memory": True, "limit": True, "devices": False, "compute": False}
 
-#: The next step after an HTTP error that does not come from the pool.
+#: The advice after an HTTP error that does not come from the pool, by status code.
 _NEXT_STEPS = {
     403: "Log in to this Jupyter server, or give its token.",
     404: "See gpupool/api/openapi.json for all requests.",
@@ -32,16 +32,16 @@ _NEXT_STEPS = {
 
 
 class BadRequest(GPUPoolError):
-    """The request itself is wrong."""
+    """The HTTP request is malformed."""
 
     code = Code.BAD_REQUEST
 
 
 class Route(APIHandler):  # type: ignore[misc]
-    """Base of the routes: every error is JSON with ``code``, ``message``, ``next_step``."""
+    """Base class of the routes. Every error is JSON with ``code``, ``message``, ``next_step``."""
 
     auth_resource = RESOURCE
-    #: Requests for the state of the pool do not prevent the culling of a server.
+    #: Requests to these routes are no activity, so an idle server can still be culled.
     _track_activity = False
 
     @property
@@ -72,12 +72,15 @@ class Route(APIHandler):  # type: ignore[misc]
         self.finish(json.dumps(answer))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log faults only, because a refusal is an answer. Called by tornado."""
+        """Log faults but no refusals, because a refusal is an ordinary answer.
+
+        Called by tornado.
+        """
         if not isinstance(value, GPUPoolError):
             super().log_exception(typ, value, tb)
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON object of the request."""
+        """Return the JSON object in the body of the request."""
         try:
             found = json.loads(self.request.body)
         except (ValueError, RecursionError):
@@ -92,7 +95,7 @@ class Route(APIHandler):  # type: ignore[misc]
         Raises
         ------
         RefusedError
-            If this server cannot show a session of the kernel; code ``unknown-session``.
+            With code ``unknown-session``, if this server may not show a session of the kernel.
         """
         view = await self.watch.look()
         found = views.session_of(view, kernel_id)
@@ -106,7 +109,7 @@ class Route(APIHandler):  # type: ignore[misc]
 
 
 class PoolRoute(Route):
-    """The pool as it is now."""
+    """``GET``: the pool as it is now."""
 
     @web.authenticated
     @authorized
@@ -115,7 +118,7 @@ class PoolRoute(Route):
 
 
 class HistoryRoute(Route):
-    """The figures of the last minutes."""
+    """``GET``: the figures of the last minutes."""
 
     @web.authenticated
     @authorized
@@ -123,7 +126,7 @@ class HistoryRoute(Route):
         self.finish(json.dumps(self.watch.past(devices=self._flag("devices"))))
 
     def _flag(self, name: str) -> bool:
-        """Return whether a parameter of the query is 1; without one, it is 0."""
+        """Return whether a parameter of the query is 1. Its default is 0."""
         values = self.get_query_arguments(name, strip=False) or ["0"]
         if values not in (["0"], ["1"]):
             raise BadRequest(f"{name} must be 0 or 1.", next_step=f"Ask with ?{name}=1.")
@@ -131,7 +134,7 @@ class HistoryRoute(Route):
 
 
 class HourRoute(Route):
-    """The last hour of the devices and the queue."""
+    """``GET``: the last hour of the devices and the queue."""
 
     @web.authenticated
     @authorized
@@ -140,7 +143,7 @@ class HourRoute(Route):
 
 
 class MachinesRoute(Route):
-    """The machines of the cluster; none if this machine is in no cluster."""
+    """``GET``: the machines of the cluster; an empty list if this machine is in no cluster."""
 
     @web.authenticated
     @authorized
@@ -149,7 +152,7 @@ class MachinesRoute(Route):
 
 
 class SessionsRoute(Route):
-    """All sessions; those of other users are anonymous."""
+    """``GET``: all sessions; sessions of other users are anonymous."""
 
     @web.authenticated
     @authorized
@@ -159,7 +162,7 @@ class SessionsRoute(Route):
 
 
 class SessionRoute(Route):
-    """One kernel's session, and its request."""
+    """``GET``: one kernel's session. ``PATCH``: change its request."""
 
     @web.authenticated
     @authorized
@@ -177,7 +180,7 @@ class SessionRoute(Route):
 
 
 class ReleaseRoute(Route):
-    """Give the slice back now."""
+    """``POST``: release the slice now."""
 
     @web.authenticated
     @authorized
@@ -188,7 +191,7 @@ class ReleaseRoute(Route):
 
 
 class KeepRoute(Route):
-    """Keep the idle slice."""
+    """``POST``: keep the slice for some time, even if it is idle."""
 
     @web.authenticated
     @authorized
@@ -200,7 +203,7 @@ class KeepRoute(Route):
 
 
 class WhyRoute(Route):
-    """Why it waits, or may lose its slice."""
+    """``GET``: why the kernel waits, or why it may lose its slice."""
 
     @web.authenticated
     @authorized
@@ -210,7 +213,7 @@ class WhyRoute(Route):
 
 
 class DocumentRoute(Route):
-    """The description of this interface."""
+    """``GET``: the OpenAPI description of this interface."""
 
     @web.authenticated
     @authorized
@@ -219,7 +222,7 @@ class DocumentRoute(Route):
 
 
 class NothingRoute(Route):
-    """All other paths below ``/gpupool/api``: not found, as JSON."""
+    """All other paths below ``/gpupool/api``: answers "not found" as JSON."""
 
     @web.authenticated
     def prepare_nothing(self) -> None:
@@ -229,7 +232,7 @@ class NothingRoute(Route):
 
 
 def read_changes(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a changed request; sizes as bytes."""
+    """Return the fields of the request that the body changes; sizes are in bytes."""
     unknown = body.keys() - {*_FIELDS, "priority"}
     if unknown:
         raise BadRequest(
@@ -257,7 +260,7 @@ def _number(name: str, value: Any, is_size: bool) -> int:
             return parse_bytes(value)
         except ValueError as error:
             raise BadRequest(f"{name}: {error}") from None
-    # JSON has only one type of number.
+    # JSON has only one type of number, so a whole number may arrive as a float.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 < value < 1 << 60:
@@ -267,7 +270,7 @@ def _number(name: str, value: Any, is_size: bool) -> int:
 
 
 def read_seconds(body: dict[str, Any]) -> int | float:
-    """Return the seconds for which to keep a slice; the broker checks them."""
+    """Return for how many seconds to keep a slice. The broker checks the range."""
     unknown = body.keys() - {"seconds"}
     seconds = body.get("seconds")
     if unknown or isinstance(seconds, bool) or not isinstance(seconds, (int, float)):

@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The last minutes of this server's kernels and of the devices, and how much was used. Pure.
+"""The last minutes of this server's kernels and of the devices, and totals of use. Pure.
 
-:class:`KernelHistory` keeps one point from each snapshot. An unmeasured value is null, and after a
-gap in the snapshots comes a point of nulls, so that a line breaks there.
+:class:`KernelHistory` keeps one point from each snapshot. An unmeasured value is null. After a gap
+in the snapshots it adds a point of nulls, so that the line of a chart breaks there.
 
 :class:`KernelUsage` counts how long this server's kernels were open, and how long they had a slice.
-Both only grow, and an ended kernel still counts. A kernel that the broker lost and found counts as
-open all the time. Its slice during that time counts only if the broker counts it: after a kill the
-broker's own count is smaller.
+Both totals only grow, and a kernel that has ended still counts. If the broker dies and then finds a
+kernel's session again, the kernel counts as open all the time. Its slice during that time counts
+only if the broker has counted it. After a kill, the broker's own count is smaller.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ..states import HAS_LEASE
 
 View = dict[str, Any]
 
-#: Seconds to keep, and least seconds between two points.
+#: For how many seconds points are kept, and the least seconds between two points.
 KEPT, LEAST = 300.0, 1.0
 
-#: Most points of one ring.
+#: The largest number of points in one ring.
 _MOST = int(KEPT / LEAST) + 2
 
 
 class Ring:
-    """Points of the newest ``KEPT`` seconds; each has a value for each of ``names``."""
+    """The points of the last ``KEPT`` seconds. Each point has a value for each of ``names``."""
 
     def __init__(self, *names: str) -> None:
         self.time: deque[float] = deque(maxlen=_MOST)
         self._values: dict[str, deque[Any]] = {name: deque(maxlen=_MOST) for name in names}
 
     def due(self, now: float) -> bool:
-        """Return whether ``now`` is late enough for another point."""
+        """Return whether enough time has passed for another point."""
         return not self.time or now - self.time[-1] >= LEAST
 
     def add(self, now: float, *, broken: bool, **values: Any) -> None:
-        """Add a point; ``broken``: there was a gap in the snapshots before it."""
+        """Add a point; ``broken``: there was a gap in the snapshots before this point."""
         if broken and self.time and now - self.time[-1] >= 2 * LEAST:
             self._append(self.time[-1] + LEAST, dict.fromkeys(self._values))
         self._append(now, values)
@@ -62,15 +62,16 @@ class Ring:
 
 
 class KernelRing(Ring):
-    """One kernel: memory in use, and the share of time in which it used its device."""
+    """One kernel's memory in use, and the share of time in which it used its device."""
 
     def __init__(self) -> None:
         super().__init__("used", "busy")
-        #: Session, time and busy seconds of the last point; None if it has no share.
+        #: The session, the time and the busy seconds at the last point; None if they are unknown
+        #: there.
         self._before: tuple[str, float, float] | None = None
 
     def take(self, now: float, session: Mapping[str, Any], broken: bool) -> None:
-        """Add a point if the last one is old enough."""
+        """Add a point if the last point is old enough."""
         if not self.due(now):
             return
         used = session.get("used_bytes")
@@ -87,10 +88,12 @@ class KernelRing(Ring):
             self._before = None
             return None
         before, self._before = self._before, (session["id"], now, seconds)
-        # Another process, or another broker, counts from zero.
+        # Without these checks the share could be wrong, because another process or another broker
+        # counts from zero.
         if broken or before is None or before[0] != session["id"] or seconds < before[2]:
             return None
-        # The guard is read four times a second, so a share may come out slightly above 1.
+        # The broker reads the guard four times a second, so the computed share may be slightly
+        # above 1.
         return round(min(1.0, float(seconds - before[2]) / (now - before[1])), 2)
 
 
@@ -104,14 +107,17 @@ class KernelHistory:
         self._now = 0.0
 
     def pause(self) -> None:
-        """Begin a gap: it lasts until the next :meth:`take`, perhaps from another broker."""
+        """Begin a gap, which lasts until the next :meth:`take`.
+
+        The next snapshot may come from another broker.
+        """
         self._broken = True
 
     def take(self, view: View) -> None:
-        """Take a snapshot."""
+        """Add the points of a snapshot."""
         now, broken = float(view["now"]), self._broken
         if now < self._now:
-            # The broker lost its journal, and the machine's clock was set back.
+            # This happens if the broker has lost its journal and the machine's clock was set back.
             self._kernels, self._devices = {}, {}
         self._now, self._broken = now, False
         here = {s["kernel_id"]: s for s in view["sessions"] if s["here"]}
@@ -139,9 +145,9 @@ class KernelHistory:
         return found
 
 
-# ---------------------------------------------------------------------- how much was used
+# ---------------------------------------------------------------------- totals of use
 
-#: Most sessions to keep; beyond that the oldest ended ones are dropped.
+#: The most sessions to keep. If there are more, the oldest ended sessions are dropped.
 MOST = 2000
 
 
@@ -150,9 +156,10 @@ class _LastCount:
     """A session at its last count."""
 
     at: float
-    #: The broker's own count.
+    #: The seconds with a slice, as the broker counts them.
     total: float
-    #: When its slice began, or was last counted; None if it has none.
+    #: The time since which the seconds of its present slice are not yet counted; None without a
+    #: slice.
     leased: float | None = None
     #: Seconds with a slice since the last count, from rows of the journal.
     known: float = 0.0
@@ -160,7 +167,7 @@ class _LastCount:
 
 
 class KernelUsage:
-    """Counts from ``since`` (seconds since the epoch)."""
+    """The totals since ``since`` (seconds since the epoch)."""
 
     def __init__(self, since: float) -> None:
         self.since = since
@@ -168,7 +175,7 @@ class KernelUsage:
         self._seen: dict[str, _LastCount] = {}
 
     def take(self, view: View, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take a snapshot, and the rows of the journal that came since the last."""
+        """Count a snapshot, and the rows of the journal since the last snapshot."""
         now, later = float(view["now"]), []
         for row in rows:
             if row["time"] <= now:
@@ -185,7 +192,7 @@ class KernelUsage:
             del self._seen[name]
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Count one row, because no snapshot shows the last seconds of a session."""
+        """Count one row. This is needed because no snapshot shows the last seconds of a session."""
         seen, at = self._seen.get(str(row.get("session"))), float(row["time"])
         if seen is None or seen.ended or at < seen.at:
             return
@@ -203,7 +210,7 @@ class KernelUsage:
             seen.ended = True
 
     def shown(self) -> View:
-        """Return the figures."""
+        """Return the totals."""
         return {
             "since": round(self.since, 1),
             "attached_seconds": round(self._attached, 3),
@@ -216,7 +223,7 @@ class KernelUsage:
         seen = self._seen.get(name)
         if seen is None:
             opened = session.get("opened_at")
-            # A session that is older than this server counts from now.
+            # A session that is older than this server counts only from now on.
             if opened is not None and self.since <= opened <= now:
                 self._count(now - opened, total)
             self._seen[name] = _LastCount(now, total, leased)

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The machines of the cluster as this server shows them, from the broker's answer. Pure.
 
-All figures of a machine are from its last report, so they come with their age. The limits of users
-and groups are left out.
+All figures of a machine are from its last report, so the result has the report's age, too. It does
+not contain the limits of users and groups.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any, Mapping
 
 from .views import View
 
-#: By the state that the ledger gives a machine: what a user may expect of it. One that the ledger
-#: has not heard may still run kernels, so it is unreachable until an admin calls it dead.
+#: For each state of a machine in the ledger, the state that users see. A machine that does not
+#: report to the ledger may still run kernels, so it is "unreachable" until an admin declares it
+#: dead.
 STATES = {
     "present": "reachable",
     "silent": "unreachable",
@@ -33,11 +34,14 @@ def alone() -> View:
 
 
 def shown(answer: Mapping[str, Any], user: str) -> View:
-    """Return the machines, this one first, then by name; without the ledger, this one only."""
+    """Return the machines: this machine first, then the others by name.
+
+    If the ledger does not answer, return only this machine.
+    """
     view, here = answer["view"], answer["name"]
     nodes = [] if view is None else view["nodes"]
     own = {"name": here, "state": None, "age": 0.0, "summary": answer["own"]}
-    # The broker knows its own machine as it is now, the ledger as it was.
+    # The broker has the present figures of its own machine; the ledger's figures are older.
     state = next((node["state"] for node in nodes if node["name"] == here), None)
     rows = [{**own, "state": state}, *(node for node in nodes if node["name"] != here)]
     return {
@@ -56,7 +60,7 @@ def _machine(node: Mapping[str, Any], here: str, user: str) -> View:
     return {
         "name": node["name"],
         "here": is_here,
-        # This server reaches its own machine, whatever the ledger has heard of it lately.
+        # This server reaches its own machine, even if the ledger has had no report from it lately.
         "state": "reachable"
         if is_here and STATES.get(state, "unreachable") == "unreachable"
         else STATES.get(state, state),

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The OpenAPI document of the REST interface, as this server serves it."""
+"""Returns the OpenAPI document of the REST interface, as this server serves it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILE = Path(__file__).with_name("openapi.yaml")
 
 @lru_cache(maxsize=1)
 def _read() -> dict[str, Any]:
-    # libyaml's loader, where PyYAML has it, needs a tenth of the time.
+    # The loader of libyaml needs a tenth of the time, but not every PyYAML has it.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found: dict[str, Any] = yaml.load(FILE.read_text(encoding="utf-8"), Loader=loader)
     return found

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What JupyterLab's pages know before their first request: whether there is a GPU.
+"""Tells JupyterLab's pages, before their first request, whether there is a GPU.
 
 JupyterLab and Notebook write ``page_config_data`` of the server's settings into each page, where
 ``PageConfig.getOption("gpupool")`` is
@@ -23,13 +23,15 @@ _NEXT_STEP = "`jupyter gpupool doctor` says more."
 
 
 def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -> View:
-    """Return the page's data without a broker: from the machine's driver, or the emulation.
+    """Return the page's data while no broker has answered, from the driver or the emulation.
 
-    ``config`` is the server's section ``GPUPool``. It overrides the environment, as in the broker.
-    A broker that listens at ``socket`` has its own configuration, and may have devices that this
-    process cannot see: only that broker can say that there is none.
+    ``config`` is the section ``GPUPool`` of the server's configuration. It overrides the
+    environment, as in the broker. A broker that listens at ``socket`` has its own configuration,
+    and may have devices that this process cannot see. So only that broker can report that there is
+    no GPU.
     """
-    if os.path.exists(socket):  # unlike Path's method, this raises no error in an unreadable folder
+    # Unlike Path.exists, this raises no error if the folder is unreadable.
+    if os.path.exists(socket):
         return _some()
     machine = config["emulate"] if "emulate" in config else environ.get("GPUPOOL_EMULATE", "")
     if machine:
@@ -44,14 +46,14 @@ def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -
 
 
 def told(view: Mapping[str, Any]) -> View:
-    """Return what the broker has reported."""
+    """Return the page's data from a view, that is, from what the broker has reported."""
     if view["devices"]:
         return _some(emulated=bool(view["emulated"]))
     return _none(view.get("problem") or "The GPU pool of this machine has no GPU.")
 
 
 def show(settings: MutableMapping[str, Any], found: View) -> None:
-    """Write it into every page that the server sends from now on."""
+    """Write ``found`` into every page that the server sends from now on."""
     settings.setdefault("page_config_data", {})[_NAME] = found
 
 

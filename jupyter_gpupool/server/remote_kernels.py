@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels of this server on other machines: the sessions that their brokers have for them.
+"""Kernels of this server on other machines: their sessions, as those machines' brokers report them.
 
-Brokers and agents of both machines carry each question. So the server asks a machine at most once a
-second, and not again before the last question has ended. A machine that does not answer keeps its
-last sessions, marked as such, because its kernels probably run on.
+Each question goes through the brokers and agents of both machines. So the server asks a machine at
+most once a second, and not before the last question to it has ended. If a machine does not answer,
+the server still shows its last sessions, marked as unreachable, because the kernels there probably
+still run.
 """
 
 from __future__ import annotations
@@ -22,76 +23,83 @@ from .views import View
 #: Least seconds between two questions to a machine.
 LEAST = 1.0
 
-#: Seconds for an answer. The broker here waits longer for one that gets lost on its way.
+#: Seconds to wait for an answer. This machine's broker waits longer for an answer that is lost on
+#: its way.
 PATIENCE = 10.0
 
-#: A machine's clock counts as changed if it moved by so many seconds: a message takes some time.
+#: A machine's clock counts as changed if it seems to have moved by more than this many seconds.
+#: Smaller differences come from the time that a message takes.
 MOVED = 0.5
 
-#: What the views read of each session.
+#: The fields of a session that the views need.
 _NEEDED = frozenset(
     {"id", "kernel_id", "owner", "label", "state", "granted_bytes", "slices", "devices", "request"}
 )
 
-#: Fields that are points in time on the clock of the machine.
+#: The fields that are points in time on the other machine's clock.
 _TIMES = ("opened_at", "idle_since", "leaves_at", "queued_at", "keep_until", "recall_at")
 
 
 class RemoteKernel(Protocol):
-    """A kernel on another machine, as its provisioner."""
+    """A kernel on another machine; its provisioner has this interface."""
 
     @property
     def node(self) -> str:
-        """The machine of the kernel; empty before it was chosen."""
+        """The machine of the kernel; "" before a machine is chosen."""
 
     async def look(self, kernels: Sequence[str]) -> Mapping[str, Any]:
         """Return ``now``, ``sessions`` and ``gpus`` of these kernels."""
 
     async def tell(self, request: str, session: str, fields: Mapping[str, Any]) -> Message:
-        """Send the machine's broker a request; return the answer."""
+        """Send a request to that machine's broker; return the answer."""
 
 
 class _MachineAnswers:
-    """What is known of one machine, and the question to it that is under way."""
+    """The last answers of one machine, and the question to it that is under way."""
 
     def __init__(self, node: str, changed: Callable[[], None], log: logging.Logger) -> None:
         self._node = node
         self._changed = changed
         self._log = log
-        #: When it was last asked, and when it last answered, on our monotonic clock.
+        #: When the machine was last asked, and when it last answered, on this server's monotonic
+        #: clock.
         self._asked, self._heard = float("-inf"), 0.0
-        #: Its clock when it last answered.
+        #: The time on the machine's clock when it last answered.
         self._now = 0.0
-        #: Seconds to add to a time on its clock for one on the clock of our broker.
+        #: Seconds by which the clock of this machine's broker is ahead of the other machine's
+        #: clock.
         self._shift: float | None = None
         self._sessions: list[Message] = []
         self._gpus: list[View] = []
-        #: Why it did not answer the last question; empty if it did.
+        #: Why the machine did not answer the last question; "" if it did.
         self._silent = ""
         self.question: asyncio.Task[None] | None = None
 
     def ask(self, kernels: Mapping[str, RemoteKernel]) -> None:
-        """Ask for these kernels, unless it was asked lately."""
+        """Ask the machine about these kernels, unless it was asked less than LEAST seconds ago."""
         if self.question is None and time.monotonic() - self._asked >= LEAST:
             self._asked = time.monotonic()
             self.question = asyncio.get_running_loop().create_task(self._ask(kernels))
 
     def ask_soon(self) -> None:
-        """Have it asked the next time, however short ago the last one was."""
+        """Let the next :meth:`ask` ask the machine, even if the last question was a moment ago."""
         self._asked = float("-inf")
 
     def close(self) -> None:
-        """End the question."""
+        """Cancel the question that is under way."""
         if self.question is not None:
             self.question.cancel()
 
     def kernel_of(self, session: str) -> str | None:
-        """Return the kernel of a session there; None if it has no such session."""
+        """Return the kernel of a session on the machine; None if it has no such session."""
         found = (str(row["kernel_id"]) for row in self._sessions if row["id"] == session)
         return next(found, None)
 
     def sessions(self, now: float) -> list[View]:
-        """Return the sessions, with times on the clock whose time is ``now``."""
+        """Return the machine's sessions.
+
+        Times are converted to the clock whose present time is ``now``.
+        """
         shift = now - (time.monotonic() - self._heard) - self._now
         if self._shift is None or abs(shift - self._shift) > MOVED:
             self._shift = shift
@@ -107,7 +115,7 @@ class _MachineAnswers:
                 sessions += list(answer["sessions"])
                 gpus.update({gpu["uuid"]: gpu for gpu in answer["gpus"]})
             for session in sessions:
-                # Raises here, and not in each view, if it has another form.
+                # If a session is malformed, this call raises here and not later in each view.
                 self._shown(session, 0.0)
             self._now, self._heard = float(answer["now"]), time.monotonic()
             self._sessions, self._gpus = sessions, [*gpus.values()]
@@ -115,11 +123,11 @@ class _MachineAnswers:
         except asyncio.TimeoutError:
             self._silent = f"{self._node} has not answered for {PATIENCE:g} s."
         except GPUPoolError as error:
-            # A busy machine is not a silent one, unless that lasts.
+            # A machine that is too busy to answer counts as silent only if this lasts for long.
             if error.code is not Code.TOO_MANY or time.monotonic() - self._heard > PATIENCE:
                 self._silent = error.message
         except Exception:
-            # Another version's answer must not end the watch.
+            # An answer from another version of this package must not end the watch.
             self._silent = f"{self._node} gave an answer that this server cannot read."
             self._log.exception("GPU pool: the answer of %s is malformed", self._node)
         finally:
@@ -143,7 +151,8 @@ class _MachineAnswers:
             **session,
             **times,
             "queue_length": session.get("queue_length") if queued else None,
-            # A share of time needs the moment of each count, on one clock.
+            # These seconds are left out: a share of time needs the exact time of each count, on the
+            # same clock.
             "busy_seconds": None,
             "mine": True,
             "here": True,
@@ -154,14 +163,14 @@ class _MachineAnswers:
 
 
 class RemoteKernels:
-    """Asks the machines, as the module describes.
+    """Asks the other machines about this server's kernels, as the module describes.
 
     Parameters
     ----------
     kernels:
-        Returns this server's kernels on other machines by their ids.
+        Returns this server's kernels on other machines, by their ids.
     changed:
-        Called when a machine has answered something new.
+        Called when a machine's answer differs from its last answer.
     """
 
     def __init__(
@@ -180,7 +189,7 @@ class RemoteKernels:
         return {name: kernel.node for name, kernel in self._kernels().items() if kernel.node}
 
     def ask(self) -> None:
-        """Ask the machines that were not asked lately; returns at once."""
+        """Ask the machines that were not asked lately, without waiting for the answers."""
         kernels, where = self._kernels(), self.where()
         for node in self._machines.keys() - set(where.values()):
             self._machines.pop(node).close()
@@ -190,10 +199,11 @@ class RemoteKernels:
             self._machines[node].ask({name: kernels[name] for name in where if where[name] == node})
 
     def sessions(self, now: float) -> list[View]:
-        """Return the sessions of the kernels, with times on the clock whose time is ``now``.
+        """Return the sessions of the kernels.
 
-        Besides the fields of a session here, each has ``machine``; ``gpus``, the GPUs that it uses;
-        and ``unreachable``, why that machine does not answer, or "".
+        Each session has the fields of a session on this machine and three more: ``machine``;
+        ``gpus``, the GPUs that it uses; and ``unreachable``, the reason why its machine does not
+        answer, or "". Times are converted to the clock whose present time is ``now``.
         """
         where = self.where()
         return [
@@ -225,7 +235,7 @@ class RemoteKernels:
         raise RefusedError("This kernel has ended.", code=Code.UNKNOWN_SESSION)
 
     async def close(self) -> None:
-        """End all questions."""
+        """Cancel all questions."""
         for machine in self._machines.values():
             machine.close()
         self._machines.clear()

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool's part of ``/metrics``: this server's kernels only, in Prometheus' base units.
 
-They live in the default registry, which the server prints. Gauges are set with each snapshot;
-histograms take the figures from the broker's journal, since this server began to watch.
+The metrics are in the default registry, which the server prints. Each snapshot sets the gauges. The
+histograms contain figures from the broker's journal since this server began to watch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ALL = (UP, SESSIONS, GRANTED, USED, SUSPENDED, *DURATIONS.all)
 
 
 def show(sessions: Iterable[Mapping[str, Any]]) -> None:
-    """Set the gauges from these sessions only."""
+    """Set all gauges from these sessions, and remove the values of other sessions."""
     counts: dict[str, int] = defaultdict(int)
     suspended: dict[str, int] = defaultdict(int)
     granted: dict[tuple[str, str], int] = defaultdict(int)
@@ -49,7 +49,7 @@ def show(sessions: Iterable[Mapping[str, Any]]) -> None:
         suspended[state] += session.get("suspended_bytes") or 0
         for piece in session.get("slices") or ():
             granted[piece["device"], state] += piece["granted_bytes"]
-            if piece["used_bytes"] is not None:  # not measured is not zero
+            if piece["used_bytes"] is not None:  # a value that was not measured is not zero
                 used[piece["device"], state] += piece["used_bytes"]
     for gauge, by_state in ((SESSIONS, counts), (SUSPENDED, suspended)):
         gauge.clear()

@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The websocket ``/gpupool/api/events``: a snapshot, then the changes, as JSON messages.
+"""The websocket ``/gpupool/api/events``: sends a snapshot and then the changes, as JSON messages.
 
-``{"type": "snapshot", "snapshot": ...}`` comes first, and after the broker was away; then
-``{"type": "delta", "delta": ...}``, ``{"type": "lease" | "queue" | "idle", "data": ...}`` and
-``{"type": "broker", "available": ...}``. Messages from clients are ignored.
+``{"type": "snapshot", "snapshot": ...}`` comes first, and again when the broker comes back. The
+other messages are ``{"type": "delta", "delta": ...}``, ``{"type": "lease" | "queue" | "idle",
+"data": ...}`` and ``{"type": "broker", "available": ...}``. The server ignores messages from
+clients.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from .handlers import RESOURCE
 from .views import View
 from .watch import Watch
 
-#: The connection is closed when a client is so many messages behind.
+#: The server closes the connection when this many messages wait for a client.
 MAX_BEHIND = 256
 
 
 class EventSocket(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  # type: ignore[misc]
-    """One client."""
+    """The connection of one client."""
 
     auth_resource = RESOURCE
 
@@ -47,14 +48,14 @@ class EventSocket(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  
         await ensure_async(super().get(*args, **kwargs))
 
     def set_default_headers(self) -> None:
-        """Omit the headers of pages; called by tornado."""
+        """Set none of the headers that pages have; called by tornado."""
 
     def get_compression_options(self) -> dict[str, Any]:
-        """Compress messages: most of a snapshot is names of fields. Called by tornado."""
+        """Turn on compression: the names of fields are most of a snapshot. Called by tornado."""
         return {}
 
     def open(self, *args: Any, **kwargs: Any) -> None:
-        """Begin to publish; called by tornado."""
+        """Begin to publish to this client; called by tornado."""
         super().open(*args, **kwargs)
         self._behind: asyncio.Queue[View] = asyncio.Queue(MAX_BEHIND)
         self._sender = asyncio.get_running_loop().create_task(self._send())
@@ -71,7 +72,7 @@ class EventSocket(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  
         super().on_close()
 
     def publish(self, message: View) -> None:
-        """Send a message after the earlier ones; disconnect a client that does not read."""
+        """Queue a message for the client; disconnect a client that does not read its messages."""
         try:
             self._behind.put_nowait(message)
         except asyncio.QueueFull:

@@ -8,22 +8,24 @@ from typing import Any, Callable, Collection, Iterable, Mapping
 
 View = dict[str, Any]
 
-#: Parts of the snapshot for the user interface; the rest is for admins on the machine.
+#: Fields of the snapshot that the user interface gets. The others are for admins on the machine.
 _SHOWN = (
     *("version", "now", "emulated", "machine", "clustered", "problem", "devices", "sessions"),
     *("queue_length", "host", "settings", "limits", "maintenance", "admin"),
 )
 
-#: Parts of an admin's order for users; the command line also lists what the order waits for.
+#: Fields of an admin's order that users see. The command line also lists what the order waits for.
 _OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 
-#: Parts of other users' sessions for users: enough to explain devices and queue.
+#: Fields of other users' sessions that a user sees. They suffice to explain the devices and the
+#: queue.
 _OF_OTHERS = (
     *("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),
     *("asks", "waits_for", "queued_at"),
 )
 
-#: Figures that grow with time; a client continues them from ``now``.
+#: Figures that grow with time. If only these change, nothing is published: a client computes them
+#: from ``now``.
 _CLOCKS = frozenset(
     {
         *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
@@ -32,10 +34,12 @@ _CLOCKS = frozenset(
     }
 )
 
-#: A daily budget is published once more when this part of it has been used, and at its end.
+#: A daily budget is published again each time this part of it has been used, and when it is used
+#: up.
 _STEP = 0.01
 
-#: A change of the machine's free memory by so many bytes, or by 5 % if less, is published.
+#: The machine's free memory is published again after a change of this many bytes, or of 5 % if that
+#: is less.
 _MOVED = 1 << 30
 
 
@@ -60,8 +64,9 @@ def visible(
 ) -> View:
     """Return the broker's ``status`` as this server shows it.
 
-    Each session gets ``mine``, and ``here``: whether it is a kernel of this server. The use of
-    others' slices is not shown. A server of an admin shows whose sessions the others are.
+    Each session gets two more fields: ``mine``, whether this server may show it in full, and
+    ``here``, whether it is a kernel of this server. The view does not show how others use their
+    slices. Only an admin's server shows the owners of other sessions.
     """
     admin = bool(status.get("admin"))
     view = {name: status.get(name) for name in _SHOWN}
@@ -71,7 +76,7 @@ def visible(
     view["sessions"] = [
         {
             **session,
-            # This value changes for all sessions at once, but matters only to queued ones.
+            # This value changes for all sessions at once, but only queued sessions need it.
             "queue_length": (
                 session.get("queue_length") if session.get("queue_position") is not None else None
             ),
@@ -106,8 +111,9 @@ def delta(
 ) -> View | None:
     """Return the changes from ``old`` to ``new``; None if nothing relevant changed.
 
-    ``devices`` and ``sessions`` hold changed entries in full, ``removed`` ids of ended sessions.
-    ``available`` is the free memory that clients last got, if it differs from that in ``old``.
+    In the result, ``devices`` and ``sessions`` contain the changed entries in full, and ``removed``
+    contains the ids of ended sessions. The parameter ``available`` is the free memory that clients
+    last got, if it differs from the one in ``old``.
     """
     changes: View = {
         name: new[name]
@@ -137,7 +143,7 @@ def delta(
 
 
 def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Iterable[tuple[str, View]]:
-    """Yield (kind, data) of the events between two views, about this server's kernels alone."""
+    """Yield (kind, data) of each event between two views, only about this server's kernels."""
     # A restarted kernel has a new session, but for its user it is the same kernel.
     before = {s["kernel_id"]: s for s in old["sessions"] if s["here"]} if old else {}
     now = {s["kernel_id"]: s for s in new["sessions"] if s["here"]}
@@ -182,7 +188,7 @@ def _queue(session: Mapping[str, Any], now: float) -> View:
 
 
 def seconds_left(session: Mapping[str, Any], now: float) -> float | None:
-    """Return the seconds until ``leaves_at``; None without one."""
+    """Return the seconds until ``leaves_at``; None if the session has no such time."""
     at = session.get("leaves_at")
     return None if at is None else max(float(at) - now, 0.0)
 
@@ -199,7 +205,7 @@ def _differ(one: Mapping[str, Any], other: Mapping[str, Any], names: Iterable[st
 
 
 def _steps(session: Mapping[str, Any]) -> list[Any]:
-    """Return the share and the budgets of a session as coarse as their changes are published."""
+    """Return the share and the budgets of a session, rounded to the steps that are published."""
     return [
         *(
             (part["of"], round(part["used"] * 100), round(part["due"] * 100))

@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Keeps the newest view of the pool while it is needed, and publishes changes.
+"""Keeps the newest view of the pool while somebody needs it, and publishes its changes.
 
-It is needed while this server has a Pooled GPU kernel or a client of the websocket. Then each push
-of the broker, and a slow poll for what it does not push (others' waits, sizes in use), leads to one
-``status``; differences become events. Otherwise the server sends nothing.
+The view is needed while this server has a Pooled GPU kernel or a client of the websocket. During
+that time, each push from the broker leads to one ``status`` request. A slow poll adds requests for
+changes that the broker does not push (others' waits, sizes in use). Differences between two answers
+become events. At other times the server sends the broker nothing.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ from .kernel_history import KernelHistory, KernelUsage
 from .remote_kernels import RemoteKernel, RemoteKernels
 from .views import View
 
-#: Least seconds between two snapshots: one of 50 sessions has 40 KiB.
+#: Least seconds between two snapshots. A snapshot of 50 sessions has 40 KiB.
 LEAST_INTERVAL = 0.05
 
-#: Most seconds between two snapshots: while a kernel of this server waits, because its place may
-#: change with others; while a client listens and a kernel has a slice, because what it uses does;
-#: and once after a change.
+#: Most seconds between two snapshots in three cases. A kernel of this server waits: its place may
+#: change when others leave the queue. A client listens and a kernel has a slice: its use changes. A
+#: kernel of this server has just changed: one more snapshot follows.
 LIVELY_INTERVAL = 1.0
 
-#: Seconds until the first attempt to reach a broker that is away, and most seconds between two.
+#: Seconds until the first attempt to reach a broker that is away, and the most seconds between two
+#: attempts.
 FIRST_RETRY, MOST_RETRY = 0.25, 5.0
 
-#: Most rows that wait for a snapshot with their owners.
+#: The most rows of the journal that wait for the next snapshot, which shows whose sessions they are
+#: about.
 MAX_ROWS = 10_000
 
 
@@ -44,34 +47,37 @@ class Subscriber(Protocol):
     """A client of the websocket."""
 
     def publish(self, message: View) -> None:
-        """Take a message. Must not block."""
+        """Send a message to the client. This must not block."""
 
 
 class Watch:
-    """Keeps and publishes the view, as the module describes.
+    """Keeps the view and publishes it, as the module describes.
 
     Parameters
     ----------
     link:
-        The connection; its callbacks must be :meth:`row`, :meth:`stirred` and :meth:`lost`.
+        The connection to the broker; its callbacks must be :meth:`row`, :meth:`stirred` and
+        :meth:`lost`.
     kernels:
         Returns the ids of this server's kernels.
     user:
         The operating system user of this server.
     emit:
-        Called with (kind, data) for each event; kinds are those of ``event_schemas``.
+        Called with (kind, data) for each event. ``event_schemas`` has the kinds.
     on_view:
         Called with each new view.
     interval:
         Seconds between two snapshots while nothing happens.
     idle_warning:
-        Warn the user so many seconds before the pool takes an idle slice.
+        Users are warned this many seconds before the pool takes an idle slice.
     slow_resume:
-        Least seconds of a resume for which the warning is useful.
+        The warning is given only if a resume takes at least this many seconds.
     revive:
-        Restarts a broker that has died, or raises the reason why not; ignores a living one.
+        Restarts a broker that has died, or raises an error that says why it cannot. Does nothing if
+        the broker lives.
     notice:
-        Returns the notice about a broker with another configuration than this server's, or "".
+        Returns the notice that the broker has another configuration than this server; "" if it has
+        the same.
     remote:
         Returns those of this server's kernels that run on other machines, by id.
     """
@@ -115,22 +121,22 @@ class Watch:
         self._rows: list[Message] = []
         #: Bytes per second of the last move of a kernel's state, by the kind of row.
         self._speeds: dict[str, float] = {}
-        #: Sessions that the pool suspends soon, and whether their users were warned.
+        #: The sessions that the pool suspends soon. True if their users were warned.
         self._warned: dict[str, bool] = {}
-        #: The last published free memory of the machine.
+        #: The free memory of the machine that was last published.
         self._available: int | None = None
         self._history = KernelHistory()
         self._usage = KernelUsage(time.time())
         #: When a kernel of this server last changed, on the broker's clock.
         self._stirred = -LIVELY_INTERVAL
-        #: The broker's clock minus our monotonic clock; None before the first snapshot.
+        #: The broker's clock minus this server's monotonic clock; None before the first snapshot.
         self._offset: float | None = None
 
     # ------------------------------------------------------------------ kernels and clients
 
     @property
     def needed(self) -> bool:
-        """Whether to keep the view fresh."""
+        """Whether somebody needs the view, so that it must be kept up to date."""
         self._pooled &= set(self._kernels())
         return bool(self._subscribers or self._pooled)
 
@@ -140,12 +146,12 @@ class Watch:
         self._wake()
 
     def kernels_changed(self) -> None:
-        """Check again, because a kernel of this server has ended."""
+        """Check again whether the view is needed, because a kernel of this server has ended."""
         if self._task is not None:
             self._news.set()
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Publish a snapshot, or why there is none, and from then on the changes."""
+        """Publish a snapshot to a client, or why there is none, and then each change."""
         self._subscribers.add(subscriber)
         self._unserved.add(subscriber)
         if self._away is not None:
@@ -153,13 +159,13 @@ class Watch:
         self._wake()
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """Stop publishing to a client; idempotent."""
+        """Stop publishing to a client. A second call has no effect."""
         self._subscribers.discard(subscriber)
         self._unserved.discard(subscriber)
         self._news.set()
 
     async def close(self) -> None:
-        """End, because the server stops."""
+        """End the watch, because the server stops."""
         self._subscribers.clear()
         self._pooled.clear()
         if self._task is not None:
@@ -169,7 +175,7 @@ class Watch:
         await self._remote.close()
         await self._link.close()
 
-    # ------------------------------------------------------------------ asking
+    # ------------------------------------------------------------------ requests to the broker
 
     async def look(self) -> View:
         """Return the pool as it is now.
@@ -198,9 +204,10 @@ class Watch:
         return view
 
     def past(self, *, devices: bool = False) -> View:
-        """Return the last minutes of the kernels, from memory, without asking the broker.
+        """Return the last minutes of the kernels from this server's memory; ask no broker.
 
-        ``devices``: also those of the devices, which may be many.
+        With ``devices``, the result also has the figures of the devices, of which there may be
+        many.
         """
         now = time.time() if self._offset is None else time.monotonic() + self._offset
         shown = self._history.shown(round(now, 3), self._kernels(), devices=devices)
@@ -211,11 +218,11 @@ class Watch:
         return await self._link.call("status")
 
     async def hour(self) -> View:
-        """Return the last hour of the devices and the queue, by minutes."""
+        """Return the last hour of the devices and the queue, with one value for each minute."""
         return _plain(await self._link.call("hour"))
 
     async def machines(self) -> View:
-        """Return the machines of the broker's cluster; none if it is in no cluster."""
+        """Return the machines of the broker's cluster; an empty list if it is in no cluster."""
         watches = self._task is not None and not self._task.done()
         view = self._last if watches and self._last is not None else await self.look()
         if not view.get("clustered"):
@@ -223,20 +230,26 @@ class Watch:
         return machines.shown(await self._link.call("cluster"), self._user)
 
     async def maintain(self, action: str, device: str, reason: str) -> Message:
-        """Take a device out of service or put it back; the broker checks who asks."""
+        """Take a device out of service or put it back.
+
+        The broker checks whether this user may do so.
+        """
         answer = await self._link.call("maintain", action=action, device=device, reason=reason)
         self._news.set()
         return answer
 
     async def why(self, session: str) -> View:
-        """Return why a session that :meth:`look` has shown waits, or may lose its slice."""
+        """Return why a session waits, or why it may lose its slice.
+
+        :meth:`look` must have shown the session.
+        """
         answer = _plain(await self._ask("why", session))
         if answer.get("clustered") and answer["state"] == "queued":
             answer |= _plain(await self._ask("elsewhere", session))
         return answer
 
     async def act(self, kind: str, session: str, **fields: Any) -> Message:
-        """Send a request about a session that :meth:`look` has shown to the broker."""
+        """Send the broker a request about a session that :meth:`look` has shown."""
         answer = await self._ask(kind, session, **fields)
         if self._task is not None:
             self._news.set()
@@ -250,17 +263,17 @@ class Watch:
     # ------------------------------------------------------------------ the link's callbacks
 
     def row(self, row: Message) -> None:
-        """Something happened in the pool."""
+        """Store a new row of the journal: something has happened in the pool."""
         self._rows.append(row)
         del self._rows[:-MAX_ROWS]
         self._news.set()
 
     def stirred(self) -> None:
-        """A session has changed without a row: a cell began or ended."""
+        """Note that a session has changed without a row in the journal: a cell began or ended."""
         self._news.set()
 
     def lost(self, error: GPUPoolError) -> None:
-        """The broker went away."""
+        """Note that the connection to the broker is lost."""
         if self._task is not None:
             self._set_away(error)
             self._news.set()
@@ -280,7 +293,7 @@ class Watch:
             self._log.debug("GPU pool: nobody needs the pool now")
 
     async def _follow(self) -> None:
-        """Keep the view fresh while it is needed."""
+        """Keep the view up to date as long as it is needed."""
         retry = FIRST_RETRY
         while self.needed:
             self._news.clear()
@@ -293,7 +306,7 @@ class Watch:
                 self._news.clear()
                 pause, retry = retry, min(2 * retry, MOST_RETRY)
             except Exception:
-                # A fault here must not end the watch.
+                # A bug in this server must not end the watch.
                 self._log.exception("GPU pool: a snapshot could not be taken")
                 pause, retry = retry, min(2 * retry, MOST_RETRY)
             else:
@@ -304,7 +317,7 @@ class Watch:
                 await within(self._news.wait(), max(0.0, pause - LEAST_INTERVAL))
 
     async def _have_revived(self) -> None:
-        """Restart a dead broker; publish the error if that fails."""
+        """Restart the broker if it has died; publish the error if the restart fails."""
         if self._revive is None:
             return
         try:
@@ -313,13 +326,15 @@ class Watch:
             self._set_away(error)
 
     def _pause(self, last: View) -> float:
-        """Return the seconds from the snapshot ``last`` to the next if nothing happens."""
+        """Return the seconds from the snapshot ``last`` to the next one if nothing happens."""
         pause = self._interval
         if self._subscribers and last["remote_kernels"]:
-            pause = min(pause, LIVELY_INTERVAL)  # their brokers push nothing to here
+            # Brokers of other machines push nothing to this server.
+            pause = min(pause, LIVELY_INTERVAL)
         settles = self._stirred + LIVELY_INTERVAL - last["now"]
         if settles > 0:
-            # The history shows the settled state until the next snapshot.
+            # One more snapshot follows soon, because the history shows its state until the next
+            # snapshot.
             pause = min(pause, settles + LEAST_INTERVAL)
         for session in last["sessions"]:
             if not session["here"]:
@@ -333,7 +348,7 @@ class Watch:
         return pause
 
     def _forget(self) -> None:
-        """Drop the view, which is not needed now and would become old."""
+        """Drop the view, because nobody needs it now and it would become old."""
         self._last = self._away = None
         for row in self._rows:
             self._usage.row(row)
@@ -345,7 +360,7 @@ class Watch:
     def _take(self, view: View) -> None:
         last = self._last
         if last is not None and view["now"] < last["now"] and self._away is None:
-            return  # two snapshots were under way, and this is the older one
+            return  # two requests were under way, and this snapshot is the older one
         self._last, came_back = view, self._away is not None
         self._away = None
         server_metrics.UP.set(1)
@@ -354,7 +369,7 @@ class Watch:
         self._observe(last, view)
         self._history.take(view)
         if self._task is None or self._task.done():
-            self._history.pause()  # a single request without a watch
+            self._history.pause()  # this snapshot is from a single request; no watch runs
         self._on_view(view)
         if came_back:
             self._unserved |= self._subscribers
@@ -377,7 +392,7 @@ class Watch:
         self._warn(view, newcomers)
 
     def _observe(self, last: View | None, view: View) -> None:
-        """Count, add the rows about this server's kernels to the metrics, and pass on orders."""
+        """Use the new rows: count usage, update the metrics, and publish admins' orders."""
         here = {s["id"]: s for v in (last, view) if v for s in v["sessions"] if s["here"]}
         rows, self._rows = self._rows, []
         self._usage.take(view, rows)
@@ -395,9 +410,10 @@ class Watch:
                 self._speeds[str(row["kind"])] = row["bytes"] / seconds
 
     def _warn(self, view: View, newcomers: Collection[Subscriber]) -> None:
-        """Warn of idle slices that the pool takes soon, if a resume is slow or its speed unknown.
+        """Warn users before the pool takes an idle slice, if a resume is slow or its speed unknown.
 
-        Once for each slice, and once to each of ``newcomers``, who may have missed the warning.
+        There is one warning for each slice. Each client in ``newcomers`` gets it again, because it
+        may have missed the warning.
         """
         soon: dict[str, bool] = {}
         for session in view["sessions"]:
@@ -440,12 +456,12 @@ class Watch:
 
 
 def _plain(answer: Message) -> View:
-    """Return an answer of the broker without the fields of the protocol."""
+    """Return an answer of the broker without the fields that belong only to the protocol."""
     return {name: value for name, value in answer.items() if name not in ("v", "type", "id")}
 
 
 def _broker(error: GPUPoolError) -> View:
-    """Return the message that says why there is no broker."""
+    """Return the message to clients that says why the broker is not available."""
     return {
         "type": "broker",
         "available": False,

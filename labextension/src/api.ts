@@ -4,8 +4,9 @@
 /**
  * The server extension's REST schema as types, and a client of it.
  *
- * Sizes are bytes; times are seconds, points in time seconds since the epoch on the broker's clock.
- * A value that could not be measured is null, never 0. The server's `openapi.yaml` is the source.
+ * Sizes are in bytes. Durations are in seconds. A point in time is in seconds since the
+ * epoch, on the broker's clock. A value that could not be measured is null, never 0.
+ * The source of this schema is the server's `openapi.yaml`.
  */
 import { URLExt } from '@jupyterlab/coreutils';
 import { KernelAPI, ServerConnection } from '@jupyterlab/services';
@@ -27,16 +28,16 @@ export interface IDevice {
   readonly memory_granted: number;
   /** Used by processes outside the pool. */
   readonly memory_foreign: number;
-  /** Null while it is out of service, but a number from an older server. */
+  /** Null while the device is out of service; an older server sends a number then. */
   readonly memory_free: number | null;
   readonly memory_used: number | null;
   /** Percent. */
   readonly utilisation: number | null;
-  /** Why it is out of service; empty if it is in service. */
+  /** Why the device is out of service; empty if it is in service. */
   readonly drained_reason: string;
 }
 
-/** What a name of a device needs. */
+/** The fields that are needed to name a device. */
 export type INamedDevice = Pick<IDevice, 'uuid' | 'index' | 'name' | 'emulated'>;
 
 export interface IRequest {
@@ -52,39 +53,49 @@ export interface ISlice {
   /** The device's UUID. */
   readonly device: string;
   readonly granted_bytes: number;
-  /** Only for own sessions; null if not known. */
+  /** Only sent for the user's own sessions; null if not known. */
   readonly used_bytes?: number | null;
 }
 
-/** The fields of every session, even of other people's. */
+/** The fields of every session, also of other users' sessions. */
 export interface IAnySession {
   readonly id: string;
   readonly state: State;
   readonly priority?: string;
-  /** The sum over all its devices. */
+  /** The sum over all devices of the session. */
   readonly granted_bytes: number;
   readonly device: string | null;
   readonly devices: readonly string[];
-  /** The bytes on each of them: slices grow one by one. */
+  /** The bytes on each device: the slices of a session grow separately. */
   readonly slices: readonly ISlice[];
   readonly queue_position: number | null;
-  /** What it asks for, on each of so many devices; older servers omit it. */
+  /**
+   * The bytes that it asks for on each device, and on how many. Older servers omit it.
+   */
   readonly asks?: { readonly memory: number; readonly devices: number };
-  /** What it waits for, in words for every user; empty if it does not. Older servers omit it. */
+  /**
+   * What it waits for, in words that every user may read; empty if it does not wait.
+   * Older servers omit it.
+   */
   readonly waits_for?: string;
-  /** When the wait that goes on began; of other people's sessions older servers omit it. */
+  /**
+   * When the present wait began. For other users' sessions, older servers omit it.
+   */
   readonly queued_at?: number | null;
-  /** Of other people's sessions only for admins; without it, `owner` is the word `other`. */
+  /**
+   * For other users' sessions only admins get the owner; other users get the word
+   * `other`.
+   */
   readonly owner?: string;
   readonly label?: string;
   readonly mine: boolean;
-  /** Whether it is a kernel of this server. */
+  /** Whether the session belongs to a kernel of this server. */
   readonly here: boolean;
 }
 
 /** A daily budget of GPU-seconds. */
 export interface IBudget {
-  /** The group whose budget it is; empty: the user's own. */
+  /** The group whose budget it is; empty if it is the user's own budget. */
   readonly group: string;
   readonly seconds: number;
   readonly left: number;
@@ -102,7 +113,7 @@ export interface ISession extends IAnySession {
   readonly mine: true;
   readonly label: string;
   readonly kernel_id: string;
-  /** Of two sessions of one kernel, the one opened later counts. */
+  /** If two sessions belong to one kernel, the one that was opened later counts. */
   readonly opened_at: number;
   readonly attach: 'lazy' | 'cell' | 'manual';
   readonly priority: string;
@@ -111,49 +122,60 @@ export interface ISession extends IAnySession {
   readonly suspended_bytes: number;
   readonly request: IRequest;
   readonly queue_length: number | null;
-  /** Between which times, on the broker's clock, its wait will probably end; null: not known. */
+  /**
+   * The two times, on the broker's clock, between which its wait will probably end;
+   * null if not known.
+   */
   readonly expected: IExpected | null;
-  /** When the wait that goes on began. */
+  /** When the present wait began. */
   readonly queued_at: number | null;
   readonly wait_reason: string;
-  /** Why its slice was taken in the middle of its work, a sentence; missing or empty if not. */
+  /**
+   * Why the pool preempted it, as a sentence; missing or empty if the pool did not.
+   */
   readonly preempted?: string;
-  /** Guarantees, shares and daily budgets of its user and groups; older servers omit both. */
+  /**
+   * Guarantees, shares and budgets of its user and groups; older servers omit both
+   * fields.
+   */
   readonly standing?: readonly string[];
   readonly budgets?: readonly IBudget[];
   readonly pinned_reason: string;
   readonly idle_seconds: number | null;
-  /** When an idle slice goes back to the pool, if nothing but the clock decides; else null. */
+  /** When an idle slice goes back to the pool, if only the clock decides; else null. */
   readonly leaves_at: number | null;
   /** Why the pool took its slice while it was idle; missing or empty if it did not. */
   readonly taken_reason?: string;
   /** Whether others wait for its idle slice. */
   readonly wanted: boolean;
-  /** Why an idle slice stays although its time is over, a sentence; else empty. */
+  /** Why an idle slice stays although its time is over, as a sentence; else empty. */
   readonly stays_reason: string;
   /**
-   * The most bytes on each device that it may ask for, with its present number of devices; null if
-   * not known.
+   * The most bytes that it may ask for on each device, with its present number of
+   * devices; null if not known.
    */
   readonly most_bytes: number | null;
   readonly keep_until: number | null;
   /**
-   * Whether a requested release is still to come, because its work on the GPU goes on. Older
-   * servers omit it.
+   * Whether a release was requested and has not happened yet, because the work on the
+   * GPU continues. Older servers omit it.
    */
   readonly release_asked?: boolean;
-  /** When an admin takes the slice back, in use or not; null or missing if none does. */
+  /**
+   * When an admin takes the slice back, used or not; null or missing without such an
+   * order.
+   */
   readonly recall_at?: number | null;
   readonly attached_seconds_total: number;
   readonly wait_seconds_total: number;
   readonly suspends: number;
   readonly resumes: number;
   readonly migrations: number;
-  /** The other machine on which it runs; missing for a kernel of this machine. */
+  /** The machine on which the kernel runs; missing if that is this machine. */
   readonly machine?: string;
-  /** The GPUs of that machine that it uses. */
+  /** The GPUs that the kernel uses on that machine. */
   readonly gpus?: readonly INamedDevice[];
-  /** Why that machine does not answer, so that all fields are old; empty if it does. */
+  /** Why that machine does not answer, so all fields are old; empty if it answers. */
   readonly unreachable?: string;
 }
 
@@ -162,7 +184,9 @@ export interface ILimits {
   readonly memory: number | null;
   readonly devices: number;
   readonly max_wait: number | null;
-  /** The longest time for which an idle slice is kept at once; older servers omit it. */
+  /**
+   * The longest time that one keep of an idle slice may last; older servers omit it.
+   */
   readonly max_keep?: number;
   readonly priorities: readonly string[];
 }
@@ -172,12 +196,12 @@ export interface IOrder {
   readonly kind: 'pause' | 'drain';
   /** UUID of the GPU; empty for the whole pool. */
   readonly device: string;
-  /** In the admin's words; may be empty. */
+  /** The reason in the admin's words; may be empty. */
   readonly reason: string;
   readonly by: string;
   /** On the broker's clock. */
   readonly since: number;
-  /** Whether no kernel has a slice there any more. */
+  /** Whether no kernel has a slice on these GPUs any more. */
   readonly closed: boolean;
 }
 
@@ -186,12 +210,17 @@ export interface IPool {
   readonly now: number;
   readonly emulated: boolean;
   readonly machine: string;
-  /** Whether there are other machines: see `PoolClient.machines`. Older servers omit it. */
+  /**
+   * Whether the machine is in a cluster: see `PoolClient.machines`. Older servers omit
+   * it.
+   */
   readonly clustered?: boolean;
   readonly devices: readonly IDevice[];
   readonly sessions: readonly (ISession | IAnySession)[];
   readonly queue_length: number;
-  /** The machine of each kernel of this server that runs on another one, by the kernel's id. */
+  /**
+   * By kernel id: the machine of each kernel of this server that runs on another one.
+   */
   readonly remote_kernels?: Readonly<Record<string, string>>;
   readonly host: {
     readonly budget_bytes: number;
@@ -208,24 +237,26 @@ export interface IPool {
   readonly problem: string;
   /** Older servers omit this field and the next one. */
   readonly maintenance?: readonly IOrder[];
-  /** Whether this server is one of an admin of the pool. */
+  /** Whether the user of this server is an admin of the pool. */
   readonly admin?: boolean;
-  /** The broker's configuration, if it differs from this server's, and how to change it. */
+  /**
+   * How the broker's configuration differs from this server's, and how to change it.
+   */
   readonly configuration_notice?: string;
 }
 
-/** The changed members of the pool; only changed devices and sessions, in full. */
+/** The changed members of the pool. Changed devices and sessions are sent in full. */
 export type Delta = Partial<IPool> & {
   readonly now: number;
   /** Ids of sessions and UUIDs of devices that are gone. */
   readonly removed?: readonly string[];
 };
 
-/** A slice on a device that a waiting kernel could use. */
+/** Another session's slice, on a device that the waiting kernel could use. */
 export interface IHolder {
-  /** The id of its session in the pool. */
+  /** The id of the session that holds the slice. */
   readonly session: string;
-  /** Whether it belongs to the same user. */
+  /** Whether that session belongs to the same user. */
   readonly own: boolean;
   readonly bytes: number;
   readonly use: 'busy' | 'idle' | 'leaving';
@@ -233,17 +264,20 @@ export interface IHolder {
 
 /** The broker's plan for a kernel; the fields that this extension uses. */
 export interface IExplanation {
-  /** Why it waits, or who may take its slice: a sentence each. */
+  /** Why the kernel waits, or who may take its slice, one sentence each. */
   readonly lines: readonly string[];
-  /** The one of them about its time, which the page tells anew each second; else empty or missing. */
+  /**
+   * The line about the time of the wait, which the page updates each second; empty or
+   * missing if there is none.
+   */
   readonly time_line?: string;
   /** Guarantees, shares and daily budgets of its user and groups. */
   readonly standing: readonly string[];
-  /** In a cluster, while it waits: what other machines have and lack. */
+  /** In a cluster, while the kernel waits: what other machines have and lack. */
   readonly machines?: readonly string[];
   /**
-   * The bytes on each GPU with which a waiting kernel would start now, null if there are none.
-   * Older servers omit this field and the next one.
+   * The bytes on each GPU with which the waiting kernel could start now; null if it
+   * cannot start with any size. Older servers omit this field and the next one.
    */
   readonly starts_with_bytes?: number | null;
   readonly holders?: readonly IHolder[];
@@ -263,7 +297,7 @@ export interface IHistory {
       }
     >
   >;
-  /** Only on request. */
+  /** The server sends this field only on request. */
   readonly devices?: Readonly<
     Record<
       string,
@@ -282,40 +316,45 @@ export interface IHistory {
   };
 }
 
-/** A machine of the cluster, as it reported last; null is not known. */
+/**
+ * A machine of the cluster, by its last report; null means that a figure is not known.
+ */
 export interface IMachine {
   readonly name: string;
-  /** Whether it is the machine of this server. */
+  /** Whether this is the machine of the page's server. */
   readonly here: boolean;
   readonly state: 'reachable' | 'unreachable' | 'draining' | 'left' | 'gone';
-  /** Seconds since its last report. */
+  /** Seconds since the machine's last report. */
   readonly age: number;
   readonly devices: number | null;
-  /** GPUs out of service. */
+  /** Number of GPUs out of service. */
   readonly out: number | null;
   readonly free: number | null;
   readonly waiting: number | null;
-  /** The GPUs in service: the model, and what could be granted without a preemption. */
+  /**
+   * The GPUs in service: the model, and the bytes that the pool could grant without a
+   * preemption.
+   */
   readonly gpus: readonly { readonly name: string; readonly free: number }[] | null;
-  /** How many sessions of this user are there. */
+  /** Number of this user's sessions on that machine. */
   readonly mine: number | null;
 }
 
 export interface IMachines {
-  /** Whether the cluster's ledger has answered; null in no cluster. */
+  /** Whether the cluster's ledger has answered; null if there is no cluster. */
   readonly connected: boolean | null;
-  /** Machines too many for one answer. */
+  /** Number of machines for which one answer has no room. */
   readonly left_out: number;
-  /** This machine first. */
+  /** This machine is the first one. */
   readonly machines: readonly IMachine[];
 }
 
-/** The last hour, a point for each minute; null where the broker read nothing. */
+/** The last hour, one point for each minute; null where the broker measured nothing. */
 export interface IHour {
   readonly now: number;
-  /** Seconds of a point. */
+  /** Seconds between two points. */
   readonly step: number;
-  /** By UUID: means of the minute, oldest first. */
+  /** By UUID: the mean of each minute, oldest first. */
   readonly devices: Readonly<
     Record<
       string,
@@ -344,7 +383,10 @@ export interface IAdminSession {
   readonly used_bytes: number | null;
   readonly footprint_bytes: number | null;
   readonly suspended_bytes: number;
-  /** Seconds in which it used CUDA, of `counted_seconds` with a slice; null without a guard. */
+  /**
+   * Seconds in which it used CUDA, out of `counted_seconds` with a slice; null without
+   * a guard.
+   */
   readonly busy_seconds: number | null;
   readonly counted_seconds: number;
   readonly idle_since: number | null;
@@ -376,7 +418,9 @@ export interface INotice {
   readonly message: string;
 }
 
-/** The pool takes an idle slice soon, and a resume is slow or its speed not known. */
+/**
+ * The pool takes an idle slice soon, and its resume is slow or of unknown speed.
+ */
 export interface IIdleWarning {
   readonly kernel_id: string;
   readonly seconds_left: number;
@@ -384,7 +428,7 @@ export interface IIdleWarning {
   readonly resume_seconds: number | null;
 }
 
-/** The answer to an order: what happens now. */
+/** The answer to an order: it says what happens now. */
 export interface INote {
   readonly note: string;
 }
@@ -410,10 +454,12 @@ export class PoolError extends Error {
   }
 }
 
-/** Milliseconds until a request fails: not every lost network is an error. */
+/**
+ * Milliseconds until a request fails: a lost network does not always cause an error.
+ */
 export const PATIENCE = 20_000;
 
-/** Asks the server extension. All methods reject with a {@link PoolError}. */
+/** A client of the server extension. All methods reject with a {@link PoolError}. */
 export class PoolClient {
   constructor(readonly settings: ServerConnection.ISettings) {}
 
@@ -433,7 +479,7 @@ export class PoolClient {
     return this._ask('machines');
   }
 
-  /** Only for admins of the pool, as all methods that begin with `admin`. */
+  /** For admins of the pool only, like all methods whose names begin with `admin`. */
   admin(): Promise<IAdmin> {
     return this._ask('admin');
   }
@@ -495,7 +541,8 @@ export class PoolClient {
   private async _ask<T>(path: string, method = 'GET', body?: object): Promise<T> {
     const url = URLExt.join(this.settings.baseUrl, 'gpupool', 'api', path);
     const given = new AbortController();
-    // The answer to an action may come late; a query can simply be repeated.
+    // Only a query has a time-out: an action may take long, but a query can be
+    // repeated.
     const giveUp = () => given.abort(new Error(`No answer in ${PATIENCE / 1000} s.`));
     const timer = method === 'GET' ? setTimeout(giveUp, PATIENCE) : undefined;
     const init = {
@@ -521,7 +568,7 @@ export class PoolClient {
       return answer as T;
     }
     if (response.ok) {
-      // For example a login page to which the request was redirected.
+      // The answer may be a login page, to which the request was redirected.
       throw new PoolError(
         'The Jupyter server answered with something else than was asked for.',
         'unknown',

@@ -1,11 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** "Get a GPU now": what `%gpu attach` does, without a cell. */
+/** "Get a GPU now": does the same as `%gpu attach`, but without a cell. */
 import type { Kernel, KernelMessage } from '@jupyterlab/services';
 import type { TranslationBundle } from '@jupyterlab/translation';
 
-/** Ask a kernel to get its slice; resolves when it has it, rejects with the reason if it does not. */
+/**
+ * Ask a kernel to get its slice; resolves once it has the slice, or rejects with the
+ * reason.
+ */
 export async function attachNow(
   trans: TranslationBundle,
   kernel: Kernel.IKernelConnection

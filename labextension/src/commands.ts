@@ -26,9 +26,9 @@ export namespace CommandIDs {
   export const keep = 'gpupool:keep';
   export const why = 'gpupool:why';
   export const refresh = 'gpupool:refresh';
-  /** The panel's. */
+  /** The panel's own command. */
   export const showPanel = 'gpupool:show-panel';
-  /** The popover's command: its form for memory is nicer. */
+  /** The popover's command: the popover has a better form for memory than a dialog. */
   export const open = 'gpupool:open';
 }
 
@@ -45,12 +45,15 @@ export interface IOptions {
 
 type Args = ReadonlyPartialJSONObject;
 
-/** Adds the commands; all take a `kernelId`, by default that of the document in front. */
+/**
+ * Add the commands. All take a `kernelId`; the default is that of the document in
+ * front.
+ */
 export function addCommands(options: IOptions): void {
   const { commands, model, settings, trans } = options;
   const { client } = model;
 
-  /** The kernel of the arguments, if it belongs to the pool. */
+  /** The kernel that the arguments choose, if it belongs to the pool. */
   const kernel = (args: Args): string | null => {
     const id =
       typeof args['kernelId'] === 'string' ? args['kernelId'] : options.active();
@@ -70,7 +73,7 @@ export function addCommands(options: IOptions): void {
   const waits = (kernelId: string): boolean =>
     model.session(kernelId)?.state === 'queued';
 
-  /** A command for one kernel, enabled only if there is one and it is in a state for it. */
+  /** Add a command for one kernel; it is enabled only if the kernel's state fits. */
   const add = (
     id: string,
     label: (args: Args) => string,
@@ -112,7 +115,7 @@ export function addCommands(options: IOptions): void {
     trans.__('Ask the GPU pool for another size of this kernel’s slice'),
     async kernelId => {
       const { open } = CommandIDs;
-      // It opens only beside a visible part of this kernel.
+      // The popover can open only beside a visible chip or status item of this kernel.
       if (
         commands.hasCommand(open) &&
         commands.isEnabled(open, { kernelId }) &&
@@ -163,7 +166,7 @@ export function addCommands(options: IOptions): void {
     async (kernelId, args) => {
       const time = seconds(args);
       if (time === null) {
-        // An empty or negative number keeps nothing, and is not sent: 0 would end a keep.
+        // Without a positive number nothing is sent, because 0 would end a keep.
         tellRefusal(
           trans,
           new Error(
@@ -204,7 +207,7 @@ export function addCommands(options: IOptions): void {
       await model.refresh();
       const { status, code, message, nextStep } = model.broker;
       if (status === 'away' && !model.live && noBroker(code)) {
-        // This is normal: the broker ends when no kernel needs it.
+        // An absent broker is normal here: it ends when no kernel needs it.
         tellCalmly(trans.__('The pool starts with the first Pooled GPU kernel.'));
       } else if (status === 'away') {
         tellRefusal(trans, new Error([message, nextStep].filter(Boolean).join(' ')));
@@ -214,7 +217,7 @@ export function addCommands(options: IOptions): void {
   });
 }
 
-/** `10 Minutes`: as menus write it. */
+/** `10 Minutes`: with capital letters, as in menus. */
 function titled(text: string): string {
   return text.replace(/ (\p{L})/gu, (_, letter: string) => ` ${letter.toUpperCase()}`);
 }
@@ -246,13 +249,13 @@ async function askMemory(
       return null;
     }
     if (now !== null && value === written) {
-      return now; // as it is written it may have fewer digits
+      return now; // the shown text may have fewer digits than the exact size
     }
     const read = readSize(trans, value, most);
     if ('size' in read) {
       return read.size;
     }
-    // The typed text is kept.
+    // The dialog opens again with the typed text.
     [text, fault] = [value, read.fault];
   }
 }

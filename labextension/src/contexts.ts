@@ -15,7 +15,7 @@ export function contextOf(widget: Widget | null): ISessionContext | null {
   return has?.sessionContext ?? has?.context?.sessionContext ?? null;
 }
 
-/** The context of a kernel among these widgets; null if none shows it. */
+/** The context of a kernel among these widgets; null if no widget shows the kernel. */
 export function contextFor(
   widgets: Iterable<Widget>,
   kernelId: string

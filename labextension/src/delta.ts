@@ -21,7 +21,7 @@ export function applyDelta(view: IPool, delta: Delta): IPool {
   };
 }
 
-/** One change that combines two, the later one last. */
+/** One change that combines two changes; `second` is the later one. */
 export function mergeChanges(first: Change, second: Change): Change {
   if (first.all || second.all) {
     return { all: true };
@@ -46,7 +46,7 @@ export function mergeChanges(first: Change, second: Change): Change {
   };
 }
 
-/** The entries: changed ones in their old places, new ones at the end. */
+/** The new list: changed entries keep their places, new entries come last. */
 function replace<T>(
   entries: readonly T[],
   changed: readonly T[],

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The last minutes, fetched while a widget shows them. */
+/** The history of the last minutes, fetched while a widget shows it. */
 import type { IDisposable } from '@lumino/disposable';
 import { DisposableDelegate } from '@lumino/disposable';
 import { Poll } from '@lumino/polling';
@@ -15,10 +15,10 @@ import type { IPoolModel } from './tokens';
 /** Milliseconds between two requests. */
 export const INTERVAL = 5000;
 
-/** Milliseconds after which the last hour is asked for again: a point is a minute. */
+/** Milliseconds between two requests for the last hour: it has one point per minute. */
 export const HOUR_INTERVAL = 30_000;
 
-/** Fetches while held, while a Pooled GPU kernel runs, and while the page is visible. */
+/** Fetches only while held, a Pooled GPU kernel runs, and the page is visible. */
 export class History implements IDisposable {
   constructor(private readonly _model: IPoolModel) {
     this._poll = new Poll({
@@ -84,7 +84,7 @@ export class History implements IDisposable {
   private async _ask(): Promise<void> {
     const latest = await this._model.client.history();
     const due = this._asked + HOUR_INTERVAL <= performance.now();
-    // An older server has none; why the broker is away, the model says.
+    // An older server does not have the hour. The model reports why the broker is away.
     const hour = due ? await this._model.client.hour().catch(() => null) : this._hour;
     if (!this.isDisposed) {
       this._asked = due ? performance.now() : this._asked;

@@ -4,11 +4,13 @@
 /**
  * The plugins, one for each place in the user interface, with the services that they use.
  *
- * `plugin` (the settings) and `modelPlugin` come first; the rest is in the order of the folders.
+ * The settings' plugin and the model's plugin come first. The others follow in the
+ * order of the folders.
  */
 import type { JupyterFrontEndPlugin } from '@jupyterlab/application';
 
-// The settings' schema names the logo: it is registered when it is made.
+// The settings' schema names the logo, so import the module that makes and registers
+// it.
 import './icons';
 import { modelPlugin } from './model';
 import { panelPlugin } from './panel';

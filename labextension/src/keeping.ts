@@ -1,12 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** For how long an idle slice is kept: as the user wants, and the pool allows. */
+/** How long an idle slice is kept: as long as the user wants and the pool allows. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IPool } from './api';
 
-/** The seconds of a keep; `minutes` as the user gave them, which is not always a number. */
+/**
+ * The seconds of a keep; null if `minutes`, as the user gave it, is no positive number.
+ */
 export function keepSeconds(minutes: unknown, view: IPool | null): number | null {
   const most = view?.limits.max_keep ?? Infinity;
   const wanted = typeof minutes === 'number' ? minutes * 60 : NaN;

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The tile of a pooled kernel: what it does, what is free now; without a GPU, what to do. */
+/** A pooled kernel's tile: what it does and what is free; without a GPU, what to do. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ILauncher } from '@jupyterlab/launcher';
 import type { KernelSpec } from '@jupyterlab/services';
@@ -15,16 +15,18 @@ import { explain } from './tell';
 import { IPoolModel } from './tokens';
 import { bytes, part } from './words';
 
-/** Makes a notebook or a console with a pooled kernel, or says why it cannot. */
+/**
+ * The command that makes a notebook or console with a pooled kernel, or says why not.
+ */
 export const NEW = 'gpupool:new';
 
 /** The kernelspec of this package; `jupyter gpupool wrap` makes others. */
 const OWN = 'gpupool-python3';
 
-/** JupyterLab's commands behind its tiles, which have the name of a kernel. */
+/** JupyterLab's commands behind its tiles; their arguments name a kernel. */
 const CREATE: ReadonlySet<string> = new Set(['notebook:create-new', 'console:create']);
 
-/** A launcher asks the pool again what is free after so many milliseconds. */
+/** Milliseconds after which a launcher asks the pool again how much is free. */
 const AGAIN = 10_000;
 
 /** The text about a machine without a GPU. */
@@ -34,7 +36,7 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
     'Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
   );
   return [
-    // The server's text may already end with this.
+    // The server's text may already name this command.
     why.includes('gpupool doctor') ? why : `${why} ${doctor}`,
     trans.__('If this machine should have a GPU, ask its administrator.'),
     trans.__(
@@ -46,13 +48,13 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
 
 type Pool = Pick<IPoolModel, 'found' | 'view' | 'broker'>;
 
-/** The text of a kernel's tile, the most useful first; all of it is the tooltip. */
+/** The text of a kernel's tile, the most useful part first; the tooltip shows all. */
 export function tile(trans: TranslationBundle, name: string, model: Pool): string {
   if (!model.found.found) {
     return trans.__('%1: no GPU found. Choose it to see what to do.', name);
   }
   const what = trans.__('a GPU while cells use CUDA');
-  // The first line is read in the tile, the others in its tooltip.
+  // The tile shows the first line, the tooltip also shows the others.
   const first = [trans.__('%1: %2.', name, what)];
   const more: string[] = [];
   const view = model.broker.status === 'up' ? model.view : null;
@@ -69,7 +71,7 @@ export function tile(trans: TranslationBundle, name: string, model: Pool): strin
   return [first.join(' '), ...more].join('\n');
 }
 
-/** The best kernel without a GPU of the language of the pooled one. */
+/** The best kernel outside the pool with the same language as the pooled kernel. */
 export function otherKernel(
   model: Pick<IPoolModel, 'isPooled'>,
   specs: KernelSpec.ISpecModels | null,
@@ -94,9 +96,10 @@ function kernelOf(args: ReadonlyPartialJSONObject): string {
 type Item = ILauncher.IItemOptions;
 
 /**
- * An item of JupyterLab for a pooled kernel becomes the pool's own, in the same place.
+ * The pool's own item in place of JupyterLab's item for a pooled kernel, or null.
  *
- * Not for a kernel on another machine: what is free here, or that there is no GPU, says nothing.
+ * A kernel on another machine keeps JupyterLab's item: the free memory or the missing
+ * GPU of this machine say nothing about that kernel.
  */
 export function ownItem(
   model: Pick<IPoolModel, 'isPooled' | 'isRemote'>,
@@ -138,14 +141,15 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
     commands.addCommand(NEW, {
       label: args => {
         const name = kernelOf(args);
-        // The short name leaves room in the toolbar; here the language belongs to it.
+        // The kernelspec's short name saves room in the toolbar. The tile also names
+        // the language.
         const shown =
           name === OWN
             ? trans.__('Pooled GPU (Python 3)')
             : kernelspecs.specs?.kernelspecs[name]?.display_name;
         return tile(trans, shown ?? trans.__('Pooled GPU'), model);
       },
-      // The launcher's section has the icon of its first tile.
+      // JupyterLab uses the icon of the first tile for the whole section.
       icon: args => {
         const create = args['gpupoolCommand'];
         return typeof create === 'string' ? commands.icon(create, args) : logoIcon;
@@ -158,7 +162,7 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
         const create =
           typeof gpupoolCommand === 'string' ? gpupoolCommand : 'notebook:create-new';
         const name = kernelOf(args);
-        // The page was written before the broker answered, perhaps long ago.
+        // The server wrote the page before the broker answered, perhaps long ago.
         if (!model.found.found) {
           await model.refresh();
         }
@@ -202,19 +206,21 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
   }
 };
 
-/** The launcher's items, which it draws again when `stateChanged` is emitted. */
+/** A launcher with its items; it draws them again when `stateChanged` is emitted. */
 type Model = ILauncher & {
   items(): Iterable<Item>;
   readonly stateChanged?: Signal<unknown, void>;
 };
 
 /**
- * Show the pool's own tile in place of JupyterLab's: two tiles for one kernel would confuse, and
- * JupyterLab's says nothing and fails on a machine without a GPU.
+ * Show the pool's own tile in place of JupyterLab's tile. Two tiles for one kernel
+ * would confuse users. On a machine without a GPU, JupyterLab's tile explains nothing
+ * and fails.
  */
 export function replaceTiles(model: IPoolModel, launcher: Model): void {
   const items = launcher.items.bind(launcher);
-  // An item keeps its identity, by which the launcher knows it again.
+  // Return the same object for an item each time, because the launcher compares
+  // objects.
   const own = new WeakMap<Item, Item>();
   let asked = -Infinity;
   launcher.items = () => {
@@ -225,7 +231,7 @@ export function replaceTiles(model: IPoolModel, launcher: Model): void {
       }
       return known ?? item;
     });
-    // A page without a pooled kernel hears nothing of the pool.
+    // A page without a pooled kernel gets no messages from the pool, so ask.
     if (!model.live && shown.some(item => item.command === NEW)) {
       const now = performance.now();
       if (now - asked > AGAIN) {

@@ -9,12 +9,15 @@ import { Poll } from '@lumino/polling';
 import type { IMachines, IPool } from './api';
 import type { IPoolModel } from './tokens';
 
-/** Milliseconds between two requests: each may cost a message to the cluster's ledger. */
+/**
+ * Milliseconds between two requests: each may need a message to the cluster's ledger.
+ */
 export const INTERVAL = 10_000;
 
 /**
- * Fetches while held, in a cluster only, while a Pooled GPU kernel runs, and while the page is
- * visible. Without a kernel, it fetches once with each view, as the panel shows it.
+ * Fetches only in a cluster, while held, while a Pooled GPU kernel runs, and while the
+ * page is visible. Without such a kernel, it fetches once for each new view of the
+ * pool.
  */
 export class Machines implements IDisposable {
   constructor(
@@ -41,7 +44,7 @@ export class Machines implements IDisposable {
     });
   }
 
-  /** Null in no cluster, before the first answer, and after a request that failed. */
+  /** Null outside a cluster, before the first answer, and after a failed request. */
   get latest(): IMachines | null {
     return this._latest;
   }
@@ -66,7 +69,7 @@ export class Machines implements IDisposable {
       this._set(null);
     }
     if (held && !asking && view !== this._seen) {
-      this._ask().catch(() => undefined); // why the broker is away, the model says
+      this._ask().catch(() => undefined); // the model reports why the broker is away
     }
     this._seen = held ? view : null;
     if (asking !== this._asking && !this.isDisposed) {
@@ -83,12 +86,13 @@ export class Machines implements IDisposable {
   private async _ask(): Promise<void> {
     try {
       const found = await this._model.client.machines();
-      // The broker may have gone away meanwhile: then nothing would take these figures back.
+      // If the broker has gone away meanwhile, nothing would remove these figures
+      // later.
       this._set(this._there() ? found : null);
     } catch (error) {
-      // Old figures would look like new ones.
+      // Show no figures, because old ones would look like new ones.
       this._set(null);
-      throw error; // the poll asks less often
+      throw error; // after an error, the poll asks less often
     }
   }
 
@@ -102,7 +106,7 @@ export class Machines implements IDisposable {
   private readonly _poll: Poll<void>;
   private _holders = 0;
   private _asking = false;
-  /** The view for which it has asked last without a kernel. */
+  /** The last view for which it fetched without a kernel. */
   private _seen: IPool | null = null;
   private _latest: IMachines | null = null;
 }

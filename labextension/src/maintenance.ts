@@ -6,7 +6,10 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IOrder, IPool } from './api';
 
-/** The order that keeps all kernels from slices now; null if a device is in service. */
+/**
+ * The order because of which no kernel gets a slice now; null if a device is in
+ * service.
+ */
 export function pauseOf(view: IPool | null): IOrder | null {
   const orders = view?.maintenance ?? [];
   const whole = orders.find(order => order.device === '');
@@ -19,7 +22,7 @@ export function pauseOf(view: IPool | null): IOrder | null {
   return (all && orders[0]) || null;
 }
 
-/** `paused by the administrator: new driver`; a part of a sentence, from the broker. */
+/** `paused by the administrator: new driver`, as a part of a sentence. */
 export function byAdmin(trans: TranslationBundle, order: IOrder): string {
   const done =
     order.kind === 'pause'
@@ -28,7 +31,7 @@ export function byAdmin(trans: TranslationBundle, order: IOrder): string {
   return order.reason ? trans.__('%1: %2', done, order.reason) : done;
 }
 
-/** A sentence: what is out of service, who ordered it, since when and why. */
+/** A sentence that says what is out of service, by whom, since when and why. */
 export function orderText(
   trans: TranslationBundle,
   order: IOrder,

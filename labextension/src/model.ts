@@ -19,10 +19,13 @@ import { nextStep } from './tell';
 import type { Change, IBroker } from './tokens';
 import { IPoolModel, isMine, PROVISIONER, REMOTE_PROVISIONER } from './tokens';
 
-/** If the wall clock is ahead by so many milliseconds, the computer has slept. */
+/** If the wall clock is so many milliseconds ahead, the computer was asleep. */
 const SLEPT = 2000;
 
-/** Milliseconds from the last pooled kernel's end to the last request: the broker learns of it. */
+/**
+ * Milliseconds from the end of the last pooled kernel to the last request. In this time
+ * the broker learns of the end.
+ */
 export const LAST_LOOK = 1000;
 
 export class PoolModel implements IPoolModel {
@@ -34,7 +37,7 @@ export class PoolModel implements IPoolModel {
     this._found = foundAtLoad();
     this._stream = new EventStream(_services.serverSettings, {
       message: message => this._onMessage(message),
-      // A refused websocket gives no reason; a request does.
+      // A refused websocket gives no reason, but a request does.
       failed: () => void this.refresh(),
       ask: () => this.refresh()
     });
@@ -93,7 +96,8 @@ export class PoolModel implements IPoolModel {
     if (this._view === null) {
       return Date.now() / 1000;
     }
-    // One clock stops while the computer sleeps, the other jumps when it is set.
+    // The steady clock stops while the computer sleeps. The wall clock jumps when it is
+    // set.
     const steady = performance.now() - this._received.steady;
     const wall = Date.now() - this._received.wall;
     return this._view.now + (wall > steady + SLEPT ? wall : steady) / 1000;
@@ -115,7 +119,7 @@ export class PoolModel implements IPoolModel {
   }
 
   session(kernelId: string): ISession | null {
-    // A restarted kernel has a new session, and for a moment also the old one.
+    // A restarted kernel has a new session, and for a moment the old session, too.
     let newest: ISession | null = null;
     for (const session of this._view?.sessions ?? []) {
       if (
@@ -140,11 +144,11 @@ export class PoolModel implements IPoolModel {
     }
     const other = this._view !== before || this._broker !== was;
     if (this.isDisposed || (this._stream.heard && other)) {
-      return; // the websocket was faster, and knows better
+      return; // the websocket was faster, and its view is newer
     }
     const young = this._view === null || view.now >= this._view.now;
     if (this._view !== before && !young && this._broker.status === 'up') {
-      return; // a question asked later was answered sooner
+      return; // a later request was answered before this one
     }
     this._take(view);
   }
@@ -155,7 +159,8 @@ export class PoolModel implements IPoolModel {
       this._stream.wanted = wanted;
       clearTimeout(this._lastLook);
       if (!wanted) {
-        // The websocket closes before the broker reports the end: the view would keep the kernel.
+        // The websocket closes before the broker reports the kernel's end. Without one
+        // more request, the view would keep the kernel.
         this._lastLook = setTimeout(() => void this.refresh(), LAST_LOOK);
       }
       this._emit({ all: true });
@@ -169,7 +174,8 @@ export class PoolModel implements IPoolModel {
         return true;
       }
     }
-    // A session started from this page is known at once; its kernel only after the next request.
+    // JupyterLab knows a session of this page at once, but lists its kernel only after
+    // the next request.
     for (const { kernel } of sessions.running()) {
       if (kernel && this.isPooled(kernel.name)) {
         return true;
@@ -193,7 +199,7 @@ export class PoolModel implements IPoolModel {
         this._noticed.emit(message.data);
         break;
       case 'broker':
-        // If it is back, the next snapshot shows it.
+        // If the broker is back, the next snapshot shows it.
         if (!message.available) {
           const { code = '', message: why = '', next_step: next = '' } = message;
           this._setAway(why, nextStep(this._trans, code, next), code);
@@ -233,7 +239,7 @@ export class PoolModel implements IPoolModel {
       return;
     }
     if (this._stream.heard && error instanceof PoolError && error.code === 'network') {
-      // Then the websocket is most likely dead, too, without an event.
+      // The websocket is most likely dead, too, although it has reported nothing.
       this._stream.again();
     }
     if (!this._stream.heard) {
@@ -281,7 +287,7 @@ export class PoolModel implements IPoolModel {
     ];
   }
 
-  /** Signal a change in the next frame, together with all other changes until then. */
+  /** Signal a change in the next frame, together with all changes until that frame. */
   private _emit(change: Change): void {
     const waiting = this._pending !== null;
     this._pending = this._pending ? mergeChanges(this._pending, change) : change;
@@ -289,7 +295,7 @@ export class PoolModel implements IPoolModel {
       return;
     }
     if (document.visibilityState === 'hidden') {
-      // A hidden page has no frames.
+      // A hidden page draws no frames, so use a timer.
       this._timer = setTimeout(this._flush, 0);
     } else {
       this._frame = requestAnimationFrame(this._flush);
@@ -330,7 +336,9 @@ const DENIED: ReadonlySet<number> = new Set([401, 403]);
 
 const UP: IBroker = { status: 'up', message: '', nextStep: '' };
 
-/** The server's knowledge when it sent this page; it may be missing. */
+/**
+ * What the server knew about a GPU when it sent this page; defaults if that is missing.
+ */
 function foundAtLoad(): IPoolModel['found'] {
   try {
     const said = JSON.parse(PageConfig.getOption('gpupool') || '{}') as {

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Warns that an idle kernel will soon lose its GPU, if its resume is slow. */
+/** Warns that an idle kernel soon loses its slice, if its resume is slow. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { Notification } from '@jupyterlab/apputils';
 import { ITranslator, nullTranslator } from '@jupyterlab/translation';
@@ -16,13 +16,16 @@ import { allOf, followPool, tell } from './tell';
 import { IPoolModel, IPoolSettings } from './tokens';
 import { about, bytes, localTime, timeOfDay } from './words';
 
-/** Most characters of a document's name: JupyterLab shows 140 of a notification. */
+/** The most characters of a document's name: JupyterLab shows 140 per notification. */
 const NAME = 28;
 
-/** Two times that differ by fewer seconds belong to the same warning, sent again. */
+/**
+ * If the times of two warnings differ by fewer seconds, they are one warning, sent
+ * again.
+ */
 const SAME = 1;
 
-/** The text of a warning; `name` is the document's. It does not change while it is shown. */
+/** The text of a warning; `name` is the document's. The shown text does not change. */
 export function warning(
   trans: TranslationBundle,
   name: string,
@@ -48,7 +51,7 @@ export function warning(
       );
 }
 
-/** One notification for each kernel, withdrawn when it is no longer true. */
+/** Shows one notification for each kernel, and removes it when it is no longer true. */
 export class IdleWarnings implements IDisposable {
   constructor(
     private readonly _model: IPoolModel,
@@ -84,7 +87,9 @@ export class IdleWarnings implements IDisposable {
     const at = session?.leaves_at ?? this._model.now() + warned.seconds_left;
     const shown = this._shown.get(kernelId);
     if (shown && Math.abs(shown.at - at) < SAME) {
-      return; // it is sent again to who comes back, who may have closed it
+      // The server sends the warning again to a page that reconnects, and the user may
+      // have closed it.
+      return;
     }
     this._take(kernelId);
     const name = this._name(kernelId) ?? trans.__('A kernel without a document');
@@ -117,7 +122,7 @@ export class IdleWarnings implements IDisposable {
     this._shown.set(kernelId, { id, at, leavesAt: session?.leaves_at ?? null });
   };
 
-  /** Its slice was used again, kept, pinned or taken. */
+  /** Remove a warning if the slice was used again, kept, pinned or taken. */
   private readonly _onChanged = (): void => {
     for (const [kernelId, { leavesAt }] of [...this._shown]) {
       const session = this._model.session(kernelId);
@@ -159,7 +164,8 @@ export const notifyPlugin: JupyterFrontEndPlugin<void> = {
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     model.noticed.connect((_, { kernel_id: kernelId, message }) => {
       const name = documents.name(kernelId)?.name;
-      // An admin's order is no passing news: it stays until it was read.
+      // An admin's order is important, so its notification stays until the user closes
+      // it.
       const text = name ? trans.__('%1: %2', name, message) : message;
       Notification.warning(text, { autoClose: false, actions: allOf(trans, text) });
     });

@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The pool's kernels in the list of running kernels: the slice of each, and its release. */
+/**
+ * The pool's kernels in the list of running kernels: each slice, and a way to release
+ * it.
+ */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import type { IRunningSessions } from '@jupyterlab/running';
 import { IRunningSessionManagers } from '@jupyterlab/running';
@@ -58,7 +61,7 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   refreshRunning(): void {
-    // Only with a Pooled GPU kernel: otherwise nothing is sent.
+    // Without a Pooled GPU kernel, the page sends no request.
     if (this._model.live) {
       void this._model.refresh();
     }
@@ -78,7 +81,7 @@ export class RunningSlices implements IRunningSessions.IManager {
       icon: () => logoIcon,
       label: () => name?.name ?? session.label,
       labelTitle: () => `${name?.path ?? session.label}\n${said().still}`,
-      // Beside a name the list has room for few letters.
+      // The list has room for only a few letters beside a name.
       detail: () => (said().counts ? said().still : said().short),
       open: () => this._documents.open(session.kernel_id),
       // A kernel that waits, or is in host memory, has no slice to release.
@@ -86,7 +89,7 @@ export class RunningSlices implements IRunningSessions.IManager {
     };
   }
 
-  /** Without the count-down, because this list is not drawn each second. */
+  /** The texts without a count-down, because this list is not drawn each second. */
   private _said(session: ISession): ISaid {
     const { view } = this._model;
     const still = { ...session, leaves_at: null };
@@ -98,7 +101,9 @@ export class RunningSlices implements IRunningSessions.IManager {
     void tell(this._trans, kernel, this._model.client.release(kernel));
   }
 
-  /** Only for changes that are shown here: most changes concern other people's kernels. */
+  /**
+   * Draw only after a change that this list shows: most concern other users' kernels.
+   */
   private readonly _onChanged = (): void => {
     const shown = this._sessions()
       .map(session => `${session.id} ${session.state} ${this._said(session).still}`)

@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The settings of this user interface, typed; the defaults are the schema's. */
+/**
+ * The settings of this user interface, with types; the defaults are those of the
+ * schema.
+ */
 import type { JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import type { ISignal } from '@lumino/signaling';
@@ -19,7 +22,7 @@ const DEFAULTS = {
 };
 
 export class PoolSettings implements IPoolSettings {
-  /** Reads the user's settings once they are loaded. */
+  /** Use the loaded settings of the user, and follow their changes. */
   follow(settings: ISettingRegistry.ISettings): void {
     const update = () => {
       this._values = { ...DEFAULTS, ...settings.composite };
@@ -38,7 +41,8 @@ export class PoolSettings implements IPoolSettings {
   }
 
   get keepMinutes(): number {
-    // Show the same value that is requested: the server counts whole minutes.
+    // Round the value, because the server counts whole minutes. So the page shows the
+    // same value that it requests.
     return Math.max(1, Math.round(this._values.keepMinutes));
   }
 
@@ -59,7 +63,7 @@ export const settingsPlugin: JupyterFrontEndPlugin<IPoolSettings> = {
   activate: (_, registry: ISettingRegistry | null): IPoolSettings => {
     const settings = new PoolSettings();
     if (registry) {
-      // Until they are loaded, and if that fails, the defaults apply.
+      // The defaults apply until the settings are loaded, and if they cannot be loaded.
       registry.load(ID).then(
         loaded => settings.follow(loaded),
         (error: unknown) => console.error('GPU pool: no settings', error)

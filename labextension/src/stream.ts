@@ -1,7 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The server extension's websocket: open while wanted, and reopened after a loss. */
+/**
+ * The server extension's websocket: open while wanted, and reopened after it is lost.
+ */
 import { URLExt } from '@jupyterlab/coreutils';
 import type { ServerConnection } from '@jupyterlab/services';
 import type { IDisposable } from '@lumino/disposable';
@@ -26,9 +28,11 @@ export type Message =
 
 export interface IListener {
   message(message: Message): void;
-  /** The websocket could not be opened, or closed before the first message. */
+  /**
+   * Called if the websocket could not be opened, or closed before the first message.
+   */
   failed(): void;
-  /** The page is hidden and the websocket closed: ask now. */
+  /** Called to send a request: the page is hidden, so its websocket is closed. */
   ask(): Promise<void>;
 }
 
@@ -38,22 +42,32 @@ export const HIDDEN_AFTER = 10_000;
 /** Milliseconds between two requests of a hidden page. */
 export const HIDDEN_INTERVAL = 60_000;
 
-/** After so many milliseconds with messages, a loss does not count as repeated. */
+/**
+ * If a websocket had messages for so many milliseconds, its loss starts the back-off
+ * anew.
+ */
 export const LASTING = 30_000;
 
-/** Milliseconds between two checks of the clock, and the delay of a check that means sleep. */
+/**
+ * Milliseconds between two checks of the clock; if a gap exceeds `SLEPT`, the computer
+ * slept.
+ */
 const LOOK_INTERVAL = 15_000;
 const SLEPT = 45_000;
 
-/** The milliseconds until the next attempt after `failures` in a row: 1 to 2 s, .. 15 to 30 s. */
+/**
+ * Milliseconds until the next attempt after `failures` in a row: from 1 to 2 s at
+ * first, up to 15 to 30 s.
+ */
 export function pause(failures: number, random: number): number {
   return 1000 * Math.min(2 ** failures, 15) * (1 + random);
 }
 
 /**
- * Opens the websocket while `wanted` and the page is visible, and asks slowly while it is hidden.
+ * Keeps the websocket open while `wanted` is true and the page is visible.
  *
- * While it is not wanted, nothing is sent.
+ * While the page is hidden, it asks slowly instead. While `wanted` is false, it sends
+ * nothing.
  */
 export class EventStream implements IDisposable {
   constructor(
@@ -93,7 +107,7 @@ export class EventStream implements IDisposable {
     return this._heard;
   }
 
-  /** Reopen it at once if it is wanted. */
+  /** Reopen the websocket at once if it is wanted. */
   again(): void {
     clearTimeout(this._retry);
     this._retry = undefined;
@@ -164,7 +178,8 @@ export class EventStream implements IDisposable {
       const slept = Date.now() - last > SLEPT;
       last = Date.now();
       if (slept) {
-        // The other end is most likely gone, without an event.
+        // The server has most likely closed the connection, and no event has reported
+        // it.
         this.again();
       }
     }, LOOK_INTERVAL);

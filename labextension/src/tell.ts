@@ -10,17 +10,19 @@ import { Widget } from '@lumino/widgets';
 import { PoolError } from './api';
 import type { IBroker } from './tokens';
 
-/** Characters of a notification that JupyterLab shows. */
+/** The number of characters of a notification that JupyterLab shows. */
 const SHOWN = 140;
 
-/** Milliseconds during which a result is shown. */
+/** Milliseconds for which a result is shown. */
 const RESULT = 5000;
 
-/** The same for a refusal or a missing answer: longer, but limited. */
+/**
+ * Milliseconds for which a refusal is shown, and a missing answer: longer, but limited.
+ */
 export const REFUSAL = 10_000;
 export const OUTAGE = 60_000;
 
-/** Codes of the broker's absence: nothing listens, or the listener has gone. */
+/** Codes of an absent broker: no process listens, or the process has ended. */
 const NO_BROKER: ReadonlySet<string> = new Set(['no-broker', 'broker-unavailable']);
 
 /** Whether a code means that there is no broker. */
@@ -28,7 +30,7 @@ export function noBroker(code: string | undefined): boolean {
   return code !== undefined && NO_BROKER.has(code);
 }
 
-/** Whether there was no answer; a refusal is an answer. */
+/** Whether a request got no answer; a refusal is an answer. */
 export function unanswered(error: unknown): boolean {
   return (
     error instanceof PoolError && (error.code === 'network' || error.status >= 500)
@@ -37,7 +39,7 @@ export function unanswered(error: unknown): boolean {
 
 /** The next step after an error: what the server advises, and where to find more help. */
 export function nextStep(trans: TranslationBundle, code: string, next: string): string {
-  // For a missing socket the server's text already has it.
+  // If the socket is missing, the server's text already contains this.
   return code === 'broker-unavailable'
     ? [
         trans.__(
@@ -59,10 +61,10 @@ export function refusal(trans: TranslationBundle, error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-/** The notifications on screen, one for each cause. */
+/** By cause: the id of the notification on screen; each cause has only one. */
 const standing = new Map<string, string>();
 
-/** Notifications that are no longer true once the pool answers. */
+/** Causes whose notifications are no longer true once the pool answers. */
 const outages = new Set<string>();
 
 type Options = Parameters<typeof Notification.error>[1];
@@ -93,7 +95,10 @@ function takeBack(cause: string): void {
   }
 }
 
-/** Notify of the result of an action for a kernel; returns whether it was done. Never rejects. */
+/**
+ * Notify of the result of an action for a kernel; resolves to its success, never
+ * rejects.
+ */
 export async function tell(
   trans: TranslationBundle,
   kernelId: string,
@@ -101,7 +106,7 @@ export async function tell(
 ): Promise<boolean> {
   try {
     const { note } = await action;
-    // For one kernel only the latest notification counts.
+    // Each kernel has only its latest notification.
     toast(`done ${kernelId}`, 'success', note || trans.__('Done.'), {
       autoClose: RESULT
     });
@@ -127,7 +132,7 @@ export function tellRefusal(trans: TranslationBundle, error: unknown): void {
   });
 }
 
-/** The action that shows all of a text of which JupyterLab shows the beginning alone. */
+/** The action that shows a whole text, if JupyterLab shows only its beginning. */
 export function allOf(trans: TranslationBundle, text: string): Notification.IAction[] {
   return text.length > SHOWN
     ? [
@@ -139,7 +144,7 @@ export function allOf(trans: TranslationBundle, text: string): Notification.IAct
     : [];
 }
 
-/** Notify of an event that is no fault. */
+/** Notify of something that is not an error. */
 export function tellCalmly(text: string): void {
   toast(`calm ${text}`, 'info', text, { autoClose: RESULT });
 }
@@ -153,7 +158,8 @@ export function followPool(model: {
   model.changed.connect(() => {
     const was = up;
     up = model.broker.status === 'up';
-    // Not at every change: a request may fail while the websocket works.
+    // Do this only when the pool comes back: a request may fail while the websocket
+    // works.
     if (up && !was) {
       outages.forEach(takeBack);
       outages.clear();
@@ -161,7 +167,7 @@ export function followPool(model: {
   });
 }
 
-/** The parts of a sentence of the server, which writes commands as `this`. */
+/** The parts of a server's sentence, in which commands are between backticks. */
 export function marked(
   line: string
 ): { readonly text: string; readonly code: boolean }[] {
@@ -171,7 +177,7 @@ export function marked(
     .filter(({ text }) => text !== '');
 }
 
-/** The same without marks, where only text is shown. */
+/** The sentence without its backticks, for places that show only text. */
 export function unmarked(line: string): string {
   return line.replace(/`([^`]*)`/g, '$1');
 }

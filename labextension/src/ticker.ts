@@ -5,7 +5,10 @@
 import { DisposableDelegate, type IDisposable } from '@lumino/disposable';
 import * as React from 'react';
 
-/** The beat of all tickers: with timers of their own, two places told two times of one wait. */
+/**
+ * The timer that all tickers share: with separate timers, two places showed different
+ * times.
+ */
 class Beat {
   start(tick: () => void): void {
     this._ticks.add(tick);
@@ -58,7 +61,7 @@ export class Ticker {
     return this._running;
   }
 
-  /** How often it has ticked. */
+  /** How often the ticker has ticked. */
   get count(): number {
     return this._count;
   }
@@ -79,7 +82,7 @@ export class Ticker {
   private readonly _onVisibility = (): void => {
     this._adjust();
     if (this.running) {
-      // Show the time that has passed meanwhile at once.
+      // Show at once the time that has passed meanwhile.
       this._tick();
     }
   };
@@ -100,7 +103,7 @@ export class Ticker {
 /** The page's only ticker. */
 export const ticker = new Ticker();
 
-/** Render each second while `wanted`. */
+/** Render the component each second while `wanted` is true. */
 export function useTick(ticker: Ticker, wanted: boolean): void {
   const subscribe = React.useCallback(
     (told: () => void) => {

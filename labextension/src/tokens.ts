@@ -25,12 +25,14 @@ export const REMOTE_PROVISIONER = 'gpupool-remote-provisioner';
 /** Whether the broker answers; `unknown` before the first request. */
 export interface IBroker {
   readonly status: 'unknown' | 'up' | 'away';
-  /** Why it is away, and what to do, in the server's words. */
+  /** Why the broker is away, and what to do, in the server's words. */
   readonly message: string;
   readonly nextStep: string;
-  /** Why it is away, as a code such as `no-broker`; missing if there is none. */
+  /** Why the broker is away, as a code such as `no-broker`; missing without a code. */
   readonly code?: string;
-  /** Whether only this page has no access: the server refuses its requests. */
+  /**
+   * Whether the server refuses this page's requests, so only this page has no access.
+   */
   readonly denied?: boolean;
 }
 
@@ -41,8 +43,8 @@ export type Change =
 /**
  * The newest view of the pool in this page.
  *
- * It asks the server only while a Pooled GPU kernel runs on it; otherwise `view` is as old as the
- * last `refresh`, or null.
+ * The model asks the server only while a Pooled GPU kernel runs there. Otherwise `view`
+ * is as old as the last `refresh`, or null.
  */
 export interface IPoolModel extends IDisposable {
   readonly client: PoolClient;
@@ -51,11 +53,14 @@ export interface IPoolModel extends IDisposable {
   readonly broker: IBroker;
   /** Whether a Pooled GPU kernel runs on this server, so that the view is kept fresh. */
   readonly live: boolean;
-  /** Whether this machine has a GPU, real or emulated, if known; and if not, why. */
+  /** Whether this machine has a GPU, real or emulated, as far as known; if not, why. */
   readonly found: {
     readonly found: boolean;
     readonly reason: string;
-    /** Whether the broker, once it starts, emulates GPUs; of a running one the view says it. */
+    /**
+     * Whether the broker will emulate GPUs once it starts; the view says whether it
+     * does.
+     */
     readonly emulated: boolean;
   };
   readonly changed: ISignal<IPoolModel, Change>;
@@ -67,11 +72,11 @@ export interface IPoolModel extends IDisposable {
   now(): number;
   /** Whether a kernelspec's kernels belong to the pool. */
   isPooled(kernelName: string): boolean;
-  /** Whether they start on the machine that the cluster chooses. */
+  /** Whether a kernelspec's kernels start on the machine that the cluster chooses. */
   isRemote(kernelName: string): boolean;
-  /** The session of a kernel, if it is shown here. */
+  /** The user's session of a kernel; null if the view has none. */
   session(kernelId: string): ISession | null;
-  /** Fetch once, now; resolves with any answer, even that the broker is away. */
+  /** Fetch the view once, now; also resolves if the broker is away. */
   refresh(): Promise<void>;
 }
 
@@ -93,7 +98,7 @@ export const IPoolSettings = new Token<IPoolSettings>(
   'The settings of the GPU pool’s user interface.'
 );
 
-/** Whether a session is shown in full. */
+/** Whether a session is the user's own, so that it has all fields. */
 export function isMine(session: ISession | IAnySession): session is ISession {
   return session.mine;
 }

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** States, sizes and times in words. Pure: the time now is an argument. */
+/** States, sizes and times in words. Pure: the present time is an argument. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IBudget, IDevice, INamedDevice, ISession } from './api';
@@ -9,7 +9,9 @@ import type { IBudget, IDevice, INamedDevice, ISession } from './api';
 const GIB = 1024 ** 3;
 const UNITS = ['B', 'KiB', 'MiB', 'GiB', 'TiB'] as const;
 
-/** `6 GiB`, `1.5 GiB`, `512 MiB`: as Python's `format_bytes` prints them (`sizes.json`). */
+/**
+ * `6 GiB`, `1.5 GiB`, `512 MiB`: the same as Python's `format_bytes` (`sizes.json`).
+ */
 export function bytes(value: number): string {
   let amount = value;
   let unit = 0;
@@ -25,7 +27,7 @@ function tenths(amount: number): string {
   return amount.toFixed(1).replace(/\.0$/, '');
 }
 
-/** `6 of 8 GiB`: one unit if both have the same. */
+/** `6 of 8 GiB`: the unit is written once if both sizes have the same. */
 export function part(trans: TranslationBundle, used: number, whole: number): string {
   const one = bytes(used).split(' ');
   const other = bytes(whole).split(' ');
@@ -33,7 +35,7 @@ export function part(trans: TranslationBundle, used: number, whole: number): str
   return trans.__('%1 of %2', first, other.join(' '));
 }
 
-/** `9 GiB, 4 guaranteed` if a slice has grown: as Python's `format_grant` prints it. */
+/** `9 GiB, 4 guaranteed` if a slice has grown: the same as Python's `format_grant`. */
 export function grant(
   trans: TranslationBundle,
   granted: number,
@@ -48,7 +50,7 @@ export function grant(
   return trans.__('%1, %2 guaranteed', whole, same ? least.split(' ')[0] : least);
 }
 
-/** The bytes of a session's slices that its request guarantees to it. */
+/** The bytes of a session's slices that its request guarantees. */
 export function guaranteedBytes(session: ISession): number {
   const { memory } = session.request;
   return session.slices.reduce(
@@ -57,10 +59,10 @@ export function guaranteedBytes(session: ISession): number {
   );
 }
 
-/** The part of a daily budget below which the chip shows the rest of it. */
+/** If less than this part of a daily budget is left, the chip shows the rest. */
 const LOW = 0.1;
 
-/** The daily budget that ends first, if little of it is left; else null. */
+/** The daily budget with the least time left, if little of it is left; else null. */
 function lowBudget(session: ISession): IBudget | null {
   const low = (session.budgets ?? []).filter(
     budget => budget.left <= budget.seconds * LOW
@@ -83,7 +85,7 @@ export function localTime(model: { now(): number }, at: number): Date {
   return new Date(Date.now() + (at - model.now()) * 1000);
 }
 
-/** `14:02` or `14:02:35`, as it is written in the language of the user interface. */
+/** `14:02` or `14:02:35`, in the format of the user interface's language. */
 export function timeOfDay(
   trans: TranslationBundle,
   time: Date,
@@ -121,7 +123,7 @@ function written(
   form: Intl.DateTimeFormatOptions
 ): string {
   const own = (trans as { readonly locale?: string }).locale?.replaceAll('_', '-');
-  // The browser also knows the region, if it has that language.
+  // If the browser has this language, its tag also names the region.
   const its = navigator.languages.find(tag => tag.split('-')[0] === own?.split('-')[0]);
   try {
     return time.toLocaleString(its ?? own ?? [], form);
@@ -142,14 +144,16 @@ export function about(trans: TranslationBundle, seconds: number): string {
   return trans.__('~%1 h', Math.round(seconds / 3600));
 }
 
-/** The ends of an expected wait in seconds: nobody can tell it more exactly. */
+/**
+ * The possible ends of a shown range in seconds: no estimate is more exact than this.
+ */
 const STEPS = [
   0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600,
   5400, 7200, 10800, 18000, 28800, 43200, 86400
 ] as const;
 const DAY = 86400;
 
-/** `20 to 60 s`, `up to 5 min`: as Python's `format_range` prints them (`waits.json`). */
+/** `20 to 60 s`, `up to 5 min`: the same as Python's `format_range` (`waits.json`). */
 export function range(trans: TranslationBundle, least: number, most: number): string {
   const from = Math.max(0, least);
   const to = Math.max(1, most);
@@ -176,7 +180,10 @@ function step(trans: TranslationBundle, seconds: number): string {
     : trans.__('%1 h', Math.floor(seconds / 3600));
 }
 
-/** `40 s`, `3 min`: how long a wait has lasted, as Python's `format_waited`; empty at first. */
+/**
+ * `40 s`, `3 min`: how long a wait has lasted, as in Python's `format_waited`; empty at
+ * first.
+ */
 export function waited(trans: TranslationBundle, seconds: number): string {
   const by = seconds < 10 ? 1 : seconds < 60 ? 10 : 60;
   const whole = Math.floor(seconds / by) * by;
@@ -210,7 +217,7 @@ export function waitTime(
     : trans.__('no estimate yet');
 }
 
-/** `2nd`. Languages that number otherwise translate the four forms. */
+/** `2nd`. Languages with other ordinals translate the four forms. */
 export function ordinal(trans: TranslationBundle, n: number): string {
   const tens = n % 100;
   const last = tens > 10 && tens < 14 ? 0 : n % 10;
@@ -226,7 +233,7 @@ export function ordinal(trans: TranslationBundle, n: number): string {
   }
 }
 
-/** `GPU 1`, `GPUs 0, 1`: the devices of a session by the numbers that the pool gives them. */
+/** `GPU 1`, `GPUs 0, 1`: the devices of a session, by their numbers in the pool. */
 export function gpus(
   trans: TranslationBundle,
   uuids: readonly string[],
@@ -239,7 +246,7 @@ export function gpus(
   return trans._n('GPU %2', 'GPUs %2', uuids.length, numbers.join(', ') || '?');
 }
 
-/** `GPU 1`, on another machine `GPU 1 of gpu2`: where a session has its slice. */
+/** Where a session has its slice: `GPU 1`, or on another machine `GPU 1 of gpu2`. */
 export function place(
   trans: TranslationBundle,
   session: ISession,
@@ -249,23 +256,25 @@ export function place(
   return session.machine ? trans.__('%1 of %2', said, session.machine) : said;
 }
 
-/** The tone of a state; also the name of its style. */
+/** The tone of a state; it is also the name of the state's style. */
 export type Tone = 'none' | 'wait' | 'move' | 'busy' | 'idle' | 'host' | 'away';
 
 export interface ISaid {
   readonly text: string;
   readonly tone: Tone;
-  /** The text without its count-down: for a name, which must not change each second. */
+  /** The text without its count-down, for a name, which must not change each second. */
   readonly still: string;
-  /** The figure alone, for narrow places. */
+  /** Only the figure, for narrow places. */
   readonly short: string;
-  /** For the narrowest places, where a part of the figure would be read as another one. */
+  /**
+   * For the narrowest places: a figure cut off there would look like another figure.
+   */
   readonly least: string;
   /** Whether the text counts down and must be drawn again each second. */
   readonly counts: boolean;
 }
 
-/** The count-down ends if the suspend of an idle slice is late by so many seconds. */
+/** The text stops counting if the suspend of an idle slice is so many seconds late. */
 const LATE = 2;
 
 /** A text that does not count down. */
@@ -379,7 +388,7 @@ export function say(
   }
 }
 
-/** What brings suspended state back to a GPU, as the end of a sentence. */
+/** What moves suspended state back to a GPU, as the end of a sentence. */
 export function comesBack(trans: TranslationBundle, attach: string): string {
   switch (attach) {
     case 'cell':
@@ -391,7 +400,7 @@ export function comesBack(trans: TranslationBundle, attach: string): string {
   }
 }
 
-/** Whether a requested release is still to come, because the work is not done. */
+/** Whether a release was requested and has not happened yet, because work continues. */
 export function goesBack(session: ISession | null): session is ISession {
   return (
     session !== null &&
@@ -401,14 +410,14 @@ export function goesBack(session: ISession | null): session is ISession {
   );
 }
 
-/** The sentence about such a slice. */
+/** The sentence about a slice whose requested release has not happened yet. */
 export function goingBack(trans: TranslationBundle, session: ISession): string {
   return session.state === 'idle'
     ? trans.__('Goes back to the pool as soon as it can be moved.')
     : trans.__('Goes back to the pool when its work on the GPU is done.');
 }
 
-/** What the popover says of the same time, as the broker's lines do. */
+/** The time of a wait as a sentence for the popover, as in the broker's lines. */
 export function waitSentence(
   trans: TranslationBundle,
   session: Pick<ISession, 'expected' | 'queued_at'>,
@@ -452,7 +461,7 @@ function waiting(trans: TranslationBundle, session: ISession, now: number): ISai
   return { ...said, text, short: so ? trans.__('%1 · for %2', at, so) : at };
 }
 
-/** The broker's reason as a sentence; its reasons are parts of sentences. */
+/** The broker's reason as a sentence; the broker sends only a part of a sentence. */
 export function sentence(reason: string): string {
   const text = reason.charAt(0).toUpperCase() + reason.slice(1);
   return !text || /[.!?]$/.test(text) ? text : `${text}.`;

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** One page of JupyterLab for all tests of a file, and the notebooks in it. */
+/** One page of JupyterLab for all tests of a worker, and the notebooks in it. */
 import {
   test as base,
   expect,
@@ -9,7 +9,8 @@ import {
   type Locator,
   type Page
 } from '@playwright/test';
-// Not from the package's index, which loads its report of benchmarks and what that draws with.
+// Do not import from the package's index: it loads a report of benchmarks and the
+// libraries that draw it.
 import { galata } from '@jupyterlab/galata/lib/galata';
 import type { IJupyterLabPageFixture } from '@jupyterlab/galata/lib/jupyterlabpage';
 import type { NotebookPanel } from '@jupyterlab/notebook';
@@ -26,13 +27,13 @@ export interface ISite {
   readonly folder: string;
 }
 
-/** A page with everything that the tests ask of it. */
+/** A page of JupyterLab, with the helpers that the tests need. */
 export class Lab {
-  /** What was said on the console as an error, and not caught. */
+  /** Error messages on the console, and errors that no code caught. */
   readonly errors: string[] = [];
   /** Requests and websockets of the page to the server extension. */
   readonly traffic: string[] = [];
-  /** What came over such websockets. */
+  /** The messages that the page received over such websockets. */
   readonly told: string[] = [];
 
   private constructor(
@@ -59,7 +60,9 @@ export class Lab {
     });
   }
 
-  /** A new page that shows JupyterLab, or with `app` another page of the server, ready. */
+  /**
+   * Open a new page that shows JupyterLab or, with `app`, another page of the server.
+   */
   static async open(
     browser: Browser,
     options: {
@@ -98,18 +101,21 @@ export class Lab {
     return lab;
   }
 
-  /** Load JupyterLab anew, with nothing open. */
+  /** Load JupyterLab again, without open documents. */
   async fresh(): Promise<void> {
     await this.go('lab?reset');
     await this._bare.locator('#jupyterlab-splash').waitFor({ state: 'detached' });
     await this._bare.locator('.jp-Launcher').first().waitFor();
   }
 
-  /** Load a page of the server; not Galata's way, which does not wait for a busy machine. */
+  /**
+   * Load a page of the server. Galata's own method does not wait long enough for a busy
+   * machine.
+   */
   async go(where: string): Promise<void> {
     await this._bare.goto(where);
     await this._bare.waitForFunction(async () => {
-      // It is there once the page's script has run.
+      // The object exists once the page's script has run.
       const app = window.jupyterapp as typeof window.jupyterapp | undefined;
       await app?.restored;
       return app !== undefined;
@@ -120,7 +126,7 @@ export class Lab {
     await this._bare.context().close();
   }
 
-  /** Run a command of JupyterLab; wait for its end unless told otherwise. */
+  /** Run a command of JupyterLab; with `wait`, wait for its end. */
   async execute(id: string, args: ReadonlyJSONObject = {}, wait = true): Promise<void> {
     await this.page.evaluate(
       async ([command, fields, waits]) => {
@@ -135,7 +141,7 @@ export class Lab {
     );
   }
 
-  /** Wait until the page has a theme. */
+  /** Give the page a theme, and wait until the page shows it. */
   async theme(name: string): Promise<void> {
     const body = this.page.locator(`body[data-jp-theme-name="${name}"]`);
     if ((await body.count()) > 0) {
@@ -143,7 +149,7 @@ export class Lab {
     }
     await this.execute('apputils:change-theme', { theme: name });
     await body.waitFor({ state: 'attached' });
-    // It lies over the page while themes change, and fades.
+    // The splash covers the page while the theme changes, and fades slowly.
     await this.page.locator('#jupyterlab-splash').waitFor({ state: 'detached' });
   }
 
@@ -168,7 +174,7 @@ export class Lab {
         nbformat_minor: 5
       })
     );
-    // The server may be another user's.
+    // The server may run as another user.
     chmodSync(where, 0o666);
     return file;
   }
@@ -186,7 +192,10 @@ export class Lab {
     return this.current(file);
   }
 
-  /** The notebook in front, once its kernel answers: what is run before that is not run at all. */
+  /**
+   * The notebook in front, once its kernel answers. A cell that is started earlier
+   * would not run.
+   */
   async current(file: string): Promise<Notebook> {
     const [id, kernelId] = await this.page.evaluate(async () => {
       const panel = window.jupyterapp.shell.currentWidget as NotebookPanel;
@@ -202,7 +211,9 @@ export class Lab {
     return new Notebook(this, file, id, kernelId);
   }
 
-  /** End all kernels and close what is open, so that the next test begins as the first. */
+  /**
+   * End all kernels and close all documents, so that each test begins like the first.
+   */
   async clear(): Promise<void> {
     await this.page.keyboard.press('Escape');
     await this.execute('notification:dismiss-all').catch(() => undefined);
@@ -219,7 +230,8 @@ export class Lab {
     const answers = await Promise.all(
       sessions.map(({ id }) => request.delete(`${this._site.url}/api/sessions/${id}`))
     );
-    // 404: what the test itself has shut down was still on the list.
+    // 404 means that the test itself has shut the session down, but the list still had
+    // it.
     const codes = answers.map(answer => answer.status());
     expect(codes.filter(code => ![204, 404].includes(code))).toEqual([]);
   }
@@ -260,7 +272,7 @@ export class Notebook {
     await this.lab.execute('docmanager:open', { path: this.file });
   }
 
-  /** Run code in the first cell; returns when it has ended, or at once. */
+  /** Run code in the first cell; with `end`, wait for the end of the cell. */
   async run(code: string, end = true): Promise<void> {
     await this.activate();
     await this.lab.page.evaluate(source => {
@@ -273,7 +285,7 @@ export class Notebook {
     }
   }
 
-  /** Note what the chip says from now on; returns all of it so far. */
+  /** Record the texts of the chip from now on; the result returns all texts so far. */
   async listen(): Promise<() => Promise<string[]>> {
     const name = `said-${this.kernelId}`;
     await this.panel.evaluate((node, key) => {
@@ -301,13 +313,15 @@ export class Notebook {
 }
 
 /**
- * `pool`: the server and the broker of a worker. `lab`: one page for all its tests. `tidy`: what is
- * left of a test is cleared away after it.
+ * `pool` is the server and the broker of a worker. `lab` is one page for all tests of
+ * the worker. `tidy` cleans up after each test.
  *
- * A fixture and no hook: a hook is of the first file that loads this module, and of no other.
+ * `tidy` is a fixture and no hook, because a hook would work only for the first file
+ * that loads this module.
  */
 export const test = base.extend<{ tidy: undefined }, { pool: IStage; lab: Lab }>({
-  // A server and a broker of the worker's own: what one test does to the pool another would see.
+  // Each worker has its own server and broker. Otherwise a test would see what the
+  // tests of other workers do to the pool.
   pool: [
     async ({}, use) => {
       const end = await startStage();

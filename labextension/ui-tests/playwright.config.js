@@ -6,12 +6,14 @@ module.exports = {
   ...base,
   testDir: './tests',
   outputDir: './results/failures',
-  // Each has a server and a broker of its own, if nobody keeps one (setup.ts). The tests wait more
-  // than they compute: three use what one leaves idle.
+  // Each worker has its own server and broker, unless the developer keeps a server
+  // running (setup.ts). The tests wait more than they compute, so three workers use the
+  // processor better than one.
   workers: process.env.GPUPOOL_UI_TESTS ? 1 : 3,
   fullyParallel: false,
   retries: 0,
-  // Only for a hang: with all of `make test` beside it, a test of 13 s has taken two minutes.
+  // This time-out is only for a hang: beside all of `make test`, a test of 13 s has
+  // taken two minutes.
   timeout: 300_000,
   globalTimeout: 900_000,
   expect: { timeout: 30_000 },
@@ -20,7 +22,8 @@ module.exports = {
     ...base.use,
     viewport: { width: 1280, height: 800 },
     video: 'off',
-    // Pictures of each action would be half of the time; a failed test attaches its last one.
+    // Pictures of each action would take half of the time. A failed test attaches a
+    // picture of its end.
     trace: { mode: 'retain-on-failure', screenshots: false, snapshots: false },
     launchOptions: {
       executablePath: process.env.CHROMIUM || '/usr/bin/chromium',

@@ -1,7 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The pool under the tests: the broker, its neighbours, and code that uses a GPU. */
+/**
+ * The pool that the tests use: the broker, neighbours on it, and code that uses a GPU.
+ */
 import { existsSync, rmSync, writeFileSync } from 'fs';
 import { createConnection } from 'net';
 import * as path from 'path';
@@ -15,7 +17,7 @@ export function stage(): IStage {
   return JSON.parse(process.env[VARIABLE] ?? '{}') as IStage;
 }
 
-/** Do one of the commands of `server.py`. */
+/** Let `server.py` run one of its commands; resolves to the result. */
 export function ask<T = void>(what: string, fields: object = {}): Promise<T> {
   return new Promise((done, fail) => {
     const socket = createConnection(stage().control);
@@ -47,13 +49,13 @@ export interface ISessionStatus {
   readonly queue_position: number | null;
 }
 
-/** What the broker itself says of a kernel's session, whatever the page shows. */
+/** A kernel's session by the broker's own status, and not by what the page shows. */
 export async function session(kernelId: string): Promise<ISessionStatus | undefined> {
   const status = await ask<{ sessions: ISessionStatus[] }>('status');
   return status.sessions.find(found => found.kernel_id === kernelId);
 }
 
-/** Options of the broker, as `c.GPUPool` has them. */
+/** Options of the broker, with their names in `c.GPUPool`. */
 export type Options = Readonly<Record<string, unknown>>;
 
 /**
@@ -62,7 +64,9 @@ export type Options = Readonly<Record<string, unknown>>;
  */
 export const STAYS_BUSY = { quiet_after: 10 };
 
-/** A neighbour on the pool that has `gib` of a device, and keeps working until told to rest. */
+/**
+ * Start a neighbour with a slice of `gib`, which computes until the command `rests`.
+ */
 export function neighbour(
   name: string,
   fields: {
@@ -71,14 +75,14 @@ export function neighbour(
     alloc?: number;
     priority?: string;
     devices?: number;
-    /** The user id; without it, the one of all neighbours. */
+    /** The neighbour's user id; the default is the id that neighbours share. */
     user?: number;
   } = {}
 ): Promise<string> {
   return ask('neighbour', { name, ...fields });
 }
 
-/** Code that puts `mib` on the device. */
+/** Code that allocates `mib` MiB on the device. */
 export function uses(mib: number): string {
   return `
 from cuda.core import Device

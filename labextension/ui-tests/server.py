@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the browser tests work on: a real JupyterLab, a real broker, neighbours on its devices.
+"""Runs a real JupyterLab, a real broker and neighbours on its devices for the browser tests.
 
 Prints one line of JSON when all is ready: the server's ``url``, the ``control`` socket and the
 ``folder`` that the server serves. The control socket takes one line of JSON per connection,
 ``{"do": NAME, ...}``, and answers ``{"ok": ...}`` or ``{"error": ...}``; see :class:`Stage`.
 
-It ends, with all that it has started, at the end of its standard input: also when the test runner
-was killed.
+This program ends at the end of its standard input, also if the test runner was killed. It first
+ends all processes that it has started.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tests.server.kit import as_user, server_environment  # noqa: E402
 
 GiB = 1 << 30
 
-#: Two devices, each with room for one notebook, and for a small one beside it. The pictures of the
-#: documentation have larger ones.
+#: Two devices. Each has room for one notebook and for a small one beside it. The pictures of the
+#: documentation use larger devices.
 POOL = {
     "emulate": f"2x{os.environ.get('GPUPOOL_UI_DEVICE', '8GiB')},context=256MiB,bandwidth=2GiB/s",
     "default_memory": "6GiB",
@@ -46,13 +46,13 @@ POOL = {
     "host_memory": "16GiB",
     "idle_timeout": 3600,
 }
-if os.environ.get("GPUPOOL_UI_TURNS") == "no":  # for pictures, which take longer than a time slice
+if os.environ.get("GPUPOOL_UI_TURNS") == "no":  # to take pictures takes longer than a time slice
     POOL["preempt"] = ["class", "guarantee", "burst"]
 
-#: Of the neighbours: a user id that no account has. Only root can have neighbours of other users.
+#: The neighbours' user id, which no account has. Only root can start neighbours of other users.
 NEIGHBOUR = 21001 if os.geteuid() == 0 else None
 
-#: Who has a server and is no admin: a third user id.
+#: A third user id: this user has a server and is no admin.
 VISITOR = 21002 if os.geteuid() == 0 else None
 
 _LIBC = ctypes.CDLL(None)
@@ -60,14 +60,14 @@ _SET_CHILD_SUBREAPER = 36
 
 
 class Lab:
-    """A JupyterLab, with Notebook 7 beside it, that runs the built extension of this checkout."""
+    """A server with JupyterLab and Notebook 7 that runs this checkout's built extension."""
 
     def __init__(self, folder, socket, *options, user=None):
         self.folder = folder
         self.log = folder / "server.log"
         for name in ("files", "runtime", "tmp"):
             (folder / name).mkdir(parents=True)
-        # As `pip install` lays it out: an editable installation has no data files of ours.
+        # Use the same layout as `pip install`: an editable installation has no data files.
         extensions = folder / "share/jupyter/labextensions/@jupyter-gpupool"
         extensions.mkdir(parents=True)
         built = Path(os.environ.get("GPUPOOL_LABEXTENSION", ROOT / "jupyter_gpupool/labextension"))
@@ -82,7 +82,7 @@ class Lab:
             "JUPYTER_PATH": f"{folder}/share/jupyter:{ROOT}/share/jupyter",
             "JUPYTERLAB_GALATA_ROOT_DIR": str(folder / "files"),
             "TMPDIR": str(folder / "tmp"),
-            # Galata's configuration asks for the user's name, and an id without account has none.
+            # Galata's configuration asks for the user's name. An id without an account has no name.
             **({} if user is None else {"LOGNAME": f"uid-{user}"}),
         }
         command = [
@@ -98,7 +98,7 @@ class Lab:
             )  # fmt: skip
 
     def url(self):
-        """Wait until it serves; return where."""
+        """Wait until the server is ready; return its URL."""
 
         def told():
             assert self.process.poll() is None, self.log.read_text()[-4000:]
@@ -119,7 +119,7 @@ class Lab:
 
 
 class Neighbour(brokers.Kernel):
-    """Another user's kernel, where that is possible: of ``user``, a user id."""
+    """A kernel of the user with the id ``user``, or of the present user if this is not root."""
 
     def __init__(self, broker, label, user=NEIGHBOUR, **request):
         self.user = user if NEIGHBOUR is not None else None
@@ -141,7 +141,7 @@ class Neighbour(brokers.Kernel):
 
 
 class _Door:
-    """The broker, as a neighbour's user comes to it."""
+    """Connects to the broker as a neighbour's user."""
 
     def __init__(self, broker, user):
         self.folder, self.socket, self.user = broker.folder, broker.socket, user
@@ -153,7 +153,7 @@ class _Door:
 
 @contextmanager
 def _as(user):
-    """Be somebody else in the eyes of who accepts a connection."""
+    """Connect as ``user``: a process that accepts a connection sees this user."""
     if user is None:
         yield
         return
@@ -169,7 +169,7 @@ class Stage:
 
     def __init__(self):
         self.folder = brokers.short_folder()
-        self.folder.chmod(0o755)  # neighbours are other users
+        self.folder.chmod(0o755)  # the neighbours run as other users
         self.broker = brokers.Broker(self.folder, **POOL)
         if NEIGHBOUR is not None:
             self.broker.socket = Path("/run") / self.folder.name / "broker.sock"
@@ -183,7 +183,7 @@ class Stage:
         return {"url": lab.url(), "folder": str(lab.folder / "files")}
 
     def _options(self):
-        # The broker's own configuration: with another one the panel says so.
+        # The server gets the broker's own configuration: if it differs, the panel shows a notice.
         options = json.loads(self.broker.config_file.read_text())["GPUPool"]
         pairs = [
             (name, value)
@@ -204,12 +204,12 @@ class Stage:
     # ------------------------------------------------------------------ the broker
 
     def do_kill(self):
-        """Kill the broker, as the OOM killer does it."""
+        """Kill the broker as the OOM killer would."""
         if self.broker.process is not None:
             self.broker.kill()
 
     def do_start(self, **config):
-        """Start the broker, with other options if there are some."""
+        """Start the broker, with these options in place of those in ``POOL``."""
         self.broker.configure(**{**POOL, **config})
         answer = self.broker.start()
         assert answer["ok"], answer
@@ -225,7 +225,7 @@ class Stage:
         return len(self.broker.rows("config"))
 
     def do_maintain(self, action, device="", reason=""):
-        """Pause, drain or resume, as an admin does it."""
+        """Give the order of an admin: pause, drain or resume."""
         with self.broker.client() as client:
             client.call("maintain", action=action, device=device, reason=reason, timeout=60)
 
@@ -254,7 +254,7 @@ class Stage:
         return self.broker.rows(*kinds)
 
     def do_fresh(self, **config):
-        """Have a broker without sessions and with these options."""
+        """End broker and neighbours; start a broker without sessions, with these options."""
         for name in list(self.neighbours):
             self.do_leave(name)
         self.do_kill()
@@ -267,13 +267,13 @@ class Stage:
         return self.broker.socket.with_name(self.broker.socket.name + ".emulated")
 
     def do_fault(self, name, **params):
-        """Have the emulated driver fail, or copy slowly, until the next ``fresh``."""
+        """Make the emulated driver fail, or copy slowly, until the next ``fresh``."""
         Faults(self._emulated).set(name, **params)
 
     # ------------------------------------------------------------------ neighbours
 
     def do_neighbour(self, name, gib=6, hold=True, alloc=0, **request):
-        """Start a neighbour that asks for ``gib`` and, with ``hold``, has it and works."""
+        """Start a neighbour that requests ``gib``; with ``hold``, it gets a slice and computes."""
         found = Neighbour(self.broker, name, memory=int(gib * GiB), **request)
         self.neighbours[name] = found
         found.launch()
@@ -284,11 +284,11 @@ class Stage:
         return found.session
 
     def do_asks(self, name):
-        """Have a neighbour ask for its slice and wait."""
+        """Let a neighbour ask for its slice and wait."""
         self.neighbours[name].do("ask", hold="cell")
 
     def do_rests(self, name):
-        """Have a neighbour end its work."""
+        """Let a neighbour end its work."""
         self.neighbours[name].do("drop", hold="cell")
 
     def do_leave(self, name):
@@ -308,13 +308,13 @@ class Stage:
         return {"url": lab.url(), "folder": str(lab.folder / "files")}
 
     def do_log(self):
-        """Return what a failure is looked into with."""
+        """Return the logs and the journal's last rows, to find the cause of a failure."""
         texts = [lab.log.read_text()[-6000:] for lab in self.labs]
-        with suppress(Exception):  # it may be away
+        with suppress(Exception):  # the broker may be away
             texts += [json.dumps(row) for row in self.broker.rows()[-60:]]
         return "\n".join([*texts, self.broker.tail()])
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ requests, and the end
 
     def answer(self, line):
         """Return the answer to a line of the control socket."""
@@ -339,7 +339,7 @@ class Stage:
 
 
 def kill_descendants():
-    """Kill what is left: orphans of ours become our children, see ``main``."""
+    """Kill all remaining processes: orphans of our processes become our children, see ``main``."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         found = children()
@@ -363,7 +363,7 @@ def children():
 class _Control(socketserver.StreamRequestHandler):
     def handle(self):
         answer = self.server.stage.answer(self.rfile.readline())
-        # Who asked may be gone: its test has timed out.
+        # The client may be gone, because its test has timed out.
         with suppress(BrokenPipeError):
             self.wfile.write(json.dumps(answer).encode() + b"\n")
 
@@ -374,7 +374,7 @@ class _ControlServer(socketserver.ThreadingUnixStreamServer):
 
 def main():
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner's; it closes our input in time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the runner handles it, and closes our input
     stage = Stage()
     control = stage.folder / "control.sock"
     try:

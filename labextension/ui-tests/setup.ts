@@ -6,29 +6,32 @@ import { spawn } from 'child_process';
 import * as path from 'path';
 import { createInterface } from 'readline';
 
-/** What `server.py` says when it is ready; the tests find it in the environment. */
+/** What `server.py` prints when it is ready; the tests read it from the environment. */
 export interface IStage {
   readonly url: string;
   readonly control: string;
-  /** What the server serves. */
+  /** The folder that the server serves. */
   readonly folder: string;
 }
 
-/** A developer may set it before the tests start: a server that keeps running. */
+/**
+ * The variable with this text. A developer sets it to use a server that keeps running.
+ */
 export const VARIABLE = 'GPUPOOL_UI_TESTS';
 
 function python(): string {
   return process.env.PYTHON ?? path.resolve(__dirname, '../../.venv/bin/python');
 }
 
-/** Start a server with a broker of its own; return what ends it. */
+/** Start a server with its own broker; resolves to the function that ends it. */
 export async function startStage(): Promise<() => Promise<void>> {
   if (process.env[VARIABLE]) {
     return () => Promise.resolve();
   }
   const server = spawn(python(), [path.join(__dirname, 'server.py')], {
     stdio: ['pipe', 'pipe', 'inherit'],
-    // Ctrl-C is for us: closing its input is what ends it, so that it has time to.
+    // Only this process gets Ctrl-C. It ends the server by closing the server's input,
+    // so the server has time to clean up.
     detached: true
   });
   const ended = new Promise<number | null>(done => server.on('exit', done));

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose time of day a test sets: the real one and the seconds in the file ``clock``."""
+"""A broker whose time of day a test sets: the real time plus the seconds in the file ``clock``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jupyter_gpupool.broker import timekeeper  # noqa: E402 (after the clock is 
 from jupyter_gpupool.broker.app import main  # noqa: E402 (after the clock is set)
 from jupyter_gpupool.broker.store import files  # noqa: E402 (after the clock is set)
 
-# The process that forks brokers had imported the module with the real clock as a default.
+# The server that forks brokers has imported this module with the real clock as the default.
 timekeeper.Timekeeper.__init__.__kwdefaults__["clock"] = time.time
 timekeeper.LOOK = float(os.environ.get("TEST_LOOK", "0.2"))
 # By the pretended time, the files of other tests' brokers would be old enough to be removed.

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process like a kernel, steered by JSON lines: the agent's own link, and CUDA memory.
+"""A process like a kernel, with the agent's link and CUDA memory; tests control it by JSON lines.
 
-Run with the environment that ``open`` answered. One command per line on stdin, one answer per line
-on stdout; ``{"ok": ...}`` or ``{"error": ..., "code": ...}``.
+It runs with the environment that ``open`` returned. It reads one command per line on stdin, and
+writes one answer per line on stdout: ``{"ok": ...}`` or ``{"error": ..., "code": ...}``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.broker.readback import has_byte
 
 
 def cu_initialised():
-    """Return whether this process called cuInit, as the agent finds out."""
+    """Return whether this process called cuInit; the agent calls this function."""
     return STATE["device"] is not None
 
 
@@ -81,7 +81,7 @@ def do_got(command):
 
 
 def do_take(command):
-    """Take a hold without a round trip; false if not attached."""
+    """Take a hold without a round trip to the broker; return False if no slice is attached."""
     return LINK.take(command["hold"], command.get("kind", "cell"))
 
 

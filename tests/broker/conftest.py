@@ -19,7 +19,7 @@ def folder():
 
 @pytest.fixture
 def parts():
-    """Return the classes of brokers and kernels, and the configuration; modules override it."""
+    """Return the classes of brokers and kernels, and the configuration; modules override this."""
     return kit.Broker, kit.Kernel, {}
 
 
@@ -43,12 +43,12 @@ def make_broker(folder, parts):
     yield make
     for broker in made:
         broker.close()
-        print(broker.tail())  # pytest shows it if the test failed
+        print(broker.tail())  # pytest shows the log if the test failed
 
 
 @pytest.fixture(scope="module")
 def rested():
-    """Yield the list of this file's brokers that have nothing left of the test before."""
+    """Yield the list of this file's brokers that the test before has left as good as new."""
     brokers = []
     yield brokers
     for broker in brokers:
@@ -73,7 +73,7 @@ def broker(rested, parts, request):
     broker = rested.pop() if rested else parts[0](kit.short_folder(), **parts[2]).started
     broker.begin()
     yield broker
-    print(broker.tail())  # pytest shows it if the test failed
+    print(broker.tail())  # pytest shows the log if the test failed
     if not any(request.node.stash[FAILED]) and broker.rests():
         rested.append(broker)
     else:

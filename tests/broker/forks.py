@@ -3,26 +3,27 @@
 """Brokers forked from a process that has imported the modules of brokers and of their children.
 
 The imports are most of the CPU time of a start, and the tests start hundreds of brokers with
-several children each. The process that forks brokers, the server, has no thread, no event loop and
-no configuration. A forked broker gets its own arguments, environment, working folder and standard
-streams before any of the broker's code runs. It runs its module as ``python -m`` does, and
-``/proc`` shows its own command line and environment. Only its parent is different: the server.
+several children each. The process that forks brokers is called the server. It has no thread, no
+event loop and no configuration. A forked broker gets its own arguments, environment, working folder
+and standard streams before any of the broker's code runs. It runs its module as ``python -m`` does,
+and ``/proc`` shows its own command line and environment. Only its parent is different: the server.
 Other programs of tests are forked in the same way (:func:`run`).
 
 Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the agent, numpy and
-cuda.bindings. One was started with the guard preloaded, as kernels are: the guard reads a process's
-variables at its first CUDA call.
-Two more (:func:`program`) fork processes like kernels, see ``child.py``. They have imported
-cuda.core, which does not load the driver yet. One more forks Jupyter Servers, and one the commands
-of ``jupyter gpupool`` (:func:`command`).
+cuda.bindings. One of these servers has the guard preloaded, as kernels have: the guard reads a
+process's variables at the first CUDA call of the process.
+
+Two more servers (:func:`program`) fork processes like kernels, see ``child.py``. They have imported
+cuda.core, which does not load the driver yet. One more server forks Jupyter Servers, and one forks
+the commands of ``jupyter gpupool`` (:func:`command`).
 
 The workers of a test run share the servers, through sockets in the folder that the variable
-``TESTS_FORKS`` names (``tests/conftest.py`` makes it). Without this variable, a process has servers
-of its own.
+``TESTS_FORKS`` names (``tests/conftest.py`` makes it). Without this variable, a process has its own
+servers.
 
-A forked broker forks its children as well, instead of executing them, if they use the emulated
-driver. The dynamic loader reads its variables at the start of a process only: the server starts
-with the emulated driver's, and the self-test's program loads the guard by itself.
+A forked broker does not execute its children either: it forks those that use the emulated driver.
+The dynamic loader reads its variables only when a process starts. So the server starts with the
+variables of the emulated driver, and the program of the self-test loads the guard itself.
 """
 
 from __future__ import annotations
@@ -59,29 +60,30 @@ from tests.emulated import library_dir
 
 ROOT = Path(__file__).parents[2]
 
-#: The folder of the emulated driver: the loader reads its list of folders as a process starts.
+#: The folder of the emulated driver. The dynamic loader reads its list of folders only when a
+#: process starts.
 EMULATED = str(library_dir())
 
-#: In the arguments: the number that the last descriptor has in the broker.
+#: A word in the arguments that stands for the number of the last descriptor in the broker.
 DESCRIPTOR = "{descriptor}"
 
-#: Bytes in the server's command line and environment for those of a forked process.
+#: Bytes that the server's command line and environment reserve for those of a forked process.
 _ROOM = {"arguments": 600, "environment": 16_000}
 
-#: Bytes of the longest request: arguments and an environment.
+#: Size in bytes of the longest request, with its arguments and its environment.
 _LONGEST = 1 << 17
 
 #: The variables that the dynamic loader reads.
 _LOADER = ("LD_PRELOAD", "LD_LIBRARY_PATH")
 
-#: What the processes import that a server forks. Nothing here loads the driver.
+#: What each kind of server imports for the processes that it forks. Nothing here loads the driver.
 _IMPORTS = {
     "brokers": (
         "jupyter_gpupool.broker.app", "jupyter_gpupool.devices.nvidia.checkpoint",
         "jupyter_gpupool.devices.nvidia.nvml", "jupyter_gpupool.devices.nvidia.child_programs",
         "jupyter_gpupool.devices.nvidia.service", "pynvml", "cuda.core.checkpoint",
     ),
-    # The second line: what ipykernel and IPython import when they start. The last: cells.
+    # ipykernel and IPython import lines 2 and 3 when they start; cells import the last line.
     "kernels": (
         "ipykernel.kernelapp", "jupyter_gpupool.kernel.agent",
         "IPython.core.oinspect", "IPython.extensions.storemagic", "pdb", "sqlite3",
@@ -102,29 +104,29 @@ _IMPORTS = {
     ),
 }  # fmt: skip
 
-#: The interpreters whose kernels are forked, each by servers of its own.
+#: The Python interpreters whose kernels are forked. Each interpreter has its own servers.
 kernel_pythons = {sys.executable}
 
-#: Descriptors that a request has at most.
+#: Largest number of descriptors in a request.
 _DESCRIPTORS = 4
 
-#: Bytes of a process's number in the pipe that the server answers through.
+#: Bytes of a pid in the pipe through which the server answers.
 _PID = 4
 
 
 class Forked:
-    """A forked broker, with what the tests use of :class:`subprocess.Popen`."""
+    """A forked broker, with the methods of :class:`subprocess.Popen` that the tests use."""
 
     def __init__(self, server, pid, status):
         self._server = server
         self.pid = pid
         self.stdin = self.stdout = self.stderr = None
         self.returncode = None
-        #: Readable when the process has ended.
+        #: A pipe that is readable when the process has ended.
         self.status = status
-        # The pid may be another process's once the server has waited for this one.
+        # The pid may belong to another process once the server has waited for this process.
         self.handle = None
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the process has ended
             self.handle = os.pidfd_open(pid)
 
     def poll(self):
@@ -161,7 +163,7 @@ class Forked:
 
 
 class _Server:
-    """A connection to a process that forks, which the first user of its name starts."""
+    """A connection to a server. The first process that uses a server's name starts the server."""
 
     def __init__(self, name, modules, loader=(), python=sys.executable):
         self._name = name
@@ -183,7 +185,7 @@ class _Server:
             self.fail()
 
     def fail(self):
-        """Say why the server ended. The next test starts another, so that one test fails only."""
+        """Raise an error that says why the server ended. The next test starts another server."""
         if _servers.get(self._name) is self:
             del _servers[self._name]
         self.close()
@@ -191,14 +193,14 @@ class _Server:
         raise EOFError(f"the process {self.pid} that forks {self._name} has ended: {said}")
 
     def close(self):
-        """Ask nothing more: the server ends with the last connection to it."""
+        """Close this connection; the server ends with the last connection to it."""
         self._socket.close()
 
 
 #: The servers that this process uses, by name.
 _servers: dict[str, _Server] = {}
 
-#: The servers that this process has started. They may serve others after its end.
+#: The servers that this process has started. They may serve other processes after its end.
 _started: list[subprocess.Popen] = []
 
 
@@ -227,7 +229,7 @@ def _programs(guarded):
 
 
 def _folder():
-    """Return the folder of the servers' sockets: the test run's, or this process's own."""
+    """Return the folder of the servers' sockets: the test run's folder, or one of this process."""
     return Path(os.environ.get("TESTS_FORKS") or _own_folder())
 
 
@@ -238,12 +240,12 @@ def _own_folder():
 
 @atexit.register
 def _leave():
-    """Leave the servers to others, and wait for the end of those that only this process used."""
+    """Close the connections to servers; wait for the end of servers that only this process used."""
     for server in _servers.values():
         server.close()
     for process in _started:
         if os.environ.get("TESTS_FORKS"):
-            process.returncode = process.poll() or 0  # else Python warns that it still runs
+            process.returncode = process.poll() or 0  # otherwise Python warns that it still runs
         else:
             process.wait(60)
     if _own_folder.cache_info().currsize:
@@ -252,7 +254,7 @@ def _leave():
 
 @contextmanager
 def own():
-    """Use servers that this process starts and ends: its own descendants fork then."""
+    """Use servers that this process starts and ends, so that its descendants are the parents."""
     started = len(_started)
     with (
         tempfile.TemporaryDirectory(prefix="gpupool-") as folder,  # short enough for a socket
@@ -269,7 +271,7 @@ def own():
 
 @contextmanager
 def _alone(path):
-    """Hold the lock of a server's name: nobody else starts it, and it does not end meanwhile."""
+    """Hold the lock of a server's name: nobody else starts the server, and it does not end."""
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -319,7 +321,7 @@ def _environment():
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))},
         "PYTHONPATH": os.pathsep.join((str(ROOT), light)),
-        "OPENBLAS_NUM_THREADS": "1",  # numpy's threads would not be there after a fork
+        "OPENBLAS_NUM_THREADS": "1",  # a fork would lose numpy's threads
         "ROOM": "-" * _ROOM["environment"],
     }
 
@@ -356,7 +358,7 @@ def run(command, *, env, standard, folder=str(ROOT)):
 
 
 def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **options):
-    """Start a kernel as :class:`subprocess.Popen` does; execute what cannot be forked."""
+    """Start a kernel as :class:`subprocess.Popen` does; execute it if it cannot be forked."""
     guarded = _guarded(env)
     plain = all(env.get(name) == os.environ.get(name) for name in _LOADER)
     python, *rest = command
@@ -399,7 +401,7 @@ def command(words, *, env, standard, folder=str(ROOT)):
 
 
 def program(module, *, env):
-    """Start ``python -m module`` with pipes for text; execute what cannot be forked."""
+    """Start ``python -m module`` with pipes for text; execute it if it cannot be forked."""
     command = [sys.executable, "-m", module]
     guarded = _guarded(env)
     if not guarded and (_guard(env) or not can_run(command, env)):
@@ -424,7 +426,7 @@ def program(module, *, env):
 
 
 def _guarded(env):
-    """Return whether the dynamic loader would load the guard, and the emulated driver behind it."""
+    """Return whether the dynamic loader would load the guard in front of the emulated driver."""
     loaded = _guard(env)
     folder, *rest = env.get("LD_LIBRARY_PATH", "").split(":")
     return (
@@ -435,16 +437,17 @@ def _guarded(env):
 
 
 def can_run(command, env):
-    """Return whether a process that the server forks runs this command as its own would.
+    """Return whether a forked process can run this command as an executed process would.
 
-    The dynamic loader has read the server's variables already: the driver must be the emulated one.
+    The dynamic loader has already read the server's variables, so the driver must be the emulated
+    one.
     """
     driver = env.get("LD_LIBRARY_PATH", "").split(":")[len(_guard(env)) :]
     return command[0] == sys.executable and driver == [EMULATED]
 
 
 def parent():
-    """Return the number of the process that will be the parent of those that are forked."""
+    """Return the pid of the server, which will be the parent of forked processes."""
     return _brokers().pid
 
 
@@ -466,7 +469,7 @@ def _fork(server, request, descriptors):
 
 
 def _listen(path, ready):
-    """Return the socket at which others ask this server; tell its starter that it listens."""
+    """Return the socket at which this server listens; tell the process that started the server."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     listener.bind(str(path))
     listener.listen(64)
@@ -476,11 +479,11 @@ def _listen(path, ready):
 
 
 def _serve(path, listener):
-    """Fork a process for each request; return in the process, with its request.
+    """Fork a process for each request; in the forked process, return its request.
 
-    The server ends when the last of those that asked it has ended.
+    The server ends when the last process with a connection to it has ended.
     """
-    statuses = {}  # the pid of each process: where its exit status is written
+    statuses = {}  # pid -> the pipe for the exit status
     clients = []
     wake, waker = socket.socketpair()
     for end in (wake, waker):
@@ -508,7 +511,7 @@ def _serve(path, listener):
             ready, its = os.pipe()
             pid = os.fork()
             if not pid:
-                os.setsid()  # before anybody knows its number, and may ask for its group
+                os.setsid()  # before anybody knows its pid and can ask for its process group
                 os.close(its)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -527,11 +530,11 @@ def _serve(path, listener):
 
 
 def _last(path, listener):
-    """Return the connections of those that ask just now; end this process if there are none."""
+    """Return the connection that another process makes just now; without one, end this process."""
     with path.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # somebody connects
+        except BlockingIOError:  # another process connects
             return [_accepted(listener)]
         with suppress(BlockingIOError):
             return [listener.accept()[0]]
@@ -545,7 +548,7 @@ def _accepted(listener):
 
 
 def _report(statuses):
-    """Write the exit status of each broker that has ended."""
+    """Write the exit status of each forked process that has ended."""
     while statuses:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
@@ -561,7 +564,7 @@ def _tell(pipe, data):
 
 
 def _become(request, given):
-    """Make this process one that the command has started."""
+    """Give this process the streams, the command line and the environment of its request."""
     for number in request["standard"]:
         descriptor = given.pop(0)
         os.dup2(descriptor, number)
@@ -586,7 +589,7 @@ def _run(command):
         _load_guard(os.environ)
         sys.argv[:] = command[1:]
         sys.path[0] = str(Path(command[1]).parent)
-        for name in command[1:]:  # a program's module that is imported already
+        for name in command[1:]:  # the program's module may be imported already
             sys.modules.pop(name, None)
         runpy.run_path(command[1], run_name="__main__")
 
@@ -594,8 +597,8 @@ def _run(command):
 def _end(code):
     """End this process as Python does, without freeing each of its objects.
 
-    That would write to each page that the process shares with its server: 15 to 40 ms of page
-    faults. Libraries end as always, the guard and the driver among them.
+    To free them, Python would write to each page that the process shares with its server: 15 to 40
+    ms of page faults. Libraries end as always, including the guard and the driver.
     """
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -603,20 +606,20 @@ def _end(code):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except OSError:
-        sys.exit(code)  # Python has a code of its own for this
+        sys.exit(code)  # Python has its own exit code for this
     ctypes.PyDLL(None).exit(code)
 
 
 def _search(folder, env):
-    """Let modules be searched for where a process with this folder and environment searches."""
+    """Set ``sys.path`` as in a process that starts with this folder and environment."""
     own = os.environ["PYTHONPATH"].split(":")
     given = filter(None, env.get("PYTHONPATH", "").split(":"))
     installed = (entry for entry in sys.path[1:] if entry not in own)
-    sys.path[:] = dict.fromkeys([folder, *given, *installed, str(ROOT)])  # it is installed, too
+    sys.path[:] = dict.fromkeys([folder, *given, *installed, str(ROOT)])  # ROOT is installed, too
 
 
 def _rename(command, env, folder):
-    """Give this process a command line, an environment and a working folder, for /proc as well."""
+    """Give this process a command line, an environment and a working folder, also for /proc."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(env)
@@ -629,7 +632,7 @@ def _rename(command, env, folder):
 
 
 def _write(words, begin, end):
-    """Write what /proc shows where the process had its own arguments or variables."""
+    """Overwrite the process's own arguments or variables, which /proc shows."""
     text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
@@ -661,7 +664,7 @@ def _guard(env):
 
 
 def _load_guard(env):
-    """Load what the dynamic loader would: the self-test's guard is in front of the driver."""
+    """Load the libraries that the dynamic loader would load, such as the self-test's guard."""
     for library in _guard(env):
         ctypes.CDLL(library, os.RTLD_GLOBAL | os.RTLD_NOW)
 
@@ -709,6 +712,6 @@ if __name__ == "__main__":
         _run(line)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
-            raise  # Python prints it
+            raise  # Python prints the code
         code = end.code or 0
     _end(code)

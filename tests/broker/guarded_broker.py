@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """A broker whose devices count as guarded: the tests write the page in place of the guard.
 
-This tests what the broker does with a page call by call, and without a compiler.
+So the tests can check what the broker does with a page, call by call and without a compiler.
 """
 
 from __future__ import annotations

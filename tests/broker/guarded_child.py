@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A program that calls CUDA without any part of the pool: no agent, no hold, no broker.
 
-It reads JSON lines on stdin and writes one answer per line on stdout. It makes every CUDA call of
-the driver by ctypes; it answers a result other than 0 as ``{"cuda": code}``.
+It reads JSON lines on stdin and writes one answer per line on stdout. It makes all CUDA calls by
+ctypes. It answers a result other than 0 as ``{"cuda": code}``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def do_ask(_):
 
 
 def do_look(_):
-    """Ask further questions, here and in other processes; return the results other than success."""
+    """Ask further questions, here and in other processes; return each result but success."""
     found = {}
     number, size, pointer = ctypes.c_uint(), ctypes.c_size_t(), ctypes.c_void_p()
     questions = {
@@ -147,7 +147,7 @@ def do_open(command):
 
 
 def do_sub(command):
-    """Let a child process, which stays, do something."""
+    """Let a child process run a command; the child process stays."""
     if not CHILDREN:
         CHILDREN.append(
             subprocess.Popen(
@@ -162,7 +162,7 @@ def do_sub(command):
 
 
 def do_subpid(_):
-    """Return the number of that child process."""
+    """Return the pid of the child process that ``do_sub`` uses."""
     return CHILDREN[0].pid
 
 
@@ -175,7 +175,7 @@ def do_context(_):
 
 
 def do_alloc(command):
-    """Allocate and fill; the byte is also the buffer's name."""
+    """Allocate a buffer and fill it with a byte, which is also the buffer's name."""
     pointer = POINTER()
     call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(command["bytes"]))
     size = ctypes.c_size_t(command["bytes"])
@@ -184,7 +184,7 @@ def do_alloc(command):
 
 
 def do_exhaust(command):
-    """Ask for too much, many times; return the set of results."""
+    """Ask for too much memory, many times; return the different results."""
     pointer, size = POINTER(), ctypes.c_size_t(command["bytes"])
     times = range(command["times"])
     return sorted({CUDA.cuMemAlloc_v2(ctypes.byref(pointer), size) for _ in times})
@@ -226,7 +226,7 @@ def do_nvml(_):
 
 
 def do_poll(_):
-    """From now on, a thread that asks NVML, as a collector of metrics does."""
+    """Start a thread that asks NVML again and again, as a collector of metrics does."""
     import pynvml
 
     state = THREADS["poll"] = {"answers": 0}
@@ -247,7 +247,7 @@ def do_polled(_):
 
 
 def do_storm(command):
-    """Make short calls in a thread until told to stop."""
+    """Start a thread that makes short calls until ``do_calm`` ends it."""
     context = ctypes.c_void_p()
     call("cuCtxGetCurrent", ctypes.byref(context))
     stop = threading.Event()
@@ -275,7 +275,7 @@ def do_calm(_):
 
 
 def do_toil(command):
-    """From now on, a thread that fills memory, adds to it by kernels and reads it back."""
+    """Start a thread that fills memory, adds to the values by kernels, and reads them back."""
     import numpy
 
     from tests.emulated import PTX
@@ -318,12 +318,12 @@ def do_toil(command):
 
 
 def do_rounds(_):
-    """How often it has done that so far; an error ends it."""
+    """Return how many rounds the thread of ``do_toil`` has done; an error ends the thread."""
     return THREADS["toil"][2]
 
 
 def do_rest(_):
-    """End the toil."""
+    """End the thread of ``do_toil``; return its rounds and its error."""
     thread, stop, state = THREADS.pop("toil")
     stop.set()
     thread.join()
@@ -331,7 +331,7 @@ def do_rest(_):
 
 
 def do_spin(command):
-    """Submit a kernel that takes so long, and do not wait for it."""
+    """Submit a kernel that runs for the given seconds, and do not wait for it."""
     from tests.emulated import PTX
 
     module, spin = ctypes.c_void_p(), ctypes.c_void_p()
@@ -343,7 +343,7 @@ def do_spin(command):
 
 
 def do_flood(command):
-    """From now on, a thread that submits many kernels and waits for none."""
+    """Start a thread that submits many kernels and waits for none of them."""
     from tests.emulated import PTX
 
     context, stream = ctypes.c_void_p(), ctypes.c_void_p()
@@ -364,13 +364,13 @@ def do_flood(command):
                 state["submitted"] += 1
         except Exception as error:
             state["error"] = repr(error)
-        state["over"] = bool(ns.value)  # and keeps the parameters
+        state["over"] = bool(ns.value)  # this also keeps the parameters alive
 
     threading.Thread(target=flood, daemon=True).start()
 
 
 def do_flooded(_):
-    """How far that is."""
+    """Return how many kernels the thread of ``do_flood`` has submitted, and its error."""
     return THREADS["flood"]
 
 
@@ -382,18 +382,18 @@ def do_capture(_):
 
 
 def do_captured(_):
-    """End it."""
+    """End the recording of the graph."""
     graph = ctypes.c_void_p()
     call("cuStreamEndCapture", THREADS["stream"], ctypes.byref(graph))
 
 
 def do_on_interrupt(_):
-    """An interrupt ends waits, and raises nothing."""
+    """Let an interrupt end waits without an exception."""
     signal.signal(signal.SIGINT, lambda *_: None)
 
 
 def do_hang_up(_):
-    """The agent's connection ends, and does not come back."""
+    """Close the agent's connection; the agent does not connect again."""
     THREADS["agent"][0].close()
 
 
@@ -402,7 +402,7 @@ def do_calls(_):
 
 
 def do_spawn(command):
-    """Let a child process allocate and stay; return its process number."""
+    """Let a child process allocate and stay; return its pid and its answers."""
     child = subprocess.Popen(
         [sys.executable, "-m", __spec__.name],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -415,7 +415,7 @@ def do_spawn(command):
     return {"pid": child.pid, "answers": answers[1:]}
 
 
-#: Takes device memory and stays after its parent has ended.
+#: A program that takes device memory and stays after its parent has ended.
 ORPHAN = """
 import ctypes, sys, time
 C = ctypes.CDLL("libcuda.so.1")
@@ -430,7 +430,7 @@ time.sleep(600)
 
 
 def do_orphan(command):
-    """Start a process that outlives this one; return its number."""
+    """Start a process that outlives this one; return its pid."""
     child = subprocess.Popen(
         [sys.executable, "-c", ORPHAN, str(command["bytes"])],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True,

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The test in the guard's place: it maps the session's page and asks the broker."""
+"""Helpers for tests that act as the guard: they map the session's page and ask the broker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class GuardedBroker(kit.Broker):
 
 
 class Guarded(kit.Kernel):
-    """A kernel whose guard is this test: its process has no guard, and an agent on request."""
+    """A kernel for which the test acts as the guard; its process has an agent only on request."""
 
     def __init__(self, broker, label="", *, agent=False, launch=True, attach=None, **request):
         self._attach = attach

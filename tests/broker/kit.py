@@ -30,25 +30,27 @@ from . import forks
 MiB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
-#: For the processes started here: the tests' own modules, and those of ``light/README.md``.
+#: PYTHONPATH of the processes that tests start: the tests' modules, and those of
+#: ``light/README.md``.
 PYTHONPATH = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
 
 #: Two small devices; a context takes memory, as on real GPUs.
 MACHINE = "2x512MiB,context=32MiB"
 
-#: The same with one device, for tests that need no second one: a quarter of a start less.
+#: The same machine with one device, for tests that need only one: a start takes a quarter less.
 ONE = "1x512MiB,context=32MiB"
 CAPACITY = (512 - 32) * MiB  # each device keeps room for a context
-SINGLE = 512 * MiB  # a single device keeps none
+SINGLE = 512 * MiB  # a single device keeps no room for a context
 
-#: The size that a session asks for here: a device has room for one.
+#: The size that a session asks for: a device has room for one such session.
 BIG = 300 * MiB
 
 
 #: Seconds that a slow and busy machine may add to a delay that the product promises.
 LATE = 25.0
 
-#: Seconds between two checks of a condition, at first and at last: most checks ask the broker.
+#: Least and most seconds between two checks of a condition: most checks send a request to the
+#: broker.
 LOOK, SELDOM = 0.02, 0.1
 
 
@@ -110,7 +112,7 @@ class Broker:
 
     module = "jupyter_gpupool.broker"
 
-    #: More variables of its environment, for a module of the tests.
+    #: More environment variables, for a broker module of the tests.
     variables = {}
 
     def __init__(self, folder, **config):
@@ -119,10 +121,10 @@ class Broker:
         self.log = self.folder / "broker.log"
         self.config_file = self.folder / "config.json"
         self.process = None
-        #: When the current test began: the broker's process, and the last row of the journal.
+        #: The broker's pid and the last row of the journal at the begin of the current test.
         self._pid = None
         self._after = 0
-        #: Whether another test must not use it, whatever its status shows.
+        #: Whether no other test may use this broker, even if its status looks like new.
         self.disturbed = False
         self.configure(**config)
 
@@ -161,10 +163,10 @@ class Broker:
         self.config_file.write_text(json.dumps({"GPUPool": values}))
 
     def start(self, *, wait=True, env=None):
-        """Start it; return its report, or None without ``wait``.
+        """Start the broker; return its report, or None without ``wait``.
 
-        A test that does not wait, or gives the environment, is about the start: its broker is
-        executed as users' are. Others are forked, see ``forks.py``.
+        A test that does not wait, or that gives the environment, is about the start: its broker is
+        executed like a user's broker. All other brokers are forked, see ``forks.py``.
         """
         reading, writing = os.pipe()
         arguments = ["--socket", str(self.socket), "--config", str(self.config_file)]
@@ -196,7 +198,7 @@ class Broker:
 
     @property
     def started(self):
-        """Start it; fail unless it answers."""
+        """Start the broker; fail if it does not answer."""
         answer = self.start()
         assert answer["ok"], answer
         return self
@@ -231,11 +233,11 @@ class Broker:
             return client.call("status")
 
     def session(self, name):
-        """Return a session of the status, None if there is none."""
+        """Return a session from the status, or None if there is no such session."""
         return next((s for s in self.status()["sessions"] if s["id"] == name), None)
 
     def lost_its_journal(self):
-        """Note that its rows are numbered from 1 again."""
+        """Note that the rows of the journal are numbered from 1 again."""
         self._after = 0
 
     def rows(self, *kinds):
@@ -320,7 +322,7 @@ class Kernel:
         return self.do("link")
 
     def attach(self, hold="cell", **fields):
-        """Hold a slice."""
+        """Take a hold, and wait for the slice."""
         self.do("ask", hold=hold, **fields)
         return self.do("got", hold=hold)
 
@@ -330,7 +332,7 @@ class Kernel:
 
     @property
     def served(self):
-        """Whether it has its slice: one that made no call for a while is idle, no longer active."""
+        """Whether the session has its slice; after a while without a call it is idle."""
         return self.state() in ("active", "idle")
 
     def wait_state(self, *states, seconds=60):
@@ -359,7 +361,7 @@ def as_new(status):
         and all(
             d["can_suspend"]
             and not d["drained_reason"]
-            and not d["memory_used"]  # None: all sessions are gone, and nothing samples
+            and not d["memory_used"]  # None if all sessions are gone: nothing samples then
             and d["memory_granted"] == d["memory_foreign"] == 0
             for d in status["devices"]
         )

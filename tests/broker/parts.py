@@ -15,7 +15,7 @@ async def _nothing():
 
 
 def monitor_of(core, *, room=None, samples=None, foreign_processes="count"):
-    """Return a monitor in which only these parts do anything."""
+    """Return a monitor in which only the given parts do any work."""
     settings = SimpleNamespace(foreign_processes=foreign_processes, sample_interval=1.0)
     return Monitor(
         core,

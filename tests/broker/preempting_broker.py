@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose pool preempts a session in use when a test says so, whatever its rules are.
+"""A broker whose pool preempts a session in use when a test asks, whatever the pool's rules are.
 
 The test writes a session's id into ``preempt`` beside the socket. So tests of what the broker does
-with the decision do not depend on the rules that lead to it.
+after such a decision do not depend on the pool's rules.
 """
 
 from __future__ import annotations

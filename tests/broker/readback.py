@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Compares device memory with the byte that it was filled with, in pieces of one buffer.
 
-A buffer as large as the memory is a page fault for every 4 KiB, three times over with the bytes
-to compare. For 64 MiB this took 0.13 CPU seconds, and the tests check that much hundreds of times.
+A buffer as large as the memory causes a page fault for every 4 KiB. With the bytes to compare, it
+causes three times as many. For 64 MiB this took 0.13 CPU seconds, and the tests check 64 MiB
+hundreds of times.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ PIECE = 1 << 20
 
 
 def has_byte(copy, size, byte):
-    """Return whether all ``size`` bytes are ``byte``; ``copy(host, offset, count)`` reads some."""
+    """Return whether all ``size`` bytes are ``byte``; ``copy(host, offset, count)`` reads bytes."""
     host, wanted = bytearray(PIECE), bytes([byte]) * PIECE
     for offset in range(0, size, PIECE):
         count = min(PIECE, size - offset)

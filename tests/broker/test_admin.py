@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What an admin may do to the sessions of others, and that nobody else may."""
+"""Orders of an admin about the sessions of other users; nobody else may give such orders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .test_lies import as_nobody, machine_wide, root_only
 
 __all__ = ["machine_wide"]  # a fixture
 
-#: What nobody but an admin may send about a session.
+#: Orders about a session that only an admin may send.
 ORDERS = (
     ("recall", {"minutes": 5}),
     ("prioritise", {"priority": "batch"}),
@@ -42,7 +42,7 @@ def test_recall_moves_a_busy_kernel_out_and_tells_its_owner(broker, busy):
     notice = wait_until(lambda: busy.link()["notice"], "the notice")
     assert "takes the slice of this kernel back in 3 s: a lecture. Nothing is lost" in notice
     wait_until(lambda: broker.session(busy.session)["suspends"] == 1, "it was suspended")
-    # Nobody else waits, so its cell goes on at once.
+    # No other kernel waits, so the cell continues at once.
     wait_until(lambda: busy.state() == "active", "it has a slice again")
     assert busy.do("check") == 64 * MiB
     assert broker.session(busy.session)["recall_at"] is None
@@ -88,7 +88,7 @@ def test_recall_outlives_a_killed_broker(broker, busy):
     assert broker.session(busy.session)["recall_at"] is None
 
 
-def test_changed_priority_is_in_force_and_told(broker, busy):
+def test_changed_priority_applies_and_the_owner_is_told(broker, busy):
     with broker.client() as client:
         answer = client.call("prioritise", session=busy.session, priority="batch", reason="night")
         assert answer["request"]["priority"] == "batch"
@@ -100,7 +100,7 @@ def test_changed_priority_is_in_force_and_told(broker, busy):
     assert [row["detail"]["before"] for row in broker.rows("admin")] == ["notebook"]
 
 
-def test_ended_kernel_is_gone_and_its_slice_free(broker, busy):
+def test_end_of_a_kernel_by_an_admin_frees_its_slice(broker, busy):
     with broker.client() as client:
         assert client.call("end", session=busy.session, reason="x")["note"]
     wait_until(lambda: broker.session(busy.session) is None, "the session is gone")
@@ -111,7 +111,7 @@ def test_ended_kernel_is_gone_and_its_slice_free(broker, busy):
     assert all(device["memory_granted"] == 0 for device in broker.status()["devices"])
 
 
-def test_hour_counts_what_the_status_shows(broker, busy):
+def test_last_hour_includes_a_granted_slice(broker, busy):
     uuid = broker.session(busy.session)["device"]
 
     def shown():

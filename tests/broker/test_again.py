@@ -53,7 +53,7 @@ def process():
         process.kill()
 
 
-def test_session_opened_before_a_kill_is_launched_after_it(client, process):
+def test_session_opened_before_a_kill_can_launch_after_the_kill(client, process):
     opened = client.call("open", kernel_id="k", label="k")
     kill(client.broker)
     client.call("launched", session=opened["session"], pid=process.pid)

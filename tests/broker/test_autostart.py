@@ -79,7 +79,7 @@ def test_broker_starts_once_and_is_found_again(clean):
     assert first["machine"] == f"EMULATED {ONE}"
     assert ensure_broker(None) == path
     assert status(path)["pid"] == first["pid"]
-    # It has its own session: ^C in the server's terminal does not end it.
+    # The broker has its own process session: ^C in the server's terminal does not end it.
     assert os.getsid(first["pid"]) == first["pid"]
     config = path.with_suffix(".config.json")
     assert config.stat().st_mode & 0o777 == 0o600
@@ -143,7 +143,7 @@ def test_a_broker_that_cannot_start_says_why(clean, more, says):
         ensure_broker(settings(clean, **more))
     assert says in str(caught.value)
     assert not (clean / "gpupool" / "broker.sock").exists()
-    # Without the fault, it starts.
+    # Without the wrong setting, the broker starts.
     assert status(ensure_broker(settings(clean)))["devices"]
 
 
@@ -157,7 +157,7 @@ def test_broker_that_hangs_at_its_start_is_ended(clean):
 
 
 def test_program_that_hangs_before_it_runs_the_broker_is_ended(clean, monkeypatch):
-    """A file system that does not answer blocks exec; the caller's limit applies to it too."""
+    """A file system that does not answer blocks ``exec``. The caller's time limit includes that."""
     stuck, pid = clean / "stuck", clean / "pid"
     stuck.write_text(f"#!/bin/sh\necho $$ > {pid}\nsleep 600\n")
     stuck.chmod(0o755)
@@ -175,7 +175,7 @@ def test_settings_that_json_cannot_hold_are_refused(clean):
         ensure_broker(settings(clean, quotas={"ada": object()}))
 
 
-def test_a_foreign_folder_is_refused(clean):
+def test_socket_folder_that_is_a_link_is_refused(clean):
     (clean / "gpupool").symlink_to("/tmp")
     with pytest.raises(BrokerUnavailable) as caught:
         ensure_broker(settings(clean))
@@ -204,11 +204,11 @@ def kernel_on(broker):
 
 
 def test_a_broker_without_sessions_ends_itself(make_broker):
-    broker = make_broker(linger=5).started  # its first kernel must come in this time
+    broker = make_broker(linger=5).started  # its first kernel must come within 5 s
     with kernel_on(broker) as one:
         one.attach()
         assert broker.process.poll() is None
-    # Its kernel is gone, and no client sends requests.
+    # The broker's kernel is gone, and no client sends requests.
     assert broker.process.wait(60) == 0
     assert not broker.socket.exists()
     assert "No session for" in broker.tail()
@@ -294,7 +294,8 @@ def test_full_disk_at_a_start_is_reported_and_starts_no_broker(small_disk, make_
         assert (answer["ok"], answer["code"]) == (False, "no-space")
         state = broker.folder / "state"
         assert answer["next_step"].startswith(f"Make room on the disk of {state}, or set c.GPUPool")
-        # The broker was killed, so a launcher brings it back: with its own configuration, or not.
+        # The broker was killed, so a launcher starts it again only with the broker's own
+        # configuration.
         other = {"GPUPool": {"emulate": "1x1GiB", "state_dir": str(broker.folder / "other")}}
         with pytest.raises(BrokerUnavailable, match="cannot be started again") as caught:
             ensure_broker(other, str(broker.socket))

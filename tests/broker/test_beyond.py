@@ -20,8 +20,9 @@ from . import kit
 from .kit import MiB, wait_until
 from .test_guarded import OUT_OF_MEMORY, Program
 
-#: The machine's context, and lazily loaded code: more than the watchdog tolerates on a device of
-#: 2 GiB (128 MiB), less than the most that the broker explains for one process (256 MiB).
+#: The size of the machine's context, and of lazily loaded code. The code takes more than the
+#: watchdog tolerates on a device of 2 GiB (128 MiB), and less than the most that the broker
+#: explains for one process (256 MiB).
 CONTEXT, CODE = 32 * MiB, 200 * MiB
 
 
@@ -32,7 +33,7 @@ def parts():
 
 @pytest.fixture
 def begun(make_broker):
-    """Start a program on a broker whose driver gets a quirk now."""
+    """Start a program on a broker whose driver gets a quirk after the start."""
     programs = []
 
     def make(memory, *temperament, **config):
@@ -53,7 +54,7 @@ def used(program, size):
 
 def test_lazily_loaded_code_is_not_overuse(begun):
     broker, program = begun(600 * MiB, "loaded-code", CODE, overuse="end")
-    program.begin(560 * MiB)  # nearly its whole slice with the context; code comes on top
+    program.begin(560 * MiB)  # data and context nearly fill the slice; the code exceeds it
     used(program, 560 * MiB + CONTEXT + CODE)
     wait_until(lambda: broker.status()["devices"][0]["memory_used"] >= 792 * MiB, "NVML shows it")
     assert program.status()["overuse_bytes"] == 0
@@ -70,7 +71,7 @@ def test_lazily_loaded_code_is_part_of_the_slice(begun):
     assert program.do("alloc", bytes=280 * MiB, byte=8) is None
 
 
-def test_expensive_context_is_charged_what_it_costs(begun):
+def test_expensive_context_is_charged_its_real_size(begun):
     _broker, program = begun(600 * MiB, "context-more", 100 * MiB)
     program.begin()
     used(program, CONTEXT + 100 * MiB)
@@ -90,7 +91,7 @@ def test_learnt_overhead_counts_again_after_a_resume(begun):
     used(program, 64 * MiB + CONTEXT + CODE)
 
 
-# ---------------------------------------------------------------------- the rule alone
+# ---------------------------------------------------------------------- unit tests of the rule
 
 
 OWNERS = {ProcessId(7, 1): "s"}
@@ -145,7 +146,7 @@ def test_cheap_context_is_charged_less_if_the_list_is_complete(rule):
     assert look(*rule, 84, 96) == -12, "of the context, whatever is allocated beside it"
 
 
-def test_list_that_lacks_memory_makes_no_context_cheaper(rule):
+def test_incomplete_list_makes_no_context_cheaper(rule):
     for _ in range(AGREE):
         assert look(*rule, 20, 32, listed=32) == 0
 

@@ -34,8 +34,8 @@ def test_kernel_that_names_no_limit_may_grow_to_the_whole_device(make_broker, as
     assert (answer["request"]["memory"], answer["request"]["limit"]) == want
 
 
-def test_without_the_guard_a_slice_is_what_is_guaranteed(make_broker):
-    """Nothing meters it there, and nothing could take it back from a running cell."""
+def test_slice_without_the_guard_is_the_guaranteed_size(make_broker):
+    """Without the guard, nothing meters growth, and nothing could reclaim grown bytes in use."""
     broker = make_broker(default_memory="100MiB", default_limit=None, allow_unguarded=True).started
     with broker.client() as client:
         answer = client.call("open", kernel_id="k", label="", request={}, guarded=False)

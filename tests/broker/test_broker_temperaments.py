@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A whole broker over drivers with quirks: other answers to the open questions.
+"""A whole broker on drivers with quirks: other answers to the open questions about drivers.
 
-The emulator's README lists them; each test here names the quirk that it turns on.
+The emulator's README lists the quirks. The docstring of each test names the quirk that the test
+turns on.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pytest
 
 from .kit import CAPACITY, Kernel, MiB, wait_until
 
-#: A session's size here: a device has room for two only without a residue.
+#: The size of a small session: its context and 32 MiB of data fill the slice.
 SMALL = 64 * MiB
 
 
@@ -31,7 +32,7 @@ def made():
 
 @pytest.fixture
 def ready(make_broker):
-    """Return a broker whose driver has its quirk from the start."""
+    """Make a broker whose driver has its quirks from the start."""
 
     def make(*temperaments, **config):
         broker = make_broker(**config)
@@ -78,7 +79,8 @@ def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
     whole.do("alloc", bytes=400 * MiB, byte=7)
     seen(broker, whole, 400 * MiB)
     assert foreign(broker) == [0, 0]
-    # It fills its slice; the residue grows within the margin, and it resumes all the same.
+    # The kernel has filled its slice. The residue grows within the margin, and the kernel still
+    # resumes.
     away(whole)
     broker.faults.set("residue", bytes="42MiB")
     whole.attach()
@@ -87,12 +89,12 @@ def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
 
 
 def test_growing_residue_counts_as_outside_the_pool(ready, made):
-    """residue: growth beyond the margin counts, and the sentence blames no process."""
+    """residue: growth beyond the margin counts, and the reason of the wait blames no process."""
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     capacity = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
     one.attach()
-    one.do("alloc", bytes=32 * MiB, byte=2)  # its whole slice, which then hides none of the growth
+    one.do("alloc", bytes=32 * MiB, byte=2)  # this fills the slice, which then hides no growth
     broker.faults.set("residue", bytes="60MiB")
     wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen")
     whole = made(broker, "whole", memory=capacity)
@@ -112,7 +114,7 @@ def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
     before = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
     one.attach()
-    one.do("alloc", bytes=32 * MiB, byte=2)  # its whole slice, which then hides none of the growth
+    one.do("alloc", bytes=32 * MiB, byte=2)  # this fills the slice, which then hides no growth
     broker.faults.set("residue", bytes="60MiB")
     wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen", 60)
     away(one)
@@ -124,7 +126,7 @@ def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
     wait_until(lambda: foreign(broker)[0] == 0, "what was measured is not foreign", 60)
     whole = made(broker, "whole", memory=capacity)
     whole.attach()
-    # And again when the residue shrinks.
+    # The broker measures again when the residue shrinks.
     away(whole)
     broker.faults.set("residue", bytes="40MiB")
     wait_until(
@@ -161,7 +163,7 @@ def test_list_without_contexts_counts_nothing_twice(ready, made):
     ids=["as before", "with nothing", "with a little"],
 )
 def test_suspended_kernel_that_nvml_still_lists_blocks_no_kernel(ready, made, temperament):
-    """nvml-lag, suspend-keeps: others get its slice; no overuse is reported."""
+    """nvml-lag, suspend-keeps: other kernels get the slice, and the broker reports no overuse."""
     broker = ready(
         temperament, ("residue", {"bytes": "4MiB"}), devices=["0"], overuse="end",
         foreign_processes="report",
@@ -232,7 +234,7 @@ def test_lock_that_ignores_its_timeout_costs_no_kernel(ready, made):
     )  # fmt: skip
     assert one.state() == "idle"
     broker.faults.clear()
-    assert one.do("check") == 64 * MiB  # it is not locked any more
+    assert one.do("check") == 64 * MiB  # the process is not locked any more
     one.wait_state("detached", seconds=60)
     one.attach()
     assert one.do("check") == 64 * MiB
@@ -243,7 +245,7 @@ def test_lock_that_ignores_its_timeout_costs_no_kernel(ready, made):
 
 
 def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
-    """restore-keeps-state: it waits with the driver's own words as the reason."""
+    """restore-keeps-state: the kernel waits, and the reason has the driver's own words."""
     broker = ready(("restore-keeps-state", {}))
     one = made(broker, "one")
     one.attach()
@@ -264,7 +266,7 @@ def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
 
 @pytest.mark.long
 def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
-    """restore-hides-loss: the driver says that it has the state, and refuses it for good."""
+    """restore-hides-loss: the driver says that it has the state, and refuses each restore."""
     broker = ready(("restore-hides-loss", {}))
     one = made(broker, "one")
     one.attach()
@@ -275,7 +277,7 @@ def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
     (row,) = wait_until(lambda: broker.rows("lost"), "the loss", 280)
     assert row["reason"].startswith("The driver refused "), row
     assert "tries again" not in row["reason"]
-    other = made(broker, "other")  # its GPUs are for others again
+    other = made(broker, "other")  # other kernels may use its GPU again
     other.attach()
 
 

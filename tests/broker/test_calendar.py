@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Schedules in a running broker: each change once, at its instant, whatever the clock does."""
+"""Schedules in a running broker: it applies each change once and on time, whatever the clock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .test_preemption import Worker, at_work, further, stands, whole
 NIGHT = {"name": "night", "hours": "20:00-08:00", "time_zone": "UTC",
          "set": {"idle_timeout": "2h", "quotas": {"*": {"leases": 9}}}}  # fmt: skip
 
-#: Monday's evening, and the next morning.
+#: Monday evening, when the night begins, and the next morning, when the night ends.
 EVENING = datetime(2026, 11, 23, 20, tzinfo=timezone.utc).timestamp()
 MORNING = EVENING + 12 * 3600
 
@@ -29,13 +29,13 @@ class CalendarBroker(Broker):
         return {"TEST_FOLDER": str(self.folder)}
 
     def set_clock(self, now):
-        """Make it so late."""
+        """Set the broker's time of day."""
         new = self.folder / "clock.new"
         new.write_text(str(now - time.time()))
         new.replace(self.folder / "clock")
 
     def schedules(self):
-        """Return what the journal says of schedules."""
+        """Return what the journal says about schedules."""
         return [row["reason"] for row in self.rows("schedule")]
 
     def idle_timeout(self):
@@ -71,25 +71,25 @@ def test_a_change_is_applied_once_when_it_is_due(at):
     status = broker.status()
     assert status["settings"]["idle_timeout"] == 7200
     assert status["schedule"] == {"in_force": ["night"], "next_change": MORNING, "next": []}
-    # Many looks later nothing was applied again.
+    # After many more looks at the clock, the broker has not applied anything again.
     time.sleep(1)
     assert broker.schedules() == ["In force: night"]
     assert "In force: night" in broker.log.read_text()
 
 
-def test_a_machine_that_slept_through_the_night_has_the_day(at):
+def test_broker_applies_the_day_after_a_sleep_through_the_night(at):
     broker = at(EVENING - 60)
     assert broker.idle_timeout() == 600
     broker.set_clock(EVENING + 5)
     wait_until(lambda: broker.idle_timeout() == 7200, "the night")
     broker.set_clock(MORNING + 3600)
     wait_until(lambda: broker.idle_timeout() == 600, "the day")
-    broker.set_clock(MORNING + 86400 + 3600)  # it slept through a whole night
+    broker.set_clock(MORNING + 86400 + 3600)  # the machine slept through a whole night
     time.sleep(1)
     assert broker.schedules() == ["In force: night", "No schedule is in force"]
 
 
-def test_a_clock_that_is_put_back_is_followed(at):
+def test_schedule_follows_a_clock_that_is_set_back(at):
     broker = at(EVENING + 60)
     assert broker.idle_timeout() == 7200
     broker.set_clock(EVENING - 3600)
@@ -97,7 +97,7 @@ def test_a_clock_that_is_put_back_is_followed(at):
     assert broker.schedules() == ["In force: night", "No schedule is in force"]
 
 
-def test_a_restart_has_what_is_in_force_and_notes_only_changes(at):
+def test_restarted_broker_applies_the_schedule_and_notes_changes(at):
     broker = at(EVENING + 60)
     assert broker.schedules() == ["In force: night"]
     broker.kill()
@@ -111,7 +111,7 @@ def test_a_restart_has_what_is_in_force_and_notes_only_changes(at):
     assert broker.schedules() == ["In force: night", "No schedule is in force"]
 
 
-def test_a_schedule_that_is_read_again_counts_at_once(at):
+def test_changed_schedule_applies_at_once_after_sighup(at):
     broker = at(EVENING + 60)
     late = {**NIGHT, "hours": "22:00-06:00"}
     broker.configure(schedules=[late], idle_timeout=600)
@@ -124,7 +124,7 @@ def test_a_schedule_that_is_read_again_counts_at_once(at):
     assert broker.status()["schedule"] is None
 
 
-def test_a_wrong_schedule_is_refused_and_the_old_one_stays(at):
+def test_invalid_schedule_is_refused_and_the_old_one_remains(at):
     broker = at(EVENING + 60)
     broker.configure(schedules=[{**NIGHT, "set": {"idle_timout": 1}}], idle_timeout=600)
     broker.process.send_signal(signal.SIGHUP)
@@ -136,8 +136,8 @@ def test_a_wrong_schedule_is_refused_and_the_old_one_stays(at):
     wait_until(lambda: broker.idle_timeout() == 600, "the day")
 
 
-def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
-    """In the middle of its work, twice, and every byte of it is right."""
+def test_night_work_stops_by_day_and_continues_at_night(at):
+    """The schedule stops the work twice in its middle, and every byte stays right."""
     broker = at(
         EVENING + 3600, attach="lazy", quiet_after=2.0, lock_timeout=20.0,
         classes_allowed=["notebook"],
@@ -161,7 +161,7 @@ def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
             wait_until(lambda: worker.state() == "queued" and stands(worker), "the day")
             status = worker.status()
             assert status["preempted"] == why
-            # The pool learns the new time of day a moment after it.
+            # The pool learns the new time of day a moment later.
             wait_until(lambda: worker.status()["wait_reason"] == wait, wait)
             with broker.client() as client:
                 told = client.call("why", session=worker.session)
@@ -180,8 +180,8 @@ def test_work_of_the_night_stops_by_day_and_goes_on_at_night(at):
             one.close()
 
 
-def test_budgets_follow_a_clock_that_is_set(at):
-    """Past the time at which they are renewed, and back again, and over a restart."""
+def test_budgets_follow_a_changed_clock(at):
+    """The test sets the clock past the budget's renewal, restarts the broker, and sets it back."""
     daily = {"seconds": 3, "renews": "20:00", "then": "refuse"}
     broker = at(EVENING - 3600, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
     kernel = Kernel(broker, "first")
@@ -216,7 +216,7 @@ def test_budgets_follow_a_clock_that_is_set(at):
 
 
 def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
-    """It does not wait until the broker looks at the time of day by itself."""
+    """The request does not wait until the broker next looks at the time of day."""
     monkeypatch.setenv("TEST_LOOK", "3600")
     daily = {"seconds": 1, "renews": "20:00", "then": "refuse"}
     broker = at(EVENING - 3600, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
@@ -226,7 +226,7 @@ def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
         wait_until(lambda: broker.session(kernel.session)["usage"]["spent"], "the budget's end")
     finally:
         kernel.close()
-    broker.kill()  # without a lease, the next one writes no usage, for which it looks as well
+    broker.kill()  # the next broker has no lease, so it writes no usage, which is a look, too
     assert broker.start()["ok"]
     kernel = Kernel(broker, "second")
     try:
@@ -236,7 +236,7 @@ def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
         kernel.close()
 
 
-def test_a_restart_after_a_sleep_charges_no_lease_for_it(at):
+def test_restart_after_a_sleep_charges_no_lease_for_the_sleep(at):
     daily = {"seconds": 100_000, "renews": "03:00"}
     broker = at(EVENING, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
     kernel = Kernel(broker, "first")
@@ -246,7 +246,7 @@ def test_a_restart_after_a_sleep_charges_no_lease_for_it(at):
 
     try:
         kernel.attach()
-        # What a killed broker had not written is lost, so the next one has less.
+        # A killed broker loses the usage that it has not written, so the next broker shows less.
         wait_until(lambda: used() > 3, "some use")
         broker.set_clock(EVENING + 5 * 3600)
         broker.kill()

@@ -114,7 +114,7 @@ def test_a_message_in_pieces_is_one_message(folder):
         b"\n",
     ],
 )
-def test_rubbish_is_answered_and_counted_and_the_peer_stays(folder, rubbish):
+def test_peer_that_sends_rubbish_gets_an_error_and_stays(folder, rubbish):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(rubbish)
@@ -140,11 +140,11 @@ def test_peer_that_sends_only_rubbish_is_disconnected(folder):
     run(folder, scenario)
 
 
-def test_endless_line_is_cut(folder):
+def test_connection_with_an_endless_line_is_closed(folder):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(b"x" * (MAX_REQUEST + 70_000))
-        with contextlib.suppress(ConnectionError):  # the cut may come while it still writes
+        with contextlib.suppress(ConnectionError):  # the close may come during the write
             found = await messages(reader)
             assert [m["code"] for m in found] == ["too-long", "abuse"]
         assert service.counters.closed_for_abuse == 1
@@ -153,7 +153,7 @@ def test_endless_line_is_cut(folder):
     run(folder, scenario)
 
 
-def test_half_a_line_at_the_end_is_counted(folder):
+def test_incomplete_last_line_is_counted_as_bad(folder):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(b'{"v":1,"type":')

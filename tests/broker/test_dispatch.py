@@ -143,7 +143,8 @@ def test_expensive_requests_get_fewer_turns(folder, monkeypatch):
         his.send(flood(150))
         await messages(his, 150)
         statuses = service.handled.count((ADA, "status"))
-        # The prices give 150 / 8; a ping that takes long costs more than its price.
+        # By the prices, 150 / 8 statuses fit. The bound is higher, because a ping that takes long
+        # costs more than its price.
         assert statuses < 150 / 3
 
     run(folder, monkeypatch, scenario)
@@ -203,7 +204,7 @@ def test_reads_over_the_budget_are_only_delayed(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_read_that_waits_too_long_is_refused_with_a_time(folder, monkeypatch):
+def test_read_that_waits_too_long_is_refused_with_retry_after(folder, monkeypatch):
     small_budgets(monkeypatch, reads=(0.5, 1.0))
     monkeypatch.setattr(dispatch, "PATIENCE", 0.05)
 
@@ -222,7 +223,7 @@ def test_read_that_waits_too_long_is_refused_with_a_time(folder, monkeypatch):
 
 
 def test_acts_do_not_wait_for_the_reads_of_their_user(folder, monkeypatch):
-    """They wait neither for another connection nor for a read on the same connection."""
+    """An act waits neither for reads on another connection nor for a read on its own connection."""
     small_budgets(monkeypatch, reads=(0.001, 1.0))
 
     async def scenario(service, connect):
@@ -252,7 +253,7 @@ def test_acts_over_the_budget_are_delayed_and_never_refused(folder, monkeypatch)
     run(folder, monkeypatch, scenario)
 
 
-def test_flood_waits_in_the_sender(folder, monkeypatch):
+def test_broker_leaves_a_flood_unread_in_the_sender(folder, monkeypatch):
     """The broker does not read beyond the budget: it keeps a few kilobytes of each connection."""
     small_budgets(monkeypatch, reads=(0.001, 1.0))
 
@@ -298,7 +299,7 @@ def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
 
 
 def test_acts_that_wait_for_the_budget_are_bounded(folder, monkeypatch):
-    """Each waited decoded, in several times its bytes: a hundred connections cost 50 MB."""
+    """Acts used to wait in decoded form, several times as large: 100 connections cost 50 MB."""
     small_budgets(monkeypatch, acts=(0.001, 1.0))
     monkeypatch.setattr(module, "MAX_UNFINISHED", 500_000)
     holds = [{"id": f"{n:0200}", "kind": "cell"} for n in range(700)]
@@ -314,7 +315,7 @@ def test_acts_that_wait_for_the_budget_are_bounded(folder, monkeypatch):
         account = service.connections[0].account
         assert account.buffered <= 500_000 + module.CHUNK
         assert service.handled == [(ADA, "drop")]
-        account.acts.rate = account.acts.size = 1e6  # those that wait are handled, and end
+        account.acts.rate = account.acts.size = 1e6  # now the broker handles the waiting acts
         await asyncio.gather(*sending, return_exceptions=True)
 
     run(folder, monkeypatch, scenario)
@@ -435,8 +436,8 @@ class HalfClosed(asyncio.Transport):
             protocol.connection_lost(None)
 
 
-def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
-    """The broker closes them; their unread bytes count until it discards these bytes."""
+def test_bytes_for_silent_peers_that_read_nothing_are_bounded(monkeypatch):
+    """The broker closes the connections; unread bytes count until the broker discards them."""
     monkeypatch.setattr(module, "peer_of", lambda _socket, _named: Peer(1, ADA, 0))
     monkeypatch.setattr(dispatch, "USER_UNREAD", 300_000)
 
@@ -444,8 +445,8 @@ def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
         service = Service()
         made = []
         for number in range(100):
-            # The first peers leave the most unread bytes. So the peer that is chosen to be closed
-            # is always one that is closing already.
+            # The first peers leave the most unread bytes. So the broker always chooses a peer that
+            # is already closing.
             service.load = "x" * (30_000 - 10 * number)
             connection = Connection(service)
             transport = HalfClosed(connection)
@@ -466,7 +467,7 @@ def test_silent_peers_that_read_nothing_hold_bounded_bytes(monkeypatch):
 
 
 def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch):
-    """Unfinished requests could once hold all places of their user for any time."""
+    """Unfinished requests could once occupy all places of their user without end."""
     monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
     part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
 
@@ -513,7 +514,7 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 
         long = read_on()
         assert len(long) == dispatch.MAX_LONG, "the others wait in their senders"
-        # The broker reads another user's long request, and a short one of the same user.
+        # The broker reads a long request of another user, and a short request of the same user.
         (ben, short) = await connect(BEN), await connect(ADA)
         await loop.sock_sendall(ben, line + b'"}\n')
         await loop.sock_sendall(short, b'{"v":1,"type":"ping","id":1}\n')
@@ -538,7 +539,7 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 
 
 def test_replaced_objects_are_collected_in_small_parts(folder, monkeypatch):
-    """Python's count of new objects stays low, so it once scanned all objects within a request."""
+    """Python counts few new objects here, so it once scanned all objects during a request."""
     young = []
 
     async def scenario(service, connect):

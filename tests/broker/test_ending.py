@@ -16,7 +16,7 @@ import pytest
 from . import kit
 from .kit import LATE, wait_until
 
-#: Seconds in which a broker ends; after them it logs that it ended by force.
+#: A broker ends within this many seconds, or it logs that it ended by force.
 WITHIN = 5.0
 
 
@@ -26,7 +26,7 @@ def parts():
 
 
 def children(broker):
-    """Return the command lines of the broker's children and of theirs."""
+    """Return the command lines of all descendants of the broker."""
     with suppress(psutil.Error):
         found = psutil.Process(broker.process.pid).children(recursive=True)
         return [" ".join(child.cmdline()) for child in found]
@@ -41,7 +41,7 @@ def journal_there(broker):
     return any((broker.folder / "state").glob("journal*.sqlite"))
 
 
-#: Points of a start, in order; the broker does something else at each.
+#: Points of a start, in order. At each of them, the broker does something different.
 POINTS = {
     "at once": lambda _: True,
     "lock taken": lambda broker: Path(f"{broker.socket}.lock").exists(),
@@ -67,7 +67,8 @@ def ends(broker, number=signal.SIGTERM, within=WITHIN):
     wait_until(lambda: not any(p.is_running() for p in found), "the end of its children", 60)
 
 
-#: SIGTERM at each point. SIGINT shares its handler, so two points: before and after it is set.
+#: SIGTERM at each point. SIGINT has the same handler, so two points are enough: before and after
+#: the broker sets the handler.
 CASES = [
     *((point, signal.SIGTERM) for point in POINTS),
     ("at once", signal.SIGINT),
@@ -97,7 +98,7 @@ def test_signals_at_any_time_of_the_start_end_the_broker(make_broker):
 
 
 def test_signal_at_the_request_for_a_sample_is_not_lost(make_broker):
-    """A cancellation and the event can come together; the monitor's wait may swallow the first."""
+    """The cancellation and the event can come together: the monitor's wait could lose the first."""
     broker = make_broker(sample_interval=0.05).started
     kernels = [kit.Kernel(broker, str(n), memory=64 * kit.MiB) for n in range(2)]
     try:

@@ -44,7 +44,7 @@ def children(broker, module):
     return found
 
 
-def test_workers_and_monitor_may_be_killed_at_rest(broker, three):
+def test_kill_of_idle_workers_and_monitor_does_no_harm(broker, three):
     one, _two, heir = three
     for pid in children(broker, "worker") + children(broker, "monitor"):
         os.kill(pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_lost_device_is_drained_and_its_states_go_elsewhere(broker, three):
     assert one.do("check") == 64 * MiB
 
 
-def test_accounts_agree_without_process_lists(broker, kernel):
+def test_memory_accounts_are_right_without_process_lists(broker, kernel):
     broker.faults.set("nvml-missing-pids")
     one, two = kernel("one", memory=400 * MiB), kernel("two", memory=400 * MiB)
     three = kernel("three", memory=400 * MiB)
@@ -186,7 +186,7 @@ def test_stopped_kernel_is_left_alone(broker, three):
 
 
 def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
-    """The agent sends a hold before it reads the request to yield: its answer is no."""
+    """The agent sends a hold before it reads the request to yield, so it answers no."""
     one, two = kernel("one", memory=400 * MiB, agent=False), kernel("two", memory=400 * MiB)
     three = kernel("three", memory=400 * MiB)
     two.attach()
@@ -204,7 +204,7 @@ def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
     one.attach()
     three.do("ask", hold="cell")
     three.wait_state("queued")
-    # It drops and takes holds in a row: the request to yield may or may not meet a hold.
+    # The agent drops and takes holds in a row: the request to yield may or may not find a hold.
     for number in range(20):
         one.do("drop", hold="cell" if number == 0 else f"c{number - 1}")
         if not one.do("take", hold=f"c{number}"):
@@ -239,7 +239,7 @@ def test_missing_driver_is_explained_in_one_sentence(make_broker, folder):
 
 
 def test_device_that_fails_its_self_test_gets_no_session(broker, three):
-    """A resume fails because of the device, not because of that process."""
+    """A resume fails because of the device, not because of the process."""
     one, two, heir = three
     one.do("drop", hold="cell")
     heir.attach()
@@ -256,7 +256,7 @@ def test_device_that_fails_its_self_test_gets_no_session(broker, three):
     wait_until(drained, "the quarantine")
     assert "self-test" in drained()
     broker.faults.clear()
-    # Five samples a second show a readable device: that is no reason to trust it.
+    # Five samples a second show that the device is readable. That is no reason to trust the device.
     then = broker.status()["now"]
     wait_until(lambda: broker.status()["now"] > then + 1, "five samples")
     assert "self-test" in drained()

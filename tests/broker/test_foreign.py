@@ -21,7 +21,7 @@ from .parts import monitor_of
 
 NOBODY = 65534
 
-#: Takes 64 MiB of the visible device and stays.
+#: A program that takes 64 MiB of the visible device and stays.
 STRANGER = """
 import sys
 from cuda.core import Device

@@ -31,14 +31,14 @@ def test_dropped_process_does_not_end_the_server(tmp_path):
     process = run(tmp_path, f"open({str(tmp_path / 'end')!r}).read()")
     ended = os.pidfd_open(process.pid)
     del process
-    (tmp_path / "end").write_text("")  # waits until the process reads
+    (tmp_path / "end").write_text("")  # this waits until the process reads
     assert select.select([ended], [], [], 60)[0]
     os.close(ended)
     assert run(tmp_path, "pass").wait(60) == 0
     assert run(tmp_path, "pass").wait(60) == 0
 
 
-def test_threads_start_processes_at_once(tmp_path):
+def test_several_threads_can_start_processes_at_the_same_time(tmp_path):
     folders = [tmp_path / str(number) for number in range(16)]
     for folder in folders:
         folder.mkdir()
@@ -49,15 +49,15 @@ def test_threads_start_processes_at_once(tmp_path):
 
 
 def test_process_is_in_a_group_of_its_own_from_the_start(tmp_path):
-    """Jupyter's clients send signals to a kernel's group: it must not be that of the tests."""
+    """Jupyter's clients send signals to a kernel's group, so it must not be the tests' group."""
     for _ in range(20):
         process = run(tmp_path, "input")
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the process has ended
             assert os.getpgid(process.pid) == process.pid
         assert process.wait(60) == 0
 
 
-#: Shows in which order a process ends, and writes to the buffered output until the end.
+#: A program that prints the steps of its end in order, and writes buffered output until its end.
 ENDING = """
 import atexit, ctypes, sys, threading
 text = sys.text = ctypes.create_string_buffer(b"library")
@@ -71,7 +71,7 @@ sys.exit({code})
 
 @pytest.mark.parametrize(("code", "said"), [(None, 0), (3, 3), (259, 3), ("'a reason'", 1)])
 def test_forked_process_ends_as_python_does(tmp_path, code, said):
-    """It waits for its threads, calls what is registered, writes its output, ends its libraries."""
+    """It waits for its threads, calls exit handlers, writes its output, and ends its libraries."""
     (tmp_path / "ending.py").write_text(ENDING.format(code=code))
     command = [sys.executable, str(tmp_path / "ending.py")]
     with (tmp_path / "log").open("w+b") as log:

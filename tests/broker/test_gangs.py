@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions of two processes on two devices: preempted and brought back as one, never half."""
+"""Sessions with two processes on two devices: the pool preempts and resumes both or none."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HIGHER = "a kernel of a higher priority class needs the GPU"
 
 
 class Gang(Worker):
-    """A program with a second process, each at work on a device of its own."""
+    """A program with a second process; each of the two works on its own device."""
 
     def __init__(self, broker):
         super().__init__(broker, "gang", memory=BIG, devices=2)
@@ -35,7 +35,7 @@ class Gang(Worker):
         return self.do("sub", command={"do": do, **fields})
 
     def goes_on(self):
-        """Both processes do."""
+        """Wait until both processes have done more work."""
         further(self)
         before = self.second("rounds")["rounds"]
 
@@ -47,7 +47,7 @@ class Gang(Worker):
         wait_until(gone_on, "the second process to go on")
 
     def whole(self):
-        """Both end their work: every byte is right, and no call has failed."""
+        """End the work of both processes; check that every byte is right and no call has failed."""
         for state in (self.do("rest"), self.second("rest")):
             assert not state["error"], state
         assert self.do("check") == 64 * MiB
@@ -71,7 +71,7 @@ def make(broker):
 
 @contextmanager
 def ended(broker):
-    """Return what makes programs, and end them."""
+    """Yield a maker of programs, and end its programs afterwards."""
     made = Maker(broker)
     try:
         yield made
@@ -98,7 +98,7 @@ def granted(broker):
 
 
 def test_gang_gives_up_and_gets_back_all_its_devices_together(broker, make):
-    """The gang gets neither device while only one is free, and says what it waits for."""
+    """The gang gets no device while only one is free, and the reason says what it waits for."""
     gang, urgent = displaced(make)
     status = gang.status()
     assert (status["devices"], status["granted_bytes"]) == ([], 0)
@@ -119,7 +119,7 @@ def test_gang_gives_up_and_gets_back_all_its_devices_together(broker, make):
 
 
 def test_gang_that_lacks_one_of_two_devices_gets_neither(make_broker):
-    """One victim is gone, the other one cannot be suspended yet."""
+    """One victim is suspended, and the other one cannot be suspended yet."""
     broker = make_broker(lock_timeout=0.5).started
     with ended(broker) as make:
         one, two = make("one"), make("two")
@@ -144,8 +144,8 @@ def test_gang_that_lacks_one_of_two_devices_gets_neither(make_broker):
 
 
 @pytest.mark.parametrize("dies", ["the broker", "its workers", "one process", "the gang"])
-def test_half_suspended_gang_when(make_broker, dies):
-    """One process is in host memory and the other one is being copied there."""
+def test_deaths_while_a_gang_is_half_suspended_do_no_harm(make_broker, dies):
+    """The state of one process is in host memory, and the other's state is being copied there."""
     broker = make_broker().started
     with ended(broker) as make:
         gang = gang_of(make)

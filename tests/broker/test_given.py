@@ -11,7 +11,7 @@ from jupyter_gpupool.errors import RefusedError
 from . import kit
 
 
-def test_no_other_gpu_is_tested_or_handed_out(make_broker):
+def test_broker_tests_and_grants_only_the_given_gpu(make_broker):
     broker = make_broker(attach="cell")
     answer = broker.start(env={**kit.environment(broker.folder), "CUDA_VISIBLE_DEVICES": "1"})
     assert answer["ok"], answer

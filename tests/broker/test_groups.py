@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Groups in a running broker: whose share a session uses, and configurations it refuses."""
+"""Groups in a running broker: whose share a session uses, and what the broker refuses."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def parts():
     return Broker, None, {"groups": GROUPS}
 
 
-def test_the_first_group_of_its_user_counts(broker):
+def test_session_uses_the_first_group_of_its_user(broker):
     assert opened(broker) == "thesis"
     assert broker.status()["groups"] == ["thesis", "lab", "rest"]
 
 
-def test_why_tells_where_its_owner_stands(broker):
+def test_why_shows_the_owners_groups_and_budgets(broker):
     with broker.client() as client:
         session = client.call("open", kernel_id="k", request={"memory": 64 * MiB})["session"]
         why = client.call("why", session=session)
@@ -72,7 +72,7 @@ def test_why_tells_where_its_owner_stands(broker):
     assert shown["standing"] == why["standing"]
 
 
-def test_status_asks_for_the_groups_of_its_reader(make_broker):
+def test_status_shows_the_groups_of_its_reader(make_broker):
     broker = make_broker().started
     wait_until(lambda: broker.status()["groups"] == ["thesis", "lab", "rest"], "the Unix groups")
 
@@ -93,10 +93,10 @@ def test_a_session_may_not_choose_another_group(broker, group):
     )
 
 
-def test_a_group_outlives_the_broker(make_broker):
+def test_session_keeps_its_group_after_a_broker_restart(make_broker):
     broker = make_broker().started
     with broker.client() as client:
-        # A session with a process, which a restart keeps.
+        # A restart keeps only sessions with a process.
         answer = client.call("open", kernel_id="k", request={"memory": 64 * MiB}, group="rest")
         client.call("launched", session=answer["session"], pid=os.getpid())
         broker.kill()
@@ -104,7 +104,7 @@ def test_a_group_outlives_the_broker(make_broker):
     assert broker.session(answer["session"])["group"] == "rest"
 
 
-def test_other_groups_count_after_sighup(make_broker):
+def test_new_groups_apply_after_sighup(make_broker):
     broker = make_broker().started
     assert opened(broker) == "thesis"
     broker.configure(groups={"new": {"users": "*"}})
@@ -145,10 +145,10 @@ def test_a_restart_with_other_groups_moves_sessions(make_broker):
     wait_until(lambda: broker.session(answer["session"])["group"] == "lab", "the other group")
 
 
-# ------------------------------------------------------------------ what the machine cannot keep
+# ------------------------------------------------------------------ more than the machine has
 
 
-def test_a_start_with_more_than_the_machine_has_is_refused(make_broker):
+def test_start_is_refused_if_groups_exceed_the_machine(make_broker):
     broker = make_broker(groups={"a": {"guarantee": "3 devices"}})
     answer = broker.start()
     assert not answer["ok"]
@@ -159,7 +159,7 @@ def test_a_start_with_more_than_the_machine_has_is_refused(make_broker):
     )
 
 
-def test_sighup_with_more_than_the_machine_has_is_refused(make_broker):
+def test_sighup_is_refused_if_groups_exceed_the_machine(make_broker):
     broker = make_broker().started
     night = {"name": "night", "set": {"groups": {"lab": {"guarantee": None, "cap": "9 devices"}}}}
     broker.configure(groups=GROUPS, schedules=[night], idle_timeout=5)
@@ -170,7 +170,7 @@ def test_sighup_with_more_than_the_machine_has_is_refused(make_broker):
     assert broker.status()["settings"]["idle_timeout"] == 3600
 
 
-def test_a_missing_device_does_not_take_the_pool_away(make_broker):
+def test_broker_starts_with_a_warning_if_a_device_is_missing(make_broker):
     groups = {"a": {"guarantee": "600MiB", "users": "*"}}
     broker = make_broker(groups=groups).started
     broker.stop()
@@ -183,7 +183,7 @@ def test_a_missing_device_does_not_take_the_pool_away(make_broker):
     assert not broker.start()["ok"]
 
 
-def test_names_that_do_not_exist_are_warned_of(make_broker):
+def test_broker_warns_of_names_that_do_not_exist(make_broker):
     groups = {"a": {"users": [ME, "no-such-user"], "unix_groups": ["no-such-group"]}}
     broker = make_broker(groups=groups).started
     wait_until(lambda: "no-such-group" in broker.tail(), "the warnings")
@@ -197,7 +197,7 @@ def test_names_that_do_not_exist_are_warned_of(make_broker):
 
 
 class Nss:
-    """Answers when a test lets it."""
+    """An NSS that answers only when a test lets it answer."""
 
     def __init__(self, *groups):
         self.groups = frozenset(groups)
@@ -251,7 +251,7 @@ def test_a_session_is_opened_while_nss_hangs(monkeypatch, caplog):
         assert not found.is_sure(0)
         assert "were not found within 0.05 s; no rule about Unix groups applies" in caplog.text
         nss.go.set()
-        while found.owner(0).group != "x":  # it answers at last
+        while found.owner(0).group != "x":  # NSS answers at last
             await asyncio.sleep(0.01)
 
     asyncio.run(run())
@@ -310,7 +310,7 @@ def test_groups_of_the_hub_count_while_the_hub_is_down(caplog):
 
 
 @pytest.mark.parametrize("wrong", ["night", [1], None])
-def test_only_a_list_of_names_is_an_answer_of_the_hub(wrong, caplog):
+def test_hub_answer_that_is_no_list_of_names_is_ignored(wrong, caplog):
     nss = Nss("x")
     nss.go.set()
 
@@ -323,7 +323,7 @@ def test_only_a_list_of_names_is_an_answer_of_the_hub(wrong, caplog):
     asyncio.run(run())
 
 
-def test_the_admins_function_tells_the_groups_of_a_session(make_broker):
+def test_hub_groups_function_decides_the_group_of_a_session(make_broker):
     broker = make_broker()
     values = json.loads(broker.config_file.read_text())["GPUPool"]
     groups = {"night": {"hub_groups": ["night-shift"]}, "rest": {"users": "*"}}

@@ -14,7 +14,7 @@ from jupyter_gpupool.guard import page as layout
 from . import kit
 from .kit import MiB, wait_until
 
-#: The size that a session asks for here; a device has room for one.
+#: The size that a session asks for: a device has room for one such session.
 BIG = 300 * MiB
 
 #: CUDA_ERROR_OUT_OF_MEMORY.
@@ -23,7 +23,7 @@ OUT_OF_MEMORY = {"cuda": 2}
 #: CUDA_ERROR_SYSTEM_NOT_READY.
 NOT_READY = {"cuda": 802}
 
-#: The context of the emulated machine, see kit.MACHINE.
+#: The size of a context on the emulated machine, see kit.MACHINE.
 CONTEXT = 32 * MiB
 
 
@@ -49,15 +49,15 @@ class Program(kit.Kernel):
         return self.broker.session(self.session)
 
     def mark(self):
-        """Return from the page how far its process is on the way to its slice."""
+        """Return, from the page, which step of its landing the process has reached."""
         return self.in_slot(layout.LANDING_AT)
 
     def sees(self):
-        """Return from the page which device its process sees as the first."""
+        """Return, from the page, the device that the process sees as the first."""
         return self.in_slot(layout.SEES_AT)
 
     def in_slot(self, offset):
-        """Return a word of its process's slot."""
+        """Return a word of the process's slot in the page."""
         data = Path(self.env["GPUPOOL_PAGE"]).read_bytes()
         for at in range(layout.HEADER_BYTES, layout.SIZE, layout.SLOT_BYTES):
             if struct.unpack_from("<I", data, at + 4)[0] == self.process.pid:
@@ -91,7 +91,7 @@ def program(broker):
         one.close()
 
 
-def test_first_call_attaches_and_nothing_before_it(program):
+def test_session_attaches_at_its_first_call_and_not_before(program):
     p = program()
     assert p.do("init") == 1
     assert p.state() == "detached"
@@ -125,9 +125,9 @@ def test_idle_kernel_is_preempted_and_returns_with_its_bytes(broker, program):
 
 
 def test_nvml_call_of_a_suspended_kernel_brings_it_back(broker, program):
-    """The driver would block the call until a resume, for which nothing else asks."""
+    """The driver would block the call until a resume, and nothing else asks for the resume."""
     p = program()
-    devices = p.do("nvml")  # without a slice
+    devices = p.do("nvml")  # this call needs no slice
     assert p.state() == "detached"
     p.begin(64 * MiB, byte=7)
     p.wait_state("idle")
@@ -140,12 +140,12 @@ def test_nvml_call_of_a_suspended_kernel_brings_it_back(broker, program):
     assert p.do("check") == 64 * MiB
 
 
-def test_thread_that_polls_nvml_keeps_and_fetches_no_slice(broker, program):
+def test_thread_that_polls_nvml_neither_keeps_nor_gets_a_slice(broker, program):
     p = program()
     p.begin(64 * MiB, byte=7)
     p.do("poll")
     wait_until(lambda: p.do("polled"), "the first answer")
-    p.wait_state("idle")  # the thread is no use of the device
+    p.wait_state("idle")  # the polling does not count as use of the device
     p.server.call("release", session=p.session)
     p.wait_state("detached")
     before = p.do("polled")
@@ -173,7 +173,7 @@ def test_call_waits_while_the_other_kernels_are_busy(broker, program):
     assert third.served
 
 
-def test_slice_is_a_limit_that_the_program_survives(program):
+def test_program_survives_an_allocation_beyond_its_slice(program):
     p = program(memory=100 * MiB, limit=100 * MiB)
     p.begin(60 * MiB)
     free, total = p.do("info")
@@ -186,12 +186,12 @@ def test_slice_is_a_limit_that_the_program_survives(program):
     assert p.do("check") == 60 * MiB
 
 
-def test_free_memory_leaves_out_a_neighbours_guarantee(broker, program):
-    """JAX, TensorFlow and vLLM take all memory that is free: the guard must let them have it."""
+def test_free_memory_excludes_a_neighbours_guarantee(broker, program):
+    """JAX, TensorFlow and vLLM take all memory that is shown as free: the guard must grant it."""
     p = program(memory=100 * MiB, limit=400 * MiB)
     p.begin()
     wait_until(lambda: p.do("info")[0] == 400 * MiB - CONTEXT, "an empty device")
-    # It has its guarantee and a context, and no other memory.
+    # This program makes only a context, and its slice cannot grow.
     other = program(memory=350 * MiB, limit=350 * MiB)
     other.begin()
     third = program(memory=250 * MiB, limit=250 * MiB)
@@ -200,7 +200,7 @@ def test_free_memory_leaves_out_a_neighbours_guarantee(broker, program):
     neighbours = [q for q in (other, third) if q.status()["slices"][0]["device"] == home]
     assert neighbours, "the machine has two devices, and the three sessions fit on no single one"
     granted = sum(q.status()["granted_bytes"] for q in neighbours)
-    # The growth of its lease may reach this memory, used or not.
+    # p may grow into all memory outside the neighbours' slices, however little the neighbours use.
     wait_until(
         lambda: p.do("info")[0] <= kit.CAPACITY - granted - CONTEXT, "the neighbour's guarantee"
     )
@@ -223,7 +223,7 @@ def test_new_size_counts_at_the_next_allocation(program):
     with pytest.raises(Exception, match="192 MiB"):
         p.server.call("request", session=p.session, memory=100 * MiB)
     assert p.do("free", byte=2) is None
-    # A sample from before that counts as use until the next one.
+    # Until the next sample, the broker counts the use from before the ``free``.
     wait_until(lambda: p.status()["used_bytes"] == 60 * MiB + CONTEXT, "a sample after it")
     p.server.call("request", session=p.session, memory=120 * MiB)
     assert p.do("alloc", bytes=60 * MiB, byte=2) == OUT_OF_MEMORY
@@ -238,8 +238,11 @@ def test_slice_grows_to_its_limit_out_of_free_memory(program):
     assert p.do("check") == 210 * MiB
 
 
-def test_lone_program_has_the_gpu_beyond_host_memory(make_broker):
-    """A program that is open keeps what it is guaranteed; without it, all is the lone one's."""
+def test_lone_program_may_use_the_gpu_beyond_host_memory(make_broker):
+    """An open program keeps its guarantee.
+
+    After its end, the lone program may use the whole GPU.
+    """
     broker = make_broker(emulate="1x512MiB,context=32MiB", host_memory=200 * MiB).started
     p = Program(broker, memory=100 * MiB, limit=512 * MiB)
     other = Program(broker, memory=150 * MiB, limit=150 * MiB)
@@ -258,7 +261,7 @@ def test_lone_program_has_the_gpu_beyond_host_memory(make_broker):
 
 
 def test_refused_allocations_in_a_row_ask_the_broker_once(program):
-    """The process refuses the rest by itself until something changes."""
+    """The guard in the process refuses the other allocations itself until something changes."""
     p = program(memory=100 * MiB, limit=100 * MiB)
     p.begin(60 * MiB)
     before = p.status()["messages"]
@@ -271,7 +274,7 @@ def test_refused_allocations_in_a_row_ask_the_broker_once(program):
     assert p.do("check") == 160 * MiB
 
 
-def test_bytes_of_a_killed_child_come_back(program):
+def test_bytes_of_a_killed_child_become_free(program):
     p = program(memory=200 * MiB, limit=200 * MiB)
     p.begin(40 * MiB)
     child = p.do("spawn", bytes=60 * MiB)
@@ -294,7 +297,7 @@ def test_child_is_suspended_with_its_parent(broker, program):
     assert p.do("check") == 40 * MiB
 
 
-def test_release_races_with_calls_and_no_call_fails(broker, program):
+def test_calls_that_race_with_a_release_do_not_fail(broker, program):
     p = program()
     p.begin(16 * MiB, byte=5)
     assert p.do("storm", pause=0.02) is None
@@ -307,7 +310,7 @@ def test_release_races_with_calls_and_no_call_fails(broker, program):
     assert p.do("check") == 16 * MiB
 
 
-def test_manual_kernel_gets_an_error_and_lives_on(program):
+def test_manual_kernel_gets_an_error_and_continues(program):
     p = program(attach="manual")
     assert p.do("init") == 1
     assert p.do("context") == NOT_READY
@@ -328,7 +331,7 @@ def test_next_broker_serves_a_call_that_waited_at_the_kill(broker, program):
     assert third.answer() is None
 
 
-def test_broker_that_stays_away_is_a_cuda_error(broker, program):
+def test_waiting_call_gets_a_cuda_error_if_no_broker_returns(broker, program):
     first, second, third = program(), program(), program()
     for p in (first, second):
         p.begin(MiB)
@@ -341,7 +344,7 @@ def test_broker_that_stays_away_is_a_cuda_error(broker, program):
         assert p.do("calm")["error"] == 0  # an attached program continues
 
 
-def test_memory_taken_around_the_guard_is_reported(make_broker):
+def test_memory_allocated_past_the_guard_is_reported(make_broker):
     """A program without LD_PRELOAD and the guard's path allocates without a request."""
     broker = make_broker(overuse="report").started
     p = Program(broker, launch=False, memory=100 * MiB)
@@ -357,7 +360,10 @@ def test_memory_taken_around_the_guard_is_reported(make_broker):
 
 
 def test_slice_in_use_at_a_brokers_death_is_free_after_the_use(make_broker):
-    """A new broker kept it for two seconds; killed before that, it served no waiter."""
+    """A new broker once kept such a slice for two seconds.
+
+    If that broker was killed within this time, it served no waiting session.
+    """
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))
     try:

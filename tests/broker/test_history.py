@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Journal pages for clients: bounded, in turn between users, and only rows that they may see."""
+"""Journal pages for clients: bounded in size, in turn between users, and with allowed rows only."""
 
 from __future__ import annotations
 

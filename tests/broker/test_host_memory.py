@@ -75,7 +75,7 @@ def test_each_cgroup_v2_level_counts_its_lower_limit(tree):
     ]
 
 
-def test_cgroup_v1_limit_above_the_machines_memory_is_none(tree):
+def test_cgroup_v1_limit_above_machine_memory_is_no_limit(tree):
     tree.process(7, "5:cpu:/a\n4:hugetlb,memory:/a/b\n0::/")
     tree.group("memory/a/b", memory__limit_in_bytes=GiB, memory__usage_in_bytes=GiB // 2,
                memory__stat="inactive_file 1\ntotal_inactive_file 1024")  # fmt: skip
@@ -208,7 +208,7 @@ def test_container_of_2_gib_can_suspend_a_gib(tree):
     asyncio.run(scenario())
 
 
-def test_suspends_under_way_count_in_their_shared_levels(tree):
+def test_suspends_under_way_count_in_all_shared_cgroup_levels(tree):
     for pid, name in ((7, "one"), (8, "two")):
         tree.process(pid, f"0::/pod/{name}")
     tree.process(9, "0::/other")
@@ -216,7 +216,7 @@ def test_suspends_under_way_count_in_their_shared_levels(tree):
 
     async def scenario():
         room = HostRoom(tree.host, HostReserve)
-        # Each alone would fit: 16 - 1 - 1.6 - 0.2.
+        # Each state alone would fit: 16 - 1 - 1.6 - 0.2 GiB is available.
         found = await asyncio.gather(room.take("a", 7, 8 * GiB), room.take("b", 8, 8 * GiB))
         assert sorted(bool(why) for why, _ in found) == [False, True]
         assert await room.take("c", 9, 8 * GiB) == ("", False)  # another group of this machine
@@ -224,13 +224,13 @@ def test_suspends_under_way_count_in_their_shared_levels(tree):
         room.give("b")
         assert await room.take("b", 8, 8 * GiB) == ("", False)
         assert (await room.take("d", 9, 20 * GiB))[0]
-        assert await room.take("e", 9, 0) == ("", False)  # no state, no host memory
+        assert await room.take("e", 9, 0) == ("", False)  # no state needs no host memory
         room.close()
 
     asyncio.run(scenario())
 
 
-def test_host_memory_for_plans_leaves_out_the_reserve(tree):
+def test_host_memory_for_plans_excludes_the_reserve(tree):
     tree.process("self", "0::/job")
     tree.group("job", memory__max=8 * GiB, memory__current=2 * GiB)
     room = HostRoom(tree.host, lambda: HostReserve(size=GiB))
@@ -283,7 +283,7 @@ def in_group(broker, free, limit=2 * GiB, events=0):
 
 
 def suspended(broker, one, size=64 * MiB):
-    """Let a program allocate, idle and be suspended; a later check reads its bytes."""
+    """Let a program allocate, become idle and be suspended; ``check`` can read its bytes later."""
     one.begin(size, byte=1)
     one.wait_state("idle")
     one.server.call("release", session=one.session)
@@ -292,7 +292,7 @@ def suspended(broker, one, size=64 * MiB):
 
 
 def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
-    in_group(broker, 650 * MiB)  # of 2 GiB it keeps 512 free, and 64 more
+    in_group(broker, 650 * MiB)  # of 2 GiB, 512 MiB stays free, and 64 MiB more
     one = program("one", "job")
     one.begin(64 * MiB, byte=1)
     one.wait_state("idle")
@@ -306,7 +306,7 @@ def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
     assert one.do("check") == 64 * MiB
 
 
-def test_limit_below_the_slice_is_told_before_a_kernel_waits(broker, program):
+def test_note_names_a_limit_below_the_slice_before_a_wait(broker, program):
     in_group(broker, 150 * MiB, limit=256 * MiB)
     one = program("one", "job")
     one.begin(64 * MiB)
@@ -320,14 +320,14 @@ def test_limit_below_the_slice_is_told_before_a_kernel_waits(broker, program):
     three.tell("context")
     reason = "1 idle kernel that cannot be suspended, as host memory is short there"
     wait_until(lambda: reason in (three.status()["wait_reason"] or ""), "the reason of the wait")
-    # Free both devices: cuInit bound it to one of them.
+    # Free both devices, because cuInit bound ``three`` to one of them.
     in_group(broker, GiB)
     assert two.do("calm")["error"] == 0
     assert three.answer() is None
 
 
 def test_limit_below_the_slice_leads_to_a_warning(make_broker):
-    """Preempted while it computes: it kept its slice, and others waited without end."""
+    """A program that was preempted in use once kept its slice, and others waited without end."""
     broker = make_broker(
         preempt=["class"], unsuspendable="ask", unsuspendable_after=["1s", "1s", "1s"]
     ).started
@@ -371,7 +371,7 @@ def test_largest_state_goes_back_when_host_memory_is_short(broker, program):
     assert "no GPU has room for the GPU state of this kernel (48 MiB)" in note
     assert not elsewhere.status()["host_note"]
     assert {small.state(), elsewhere.state()} == {"detached"}
-    # It keeps its GPU while host memory is short, although a user releases the slice.
+    # The kernel keeps its GPU while host memory is short, even after a user releases the slice.
     large.server.call("release", session=large.session)
     assert "Host memory is short" in large.status()["stays_reason"]
     assert large.state() == "idle"
@@ -383,7 +383,7 @@ def test_largest_state_goes_back_when_host_memory_is_short(broker, program):
     assert small.do("check") == 16 * MiB
 
 
-def test_events_of_a_group_near_its_reserve_count(broker, program):
+def test_cgroup_events_near_the_reserve_bring_state_back(broker, program):
     in_group(broker, 700 * MiB)
     one = program("one", "job")
     suspended(broker, one)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker in a container whose driver lists the process numbers of the host."""
+"""A broker in a container whose driver lists the pids of the host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def bystander():
 
 
 def looked(broker, one, times=5):
-    """Wait for some more samples: the changes that the kernel makes show in them."""
+    """Wait for some more samples: each shows a change that the kernel has made."""
 
     def seen():
         status = broker.status()
@@ -103,7 +103,7 @@ def test_memory_outside_the_pool_counts_once(broker, program):
     try:
         assert stranger.stdout.readline() == b"\n"
         used = 100 * MiB + CONTEXT + 64 * MiB + CONTEXT
-        # The part that the session's slice does not cover.
+        # The stranger's memory that the session's slice does not cover.
         wait_until(lambda: sum(foreign(broker)) == used - 200 * MiB, "its memory")
         one.close()
         wait_until(lambda: sum(foreign(broker)) == 64 * MiB + CONTEXT, "all of its memory")
@@ -116,7 +116,7 @@ def test_memory_outside_the_pool_counts_once(broker, program):
     wait_until(lambda: sum(foreign(broker)) == 0, "its end")
 
 
-def test_process_whose_number_the_driver_lists_is_not_ended(broker, program, bystander):
+def test_process_with_a_pid_from_the_drivers_list_is_not_ended(broker, program, bystander):
     one = program("one", memory=400 * MiB, limit=400 * MiB)
     two = program("two", memory=100 * MiB, limit=100 * MiB)
     one.begin(300 * MiB, byte=1)
@@ -132,7 +132,7 @@ def test_process_whose_number_the_driver_lists_is_not_ended(broker, program, bys
     assert one.do("check") == 300 * MiB
 
 
-def test_next_broker_knows_the_numbers_without_a_self_test(broker, program):
+def test_next_broker_knows_the_host_pids_without_a_self_test(broker, program):
     one = program("one", memory=400 * MiB, limit=400 * MiB)
     one.begin(300 * MiB, byte=1)
     broker.kill()

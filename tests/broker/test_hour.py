@@ -9,7 +9,7 @@ from jupyter_gpupool.broker.hour import KEPT, DeviceLook, Hour
 from .kit import Kernel
 
 
-def test_minute_is_the_mean_of_its_looks_and_its_longest_queue():
+def test_minute_has_the_mean_of_its_looks_and_the_longest_queue():
     hour = Hour()
     hour.take(6000.0, {"G0": DeviceLook(100, 40, 10)}, 0)
     hour.take(6030.0, {"G0": DeviceLook(200, 60, None)}, 3)

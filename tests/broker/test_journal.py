@@ -45,7 +45,7 @@ def test_record_survives_json_unchanged():
     assert from_json(to_json(RECORD)) == RECORD
 
 
-def test_record_leaves_out_what_is_empty_and_nothing_else():
+def test_record_leaves_out_only_empty_fields():
     record = SessionRecord("s", Owner("ann"), Request(1, 1), "lazy", gated=False, opened_at=1.0)
     data = to_json(record)
     assert data.keys() == {"id", "owner", "request", "attach", "state", "gated", "opened_at"}
@@ -64,7 +64,7 @@ def test_committed_rows_are_there_after_a_kill(path):
     journal.append(Row(time=1.0, kind="open", session="s1", owner="ada", detail={"a": 1}))
     journal.remember("clock", "12.5")
     assert journal.commit()
-    # It stays open, as after SIGKILL.
+    # The journal stays open, as after SIGKILL.
     after = Journal(path, LOG)
     assert from_json(after.records()["s1"]) == RECORD
     assert after.meta("clock") == "12.5"

@@ -50,7 +50,7 @@ def change(path, sql, *values):
 # ---------------------------------------------------------------------- owner
 
 
-def test_journal_names_the_machine_outside_and_inside(broker):
+def test_name_and_content_of_a_journal_name_the_machine(broker):
     path = journal_of(broker)
     assert local_machine.machine_id() in path.name
     db = sqlite3.connect(path)
@@ -228,14 +228,14 @@ def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
 
 @pytest.mark.parametrize("boot", ["this", "another"])
 def test_older_journal_open_on_another_machine_is_left_alone(folder, monkeypatch, boot):
-    """On a network home, SQLite's locks are visible on all machines; those of sockets are not."""
+    """On a network home, SQLite's locks are visible on all machines; locks of sockets are not."""
     old = older(folder)
     if boot == "another":
         change(old, "UPDATE meta SET value = 'another' WHERE name = 'boot'")
     monkeypatch.setattr(local_machine, "network_file_system", lambda _: "NFS")
     # The kernel reports 0 for a lock that no process of this machine holds.
     monkeypatch.setattr(journal_file, "_holder", lambda _: 0)
-    if boot == "this":  # a container on this machine
+    if boot == "this":  # the holder is in a container on this machine
         with pytest.raises(BrokerUnavailable):
             take_over(folder / "new.sqlite", folder, SOCKET, LOG)
     else:
@@ -430,7 +430,7 @@ def test_deleted_journal_is_written_again(folder):
 
 
 def test_long_log_is_moved_once_and_not_with_each_check(folder):
-    """The log's file stays long after the log has begun again."""
+    """The log's file keeps its length after SQLite has begun the log again."""
     long = []
     journal = Journal(folder / "journal.sqlite", LOG, on_long=lambda: long.append(written))
     for written in range(3000):
@@ -445,8 +445,8 @@ def test_long_log_is_moved_once_and_not_with_each_check(folder):
     journal.close()
 
 
-def test_log_is_written_over_without_being_truncated(folder):
-    """To truncate the log, and to sync it afterwards, takes milliseconds of the event loop."""
+def test_log_is_overwritten_and_not_truncated(folder):
+    """A truncation of the log, and a sync after it, would block the event loop for milliseconds."""
     path = folder / "journal.sqlite"
     journal = Journal(path, LOG)
     log, sizes = Path(f"{path}-wal"), []
@@ -464,7 +464,7 @@ def test_log_is_written_over_without_being_truncated(folder):
 
 
 def test_commit_that_starts_a_long_log_again_is_not_synced(folder):
-    """A sync there keeps nothing whole: what the log moved into the file was not synced either."""
+    """A sync there protects nothing: the data that the log moved into the file is unsynced, too."""
     journal = Journal(folder / "journal.sqlite", LOG)
     unsynced = []
     for n in range(1500):

@@ -23,7 +23,7 @@ from .test_guarded import BIG, CONTEXT, Program
 
 PATIENCE = 60
 
-#: The driver allocates memory in pages.
+#: The driver allocates memory in pages of this size.
 PAGE = 2 * MiB
 
 
@@ -79,7 +79,8 @@ def test_asking_process_gets_its_slice_on_a_gpu_with_room(broker, kernel):
     assert row["device"] == place
     assert row["detail"]["from"] == home
 
-    # NVML shows all of it on the slice's GPU, and none on the GPU that it asked about.
+    # NVML shows all memory of the process on the slice's GPU, and none on the GPU that it asked
+    # about.
     def settled():
         found = devices(broker)
         return found[place]["memory_used"] == 64 * MiB + CONTEXT and not any(
@@ -89,7 +90,7 @@ def test_asking_process_gets_its_slice_on_a_gpu_with_room(broker, kernel):
     wait_until(settled, "NVML shows it on its slice", PATIENCE)
 
 
-#: CUDA's results: not initialised in a forked child; no context.
+#: CUDA's results: 3 (not initialised) in a forked child, and 201 (no context).
 REFUSED = {"fork": 3, "cuMemGetInfo_v2": 201}
 
 
@@ -114,7 +115,7 @@ def test_process_stays_on_the_gpu_that_it_saw_if_that_has_room(broker, kernel):
     assert broker.rows("land") == []
 
 
-def test_landed_session_moves_on_with_its_bytes(broker, kernel):
+def test_landed_session_can_move_again_with_its_bytes(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -123,13 +124,13 @@ def test_landed_session_moves_on_with_its_bytes(broker, kernel):
     k.wait_state("idle")
     k.server.call("release", session=k.session)
     k.wait_state("detached")
-    other = occupy(kernel, but=[home])  # its GPU until now
+    other = occupy(kernel, but=[home])  # the GPU of k until now
     takers[home].do("calm")
     takers[home].kill()
     assert place in other
     assert k.do("check") == 32 * MiB
     assert k.status()["devices"] == [home]
-    # It releases its context, and makes the next one on the GPU of its current slice.
+    # The process releases its context, and makes the next one on the GPU of its current slice.
     k.do("free", byte=5)
     assert [k.do("release", device=0), k.do("release", device=0)][0] is None
     assert k.do("retain", device=0) is None
@@ -164,7 +165,7 @@ def test_child_that_asked_before_the_slice_lands_alone(broker, kernel):
     k.do("kill")
 
 
-def test_two_gpus_land_on_two_others(make_broker, kernels):
+def test_session_with_two_gpus_lands_on_two_other_gpus(make_broker, kernels):
     broker = make_broker(emulate="4x512MiB,context=32MiB").started
     k = kernels(broker, memory=BIG, devices=2)
     homes = k.do("ask")
@@ -181,8 +182,9 @@ def test_two_gpus_land_on_two_others(make_broker, kernels):
 
 
 def test_eight_kernels_that_asked_share_the_only_free_gpu(make_broker, kernels):
-    # Seven programs that compute beside it keep their GPUs: a busy machine delays their calls, and
-    # no turn ends while the eight are served.
+    # Seven other programs compute and must keep their GPUs. ``quiet_after`` is long because a busy
+    # machine delays their calls. ``preempt`` is empty so that no turn ends while the eight are
+    # served.
     broker = make_broker(
         emulate="8x256MiB,context=16MiB", host_memory="4GiB", quiet_after=1.0, preempt=[]
     ).started
@@ -239,7 +241,7 @@ def maker(kernels, broker):
 # ---------------------------------------------------------------------- the cost of landing
 
 
-def test_gpus_keep_room_for_a_context_only_beside_others(make_broker):
+def test_gpu_keeps_room_for_a_context_only_if_others_exist(make_broker):
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     (device,) = devices(broker).values()
     assert device["memory_capacity"] == 512 * MiB
@@ -278,7 +280,7 @@ def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
     wait_until(lambda: "is out of service" in k.status()["wait_reason"], "the reason", PATIENCE)
     assert (k.state(), k.status()["devices"]) == ("queued", [])
     other = kernel(memory=BIG)
-    other.begin(MiB)  # others may use the GPU of that slice
+    other.begin(MiB)  # other kernels may use the GPU of that slice
     other.do("storm")
     broker.faults.clear()
     assert k.answer(PATIENCE) is None
@@ -311,7 +313,7 @@ def test_session_waits_for_its_gpu_after_a_refused_move(broker, kernel):
     )
     (row,) = [row for row in broker.rows("refuse") if row["detail"]["what"] == "land"]
     assert (row["session"], row["detail"]["from"]) == (k.session, home)
-    # Others may use the GPU of its refused slice at once.
+    # Other kernels may use the GPU of the refused slice at once.
     other = kernel(memory=BIG)
     other.begin(MiB)
     assert other.status()["devices"] != [home]
@@ -358,7 +360,7 @@ def alone(broker, place, size):
 
 
 class UnmeasuredBroker(kit.Broker):
-    """Its pool does not know the size of a context, and so refuses no slice that is too small."""
+    """A broker whose pool does not know the size of a context, so it refuses no small slice."""
 
     module = "tests.broker.unmeasured_broker"
 
@@ -374,7 +376,7 @@ def failed_first_context(broker, kernel):
     (home,) = k.do("ask")
     (other,) = [uuid for uuid in devices(broker) if uuid != home]
     takers = occupy(kernel, but=[other], memory=480 * MiB)
-    assert k.do("context") == {"cuda": 2}  # it moved, but a context exceeds its slice
+    assert k.do("context") == {"cuda": 2}  # the process moved, but a context exceeds its slice
     assert k.status()["devices"] == [other]
     assert len(broker.rows("land")) == 1
     assert k.sees() == device_name(other)
@@ -411,7 +413,7 @@ def test_contextless_process_moves_with_its_session(broker, kernel):
 
 
 @pytest.mark.parametrize("step", ["move", "cancel"])
-def test_move_during_calls_is_refused_and_frees_the_room(broker, kernel, step):
+def test_refused_or_cancelled_move_frees_its_room(broker, kernel, step):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -422,7 +424,7 @@ def test_move_during_calls_is_refused_and_frees_the_room(broker, kernel, step):
     assert k.do("land", step=step) == ("bad-request" if step == "move" else None)
     assert k.status()["landing"] == []
     k.tell("land", step="begin")
-    assert k.answer(30) is None  # the broker would free the room by itself only after 60 s
+    assert k.answer(30) is None  # a room that was not freed would delay this by 60 s
     assert k.do("land", step="cancel") is None
     assert k.do("context") is None
     assert broker.rows("land")
@@ -437,7 +439,7 @@ def set_landing(k, landing):
 
 
 def test_refused_move_ends_after_the_contexts_are_released(broker, kernel):
-    broker.faults.set("init-not-enough")  # without a context, nothing can be moved
+    broker.faults.set("init-not-enough")  # the driver cannot move a process without a context
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -458,7 +460,7 @@ def test_refused_move_ends_after_the_contexts_are_released(broker, kernel):
 
 
 class MixedBroker(kit.Broker):
-    """Two GPUs of two models."""
+    """A broker with two GPUs of different models."""
 
     module = "tests.broker.mixed_broker"
 
@@ -493,7 +495,7 @@ def test_cuinit_during_a_wait_binds_the_session_to_its_model(mixed, kernels):
     assert k.status()["devices"] == [home]
 
 
-def test_attach_after_cuinit_is_for_the_model_that_it_saw(mixed, kernels):
+def test_session_attaches_to_the_model_that_cuinit_saw(mixed, kernels):
     kernel = maker(kernels, mixed)
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
@@ -506,7 +508,7 @@ def test_attach_after_cuinit_is_for_the_model_that_it_saw(mixed, kernels):
     assert k.status()["devices"] == [home]
 
 
-def test_attach_after_cuinit_takes_that_gpu_without_migration(make_broker, kernels):
+def test_attach_without_migration_uses_the_gpu_that_cuinit_saw(make_broker, kernels):
     broker = make_broker()
     broker.faults.set("migration-refused")
     assert broker.started

@@ -105,7 +105,7 @@ def test_files_of_living_brokers_and_other_users_stay(folder, monkeypatch):
         kit.remove(pages)
 
 
-def test_folder_of_an_older_version_goes_when_it_is_unused(tmp_path):
+def test_unused_folder_of_an_older_version_is_removed(tmp_path):
     shared = tmp_path / "shm"
     old = shared / f"gpupool-{os.geteuid()}-0123456789ab"
     (old / "gpupool-guard").mkdir(parents=True)
@@ -128,7 +128,7 @@ def test_pages_of_a_container_are_left_alone(tmp_path):
 
 
 def test_socket_of_a_container_is_kept_until_the_next_boot(dead, folder, monkeypatch):
-    """On a shared /var/tmp, kernels in the container may have their broker started again."""
+    """If /var/tmp is shared, kernels in the container may start their broker again."""
     broker, kernel = dead
     monkeypatch.setattr(local_machine, "LOCAL_BASES", (folder,))
     kernel.kill()

@@ -58,7 +58,7 @@ def test_right_token_from_the_wrong_process_is_refused(broker, kernel):
     wait_until(lambda: one.link()["greeted"], "the true agent")
 
 
-def test_child_of_the_kernel_may_speak_for_it(broker, kernel):
+def test_child_of_the_kernel_may_be_its_agent(broker, kernel):
     one = kernel("one", agent=False)
     one.do("start_in_child")
     wait_until(lambda: broker.session(one.session)["agent"], "the child's hello")
@@ -89,7 +89,8 @@ def test_process_of_another_user_is_refused(broker, kernel):
     finally:
         other.kill()
         other.wait(60)
-    # The attempt costs the connection, which ends its session before the launch.
+    # After the attempt, the broker closes the connection. This ends the session, which is not
+    # launched.
     wait_until(lambda: broker.session(one.session) is None, "the end of the session")
     assert pool_is_fine(broker)
 
@@ -102,7 +103,7 @@ def test_unknown_sessions_are_refused(broker, kind):
 
 
 def test_closing_an_unknown_session_changes_nothing(broker, kernel):
-    """It may be closed already: this is no error, and ends no other session."""
+    """The session may be closed already. This is no error, and it ends no other session."""
     one = kernel("one", launch=False)
     one.server.call("close", session="nope")
     assert [row["kind"] for row in broker.rows("open", "close")] == ["open"]
@@ -184,7 +185,7 @@ client.close()
 
 
 def as_nobody(path, *calls):
-    """Return the answers to another user."""
+    """Return the broker's answers to another user."""
     done = subprocess.run(
         [sys.executable, "-c", SPY, str(path), json.dumps(calls)],
         capture_output=True, text=True, timeout=60, cwd=kit.ROOT,
@@ -367,6 +368,6 @@ def test_invalid_text_does_not_stop_the_journal(broker, kernel):
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1, 1e300], ids=str)
-def test_keep_without_end_is_refused(broker, kernel, seconds):
+def test_keep_for_an_invalid_time_is_refused(broker, kernel, seconds):
     one = kernel("one", agent=False)
     assert refusal(one.server, "keep", session=one.session, seconds=seconds) == "bad-request"

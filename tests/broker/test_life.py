@@ -21,7 +21,7 @@ def test_new_session_is_detached_and_has_a_home_device(broker, kernel):
     one = kernel("one")
     devices = {d["uuid"]: d for d in broker.status()["devices"]}
     assert one.env["CUDA_VISIBLE_DEVICES"] in devices
-    assert one.env["CUDF_PANDAS_RMM_MODE"] == "async"  # RMM's default cannot be suspended
+    assert one.env["CUDF_PANDAS_RMM_MODE"] == "async"  # RMM's default mode cannot be suspended
     assert one.env["GPUPOOL_SOCKET"] == str(broker.socket)
     assert one.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert one.env["LD_LIBRARY_PATH"].endswith("/emucuda/lib")
@@ -32,7 +32,7 @@ def test_new_session_is_detached_and_has_a_home_device(broker, kernel):
     assert found["pid"] == one.process.pid
 
 
-def test_homes_are_spread_over_the_devices(broker, kernel):
+def test_home_devices_are_spread_evenly(broker, kernel):
     homes = [kernel(str(n), launch=False).env["CUDA_VISIBLE_DEVICES"] for n in range(4)]
     assert sorted(homes.count(d["uuid"]) for d in broker.status()["devices"]) == [2, 2]
 
@@ -47,7 +47,7 @@ def test_ended_kernels_do_not_count_for_home_devices(broker, kernel):
     assert kernel("third", launch=False).env["CUDA_VISIBLE_DEVICES"] == homes[1]
 
 
-def test_cell_holds_and_drops(broker, kernel):
+def test_cell_takes_and_drops_a_hold(broker, kernel):
     one = kernel("one")
     got = one.attach("c1")
     ((device, size),) = got["slices"]
@@ -106,7 +106,7 @@ def test_three_sessions_share_two_devices_and_lose_no_byte(broker, kernel):
     assert found["state"] == "detached"
     assert found["suspended_bytes"] == (64 + 32) * MiB
     assert first.link()["attached"] is False
-    # The other device becomes free: the first session comes back there.
+    # The other device becomes free, and the first session resumes there.
     second.do("drop", hold="cell")
     first.attach("again")
     assert broker.session(first.session)["device"] == second_device

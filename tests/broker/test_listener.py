@@ -56,8 +56,8 @@ def test_refused_and_ended_claims_leave_no_lock(folder):
     assert list(folder.iterdir()) == []
 
 
-def test_lock_that_was_removed_as_it_was_taken_does_not_count(folder, monkeypatch):
-    """The old holder removes the file between our open and our lock, so we lock a deleted file."""
+def test_lock_on_a_file_that_was_just_removed_does_not_count(folder, monkeypatch):
+    """The lock file is deleted between the claim's open and its lock, so the lock is worthless."""
     path = folder / "broker.sock"
     real, removed = fcntl.flock, []
 
@@ -139,19 +139,19 @@ def test_path_that_is_too_long_names_the_limit(folder):
     assert "107" in error.message
 
 
-def test_only_root_below_run_is_machine_wide(folder):
+def test_only_a_socket_of_root_below_run_is_machine_wide(folder):
     assert not is_machine_wide(folder / "broker.sock")
     assert not is_machine_wide(type(folder)("/run/user/1000/gpupool/broker.sock"))
     assert is_machine_wide(type(folder)("/run/gpupool/broker.sock")) == (os.geteuid() == 0)
 
 
-def test_machine_s_socket_stays_for_the_next_broker(folder, monkeypatch):
+def test_socket_of_the_machine_stays_for_the_next_broker(folder, monkeypatch):
     monkeypatch.setattr(listener, "is_machine_wide", lambda _path: True)
     path = folder / "broker.sock"
     claim = Claim(path)
     claim.bind().close()
     claim.close()
-    assert [p.name for p in folder.iterdir()] == ["broker.sock"]  # and no lock
+    assert [p.name for p in folder.iterdir()] == ["broker.sock"]  # but not the lock
     monkeypatch.setattr(endpoint, "MACHINE_SOCKET", path)
     monkeypatch.delenv("GPUPOOL_SOCKET", raising=False)
     assert endpoint.find_socket() == path
@@ -208,14 +208,14 @@ def test_given_socket_whose_file_was_deleted_is_replaced(folder, given):
     assert connected(path, listening)
     path.unlink()
     listening.close()
-    listening = claim.restore()  # also while it serves
+    listening = claim.restore()  # this also works while the broker serves
     assert connected(path, listening)
     listening.close()
     claim.close()
     assert not path.exists()
 
 
-def test_full_queue_is_no_dead_socket(folder, given):
+def test_socket_with_a_full_queue_does_not_count_as_dead(folder, given):
     path = folder / "broker.sock"
     waiting = []
     while True:
@@ -226,7 +226,7 @@ def test_full_queue_is_no_dead_socket(folder, given):
         except BlockingIOError:
             break
     before = path.stat().st_ino
-    assert refused(path).code == "already-running"  # a living broker's whose lock was deleted
+    assert refused(path).code == "already-running"  # as for a living broker whose lock was deleted
     claim = Claim(path, given.dup())
     claim.bind().close()
     claim.close()
@@ -236,7 +236,7 @@ def test_full_queue_is_no_dead_socket(folder, given):
 
 
 def test_link_in_the_place_of_a_users_socket_is_not_followed(folder, monkeypatch):
-    """Root of a container, if the folder of the socket is writable there."""
+    """Root in a container can make such a link if the socket's folder is writable there."""
     path, aim = folder / "broker.sock", folder / "secret"
     aim.touch(mode=0o600)
 

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A user's last login ends while kernels live on: these tests delete what logind deletes.
+"""A user's last login ends while kernels still run: these tests delete what logind deletes.
 
-logind removes ``/run/user/UID`` with everything in it and, with ``RemoveIPC=yes``, each file of the
-user in ``/dev/shm``, empty folders included. Processes continue (tmux, ``KillUserProcesses=no``).
+logind removes ``/run/user/UID`` with everything in it. With ``RemoveIPC=yes``, it also removes each
+file of the user in ``/dev/shm``, including empty folders. Processes continue (tmux,
+``KillUserProcesses=no``).
 """
 
 from __future__ import annotations
@@ -185,12 +186,12 @@ def test_folder_of_a_broker_that_has_just_died_is_made_again(broker, program, th
     with_pid(pid)
     kit.remove(broker.socket.parent)
     kit.remove(SHARED_MEMORY / folder_name(broker.socket))
-    assert not starting.revive(broker.socket)  # an unusual place, so no record leads to it
+    assert not starting.revive(broker.socket)  # no record names a socket in this unusual place
     copy = env[startrecord.COPY_VARIABLE]
     if there:
         assert starting.revive(broker.socket, copy=copy)
     else:
-        Path(copy).chmod(0o644)  # others could have read it, so it is no longer trusted
+        Path(copy).chmod(0o644)  # others could have read the copy, so it is no longer trusted
         assert not starting.revive(broker.socket, copy=copy)
         Path(copy).chmod(0o600)
         command = ["/bin/sh", "-c", env[startrecord.REVIVE_VARIABLE]]
@@ -224,7 +225,7 @@ def test_broker_with_deleted_files_is_not_started_twice(broker):
     assert broker.status()["pid"] == pid
 
 
-def test_copy_of_the_start_record_ends_with_the_broker(broker):
+def test_copy_of_the_start_record_is_removed_with_the_broker(broker):
     copy = Path(kernel_environment(broker.socket)[startrecord.COPY_VARIABLE])
     copy.unlink()
     wait_until(copy.exists, "the copy")
@@ -254,7 +255,7 @@ def test_file_beside_the_socket_is_back_within_two_seconds(broker, name):
     assert broker.status()["pid"] == pid
 
 
-def test_log_continues_at_its_path(broker):
+def test_deleted_log_continues_at_its_path(broker):
     kit.remove(broker.socket.parent)
     wait_until(lambda: "was deleted and is back" in broker.tail(), "the log's line")
 

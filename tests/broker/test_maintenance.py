@@ -49,7 +49,7 @@ def closed(broker, device=""):
 
 
 def xids(broker):
-    """Return the rows of failures that an Xid named; a sample may see them before."""
+    """Return the rows of failures with an Xid; a sample may report a failure before its Xid."""
     return [row for row in broker.rows("device-lost") if "Xid" in row["reason"]]
 
 
@@ -182,7 +182,7 @@ def test_pool_closes_a_paused_gpus_file_and_names_other_users(broker, kernel, on
     uuid = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == uuid)
     one.do("drop", hold="cell")
-    # Its self-test and its suspend start both workers and the monitor, which open the files.
+    # The GPU's self-test and the suspend start both workers and the monitor, which open the files.
     elsewhere = kernel("elsewhere.ipynb", memory=400 * MiB)
     idler = kernel("asks.ipynb", launch=False)
     env = {**environment(broker.folder), **without_guard({**os.environ, **idler.env})}
@@ -292,7 +292,7 @@ sys.stdin.read()
 """
 
 
-def test_process_that_only_called_cuinit_keeps_the_pause_open(broker, kernel):
+def test_process_that_only_called_cuinit_delays_a_pause(broker, kernel):
     one = kernel("asks.ipynb", launch=False)
     env = {**environment(broker.folder), **without_guard({**os.environ, **one.env})}
     with subprocess.Popen(
@@ -356,7 +356,7 @@ def test_wrong_orders_are_refused_in_a_sentence(broker, action, device, said):
         maintain(broker, action, device)
 
 
-def test_interrupted_pause_lists_its_kernels_and_remains(broker, one):
+def test_interrupted_pause_command_leaves_the_pause_in_force(broker, one):
     with subprocess.Popen(
         [
             sys.executable, "-m", "jupyter_gpupool.cli", "pause",
@@ -498,7 +498,7 @@ def restored(hanging):
 
 
 def suspended_now(broker, kernel):
-    """Return whether the driver has the process suspended: then it has no device file open."""
+    """Return whether the driver has suspended the process, which then has no device file open."""
     return not with_device_files(broker, kernel.process.pid)
 
 
@@ -514,7 +514,7 @@ def test_status_warns_of_a_driver_that_hangs_after_a_kill(hanging):
     assert warning in " ".join(done.stdout.split())
 
 
-def test_driver_that_hangs_at_a_kill_gets_a_suspend_first(hanging, restored):
+def test_retire_suspends_first_if_the_driver_hangs_at_a_kill(hanging, restored):
     with hanging.client() as client:
         assert client.call("retire", session=restored.session, timeout=60)["safe"]
     assert suspended_now(hanging, restored)
@@ -524,8 +524,8 @@ def test_driver_that_hangs_at_a_kill_gets_a_suspend_first(hanging, restored):
     assert all(d["memory_granted"] == 0 for d in hanging.status()["devices"])
 
 
-def test_gpu_of_a_killed_restored_kernel_is_tested_first(hanging, restored):
-    """The OOM killer, or a user's ``kill -9``, ends it without a suspend."""
+def test_gpu_of_a_killed_restored_kernel_is_tested_before_use(hanging, restored):
+    """The OOM killer, or a user's ``kill -9``, ends the kernel without a suspend."""
     uuid = hanging.session(restored.session)["device"]
     restored.kill()
     wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
@@ -539,7 +539,7 @@ def test_gpu_of_a_killed_restored_kernel_is_tested_first(hanging, restored):
 
 
 def test_restored_kernel_that_exits_is_not_reported_as_killed(hanging, restored):
-    """Its input ends, and it exits by itself."""
+    """The kernel's input ends, and the kernel exits without a signal."""
     uuid = hanging.session(restored.session)["device"]
     restored.process.stdin.close()
     assert restored.process.wait(60) == 0
@@ -595,7 +595,7 @@ def test_gpu_that_hangs_after_a_kill_stays_out_of_service(hanging, restored):
     assert not device_of(hanging, uuid)["drained_reason"]
 
 
-def test_next_broker_notices_a_kill_in_its_absence(hanging, restored):
+def test_next_broker_notices_a_kill_while_no_broker_ran(hanging, restored):
     uuid = hanging.session(restored.session)["device"]
     hanging.disturbed = True
     hanging.kill()
@@ -615,7 +615,7 @@ def test_kernel_never_restored_needs_no_suspend_at_its_end(hanging):
         assert one.do("check") == 64 * MiB
 
 
-def test_no_other_driver_delays_the_end(broker, one):
+def test_other_drivers_do_not_delay_the_end_of_a_kernel(broker, one):
     with broker.client() as client:
         assert client.call("open", kernel_id="k")["retire"] is False
         assert client.call("retire", session=one.session)["safe"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Programs of a session that hold its slice beside the agent, and the one that started it."""
+"""Members of a session: programs beside the agent that hold its slice, such as its parent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .kit import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def ancestor():
-    """Make this process an ancestor of the kernels, as a program that starts one is."""
+    """Make this process an ancestor of the kernels, as a program that starts a kernel is."""
     with forks.own():
         yield
 
@@ -45,7 +45,7 @@ def holds(broker, kernel):
     return {hold["id"] for hold in broker.session(kernel.session)["holds"]}
 
 
-def test_slice_is_held_until_the_last_of_all_drops_it(broker, kernel, member):
+def test_slice_is_held_until_the_last_member_drops_its_hold(broker, kernel, member):
     one = kernel("one")
     first, pushes = member(one)
     second, _ = member(one)
@@ -62,7 +62,7 @@ def test_slice_is_held_until_the_last_of_all_drops_it(broker, kernel, member):
     one.wait_state("idle")
 
 
-def test_agents_hello_leaves_the_holds_of_members(broker, kernel, member):
+def test_hello_of_the_agent_keeps_the_holds_of_members(broker, kernel, member):
     one = kernel("one", agent=False)
     first, _ = member(one)
     first.call("hold", hold="a", kind="manual", wait=True)
@@ -99,7 +99,7 @@ def test_a_hold_belongs_to_one_member(broker, kernel, member):
     assert refused.value.code == Code.DUPLICATE
 
 
-#: Says hello from a process that is neither the session's nor its parent.
+#: A program that says hello from a process that is neither the session's process nor its parent.
 STRANGER = """
 import sys
 from jupyter_gpupool.client import Client
@@ -112,7 +112,7 @@ with Client(sys.argv[1]) as client:
 """
 
 
-def test_only_relatives_of_the_process_join(broker, kernel):
+def test_only_relatives_of_the_process_can_be_members(broker, kernel):
     one = kernel("one")
     done = subprocess.run(
         [sys.executable, "-c", STRANGER, str(broker.socket), one.session, one.token],
@@ -125,7 +125,7 @@ def test_only_relatives_of_the_process_join(broker, kernel):
 
 
 def test_members_do_not_answer_for_the_agent(broker, kernel, member):
-    """A session that is idle yields if its agent says so, whatever a member says."""
+    """A session yields only if its agent says so, whatever a member says."""
     one, two = kernel("one"), kernel("two", agent=False)
     third = kernel("three", agent=False)
     first, _ = member(one)

@@ -125,7 +125,7 @@ def served():
     remove(folder)
 
 
-#: Without preemption of running work, which a wait here would not outlast on a slow machine.
+#: One device, and no preemption of running work: on a slow machine it would end a wait too early.
 ONE = {"emulate": "1x512MiB,context=32MiB", "preempt": []}
 
 
@@ -283,7 +283,7 @@ def test_rubbish_is_refused_without_a_line_in_the_log(served):
     for name, data in RUBBISH.items():
         with closing(socket.create_connection(("127.0.0.1", port), 20)) as client:
             answer = b""
-            with suppress(ConnectionResetError, BrokenPipeError):  # also a refusal
+            with suppress(ConnectionResetError, BrokenPipeError):  # a reset is a refusal, too
                 client.sendall(data)
                 while part := client.recv(65536):
                     answer += part
@@ -303,7 +303,7 @@ def test_stalled_clients_are_closed_and_delay_no_other_client(served):
             stalled.append(client)
             assert ask(port)[0] == 200
         broker.status()
-        # The last client still stalls: the answers above did not wait for it.
+        # The last client still stalls, and the answers above did not wait for it.
         stalled[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
             stalled[-1].recv(1)

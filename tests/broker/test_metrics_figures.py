@@ -240,7 +240,7 @@ def test_attached_seconds_grow_on_every_device_of_a_slice(on_machine):
         machine.time += 100
         assert sorted(seconds()) == [15, 120]
         assert machine.value("device_attached_seconds_total", device=piece.device) == 120
-        # Metrics that are switched on during a lease count from then on.
+        # Metrics that are switched on during a lease count the seconds after that.
         machine.runner.busy = {"one": "active"}
         later = f.Attached(machine.runner)
         machine.time += 3
@@ -273,7 +273,7 @@ def test_names_and_units_follow_prometheus_conventions():
 
 def test_metric_names_of_broker_and_server_are_disjoint():
     ours = set().union(*(samples for _, samples in all_families().values()))
-    assert server_metrics.__name__  # the import registers them
+    assert server_metrics.__name__  # the import registers the metrics
     theirs = set().union(*(samples for _, samples in families(REGISTRY).values()))
     assert theirs, "the server extension has metrics"
     assert not ours & theirs
@@ -359,7 +359,7 @@ def test_dashboard_of_a_cluster_has_all_figures_by_machine():
         (f"histogram_quantile(0.5, sum(rate({WAITS}[$__rate_interval])))", "needs the label le"),
     ],
 )
-def test_check_of_queries_finds_what_would_be_empty(query, wrong):
+def test_query_check_finds_queries_with_empty_results(query, wrong):
     with pytest.raises(AssertionError, match=re.escape(wrong)):
         promql.labels_of(query, exported(node="gpu1"))
 

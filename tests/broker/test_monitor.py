@@ -59,7 +59,7 @@ def look(monitor):
 
 @pytest.fixture
 def a_monitor():
-    """Return a function that makes a monitor; their threads end with the test."""
+    """Return a function that makes monitors; their threads end with the test."""
     rooms = []
 
     def make(runner):
@@ -72,9 +72,9 @@ def a_monitor():
 
 
 def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch, a_monitor):
-    """Suspends count against the last report of host memory; a resume brings a new report, too.
+    """Suspends count against the last report of host memory; a resume must bring a new report, too.
 
-    Without it, three finished suspends used up the room for three states.
+    Without a new report, three finished suspends used up the room for three states.
     """
     monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
     runner = Core()
@@ -124,7 +124,7 @@ def test_monitor_reports_only_changes_to_the_pool(monkeypatch, a_monitor):
 #: Of a device's 1600 bytes NVML reports 20 as reserved, and the broker measured 80 more.
 TOTAL, RESERVED, KEPT = 1600, 20, 80
 
-#: Processes of an attached, a suspended and a landing session, and of no session.
+#: Pids of an attached, a suspended and a landing session, and of a process without a session.
 ATTACHED, SUSPENDED, LANDING, STRANGER = 11, 12, 13, 14
 
 
@@ -177,7 +177,7 @@ def test_sample_is_attributed_by_the_brokers_accounts(
     assert (found.foreign, found.footprints, found.shown) == want
 
 
-def test_long_samples_leave_the_loop_to_others_for_longer(a_monitor):
+def test_longer_samples_are_followed_by_longer_pauses(a_monitor):
     """While leases change all the time, samples take at most a quarter of the time."""
     took, ends = 0.1, []
 
@@ -201,7 +201,7 @@ def test_long_samples_leave_the_loop_to_others_for_longer(a_monitor):
         await monitor.close()
         return [begin - end for end, begin in zip(ends, begins[1:], strict=False)]
 
-    # On a busy machine they only become longer.
+    # On a busy machine the pauses only become longer.
     assert min(asyncio.run(run())) >= monitoring.BREATH * took * 0.95
 
 

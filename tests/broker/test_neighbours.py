@@ -53,7 +53,7 @@ def attacked():
     folder.chmod(0o755)
     broker = kit.Broker(folder, max_sessions_per_user=40, default_memory=64 << 20)
     if os.geteuid() == 0:
-        broker.socket = Path("/run") / folder.name / "broker.sock"  # root's serves all users
+        broker.socket = Path("/run") / folder.name / "broker.sock"  # root's broker serves all users
     try:
         assert broker.start()["ok"]
         yield broker
@@ -86,7 +86,7 @@ def descriptors(broker):
 
 
 def calm(broker):
-    """Return whether an attack has left only sessions without a kernel."""
+    """Return whether the broker has few open descriptors: the attack's connections are closed."""
     return descriptors(broker) < 60
 
 
@@ -128,11 +128,11 @@ def test_others_are_served_during_a_flood_of_connections(attacked):
 
 
 def test_backlog_has_its_configured_length(folder):
-    """asyncio's own server would call listen(100) again and override it."""
+    """asyncio's own server would call listen(100) again, which overrides the configured length."""
     broker = kit.Broker(folder).started
     waiting = []
     try:
-        os.kill(broker.process.pid, 19)  # SIGSTOP: it accepts no connection
+        os.kill(broker.process.pid, 19)  # SIGSTOP: the broker accepts no connection
         for _ in range(listener.LOBBY + 200):
             waiting.append(socket.socket(socket.AF_UNIX))
             waiting[-1].setblocking(False)
@@ -275,7 +275,7 @@ def test_messages_before_the_launch_are_bounded_and_answered(broker):
 
 # --------------------------------------------------------------------------- any input
 
-#: Values of the expected types and of others.
+#: Values of the expected types and of wrong types.
 VALUES = st.one_of(
     st.none(),
     st.booleans(),
@@ -325,7 +325,7 @@ def test_no_input_causes_an_internal_error(attacked, messages):
     ):
         opened = server.call("open", kernel_id="k")
         names = {"SESSION": opened["session"], "TOKEN": opened["token"]}
-        # Not this process: one of the requests ends it.
+        # The kernel is another process than this one, because one of the requests ends the kernel.
         server.call("launched", session=opened["session"], pid=kernel.pid)
         # Too many invalid requests close the connection, which is an answer, too.
         with suppress(OSError):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes that the broker must end because nothing could resume them, and others."""
+"""Processes that the broker must end because nothing could resume them; others must continue."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_suspended_child_of_a_dead_kernel_is_ended(broker, family):
     wait_until(lambda: line in broker.tail(), "the log's line")
 
 
-def test_suspended_child_of_a_kernel_that_died_is_ended(broker, family):
+def test_next_broker_ends_the_suspended_child_of_a_dead_kernel(broker, family):
     one, child = family
     broker.kill()
     one.kill()
@@ -133,7 +133,7 @@ def test_living_process_is_alive_when_no_file_can_be_opened():
         with suppress(OSError):
             while True:
                 opened.append(os.open("/dev/null", os.O_RDONLY))
-        # With the spare descriptor, and without it.
+        # Once with the spare descriptor, and once without it.
         for _ in range(2):
             assert procfs.presence(me) == "alive"
             assert procfs.identify(os.getpid()) in (me, None)

@@ -185,10 +185,10 @@ def test_kernel_after_cuinit_gets_a_device_of_the_model_it_sees(broker, kernel):
 
 
 def test_home_before_cuinit_is_a_device_with_an_idle_lease(broker, kernel):
-    """No device has room. Bound to the busy one, it would wait beside an idle lease."""
+    """No device has room. On the busy device, the kernel would wait beside an idle lease."""
     k = kernel(memory=BIG)
     (home,) = k.devices()
-    k.set(FLAGS, layout.SLOT_CUDA)  # it is about to ask
+    k.set(FLAGS, layout.SLOT_CUDA)  # the process is about to ask
     taker_of(home, kernel)
     idle = kernel(memory=BIG)
     idle.lease()
@@ -201,7 +201,7 @@ def test_home_before_cuinit_is_a_device_with_an_idle_lease(broker, kernel):
 
 
 def test_home_has_the_number_of_devices_of_the_last_request(broker, kernel):
-    """cuInit shows that number even if every device was busy at the request."""
+    """cuInit shows this number of devices even if every device was busy at the request."""
     k = kernel(memory=BIG)
     (home,) = k.devices()
     taker_of(home, kernel)
@@ -233,7 +233,7 @@ def test_home_is_a_device_with_room_until_cuinit(kernel):
     assert settled.devices() == full
 
 
-def test_call_before_the_launch_is_served_after_it(broker, kernel):
+def test_call_before_the_launch_is_served_after_the_launch(broker, kernel):
     k = kernel(memory=BIG, launch=False)
     with k.asking() as raw:
         wait_until(lambda: k.status()["messages"] == 1, "the question is there")
@@ -257,7 +257,7 @@ def test_refusals_reach_the_agent(broker, kernel):
     assert k.link()["refused"][:2] == ["grow", "limit"]
 
 
-def test_flags_of_a_passed_page_are_not_the_brokers(kernel):
+def test_client_cannot_change_the_flags_of_the_brokers_page(kernel):
     """With O_APPEND, Linux would append what the broker writes to close the gate."""
     k = kernel(memory=BIG)
     k.lease()
@@ -274,9 +274,10 @@ def test_flags_of_a_passed_page_are_not_the_brokers(kernel):
 
 
 def test_connection_that_reads_nothing_gets_its_page_once(kernel):
-    """Each copy that nobody takes is one of the open files that Linux lets the broker's user send.
+    """Linux limits how many open files of the broker's user are sent and not yet received.
 
-    With so many that Linux refused more, new kernels of all containers ran without their page.
+    Each unread copy of a page counts. When Linux refused more, new kernels of all containers ran
+    without their page.
     """
     k = kernel(memory=BIG)
     who = {"session": k.session, "token": k.token}
@@ -285,7 +286,7 @@ def test_connection_that_reads_nothing_gets_its_page_once(kernel):
         return k.broker.status()["broker"]["counters"]["messages"]
 
     with kit.Raw(k.broker.socket) as raw:
-        before, looks = heard(), itertools.count(1)  # each look is a message, too
+        before, looks = heard(), itertools.count(1)  # each status request is a message, too
         for number in range(1, 41):
             raw.say(type="page", id=number, **who)
         wait_until(lambda: heard() - before - next(looks) == 40, "the broker has heard all")
@@ -295,7 +296,7 @@ def test_connection_that_reads_nothing_gets_its_page_once(kernel):
 
 
 def taken(raw, answers):
-    """Read so many answers that agree; close the descriptors that come with them, return these."""
+    """Read so many positive answers; close and return the descriptors that come with them."""
     found, text = [], b""
     while text.count(b"\n") < answers:
         data, new, _, _ = socket.recv_fds(raw.socket, 1 << 16, 64)
@@ -307,7 +308,7 @@ def taken(raw, answers):
     return found
 
 
-def test_lease_of_a_page_does_not_delay_a_new_broker(tmp_path):
+def test_file_lease_on_a_page_does_not_delay_a_new_broker(tmp_path):
     layout.Page.create(tmp_path / "s.page", "s", os.getuid()).close()
     holder = os.open(tmp_path / "s.page", os.O_RDONLY)
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what Linux sends to the lease's holder
@@ -340,7 +341,7 @@ def test_process_that_a_page_names_often_is_checked_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("way", ["own link", "link of another", "file"])
 def test_abandoned_page_removes_only_its_own_link(tmp_path, way):
-    """Another file gets the descriptor's number next, usually another session's page."""
+    """The number of the closed descriptor goes to the next file, usually another page."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
     session = SimpleNamespace(id="s", page=page, uid=os.geteuid(), process=None)
@@ -381,7 +382,7 @@ def test_requests_in_a_row_read_the_page_once():
     assert (len(reads), len(asked)) == (1, 20)
 
 
-def test_pages_of_a_machine_are_reached_by_name_only(tmp_path):
+def test_page_folder_of_a_machine_cannot_be_listed(tmp_path):
     found = page_folder(tmp_path / "s", machine_wide=True, shared=tmp_path)
     assert stat.S_IMODE(found.stat().st_mode) == 0o711
     assert page_folder(tmp_path / "s", machine_wide=True, shared=tmp_path) == found

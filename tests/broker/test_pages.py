@@ -64,11 +64,12 @@ def test_lease_is_in_the_page_before_the_answer(broker, kernel):
     assert k.granted() == BIG
     assert k.devices() == k.status()["devices"]
     assert k.served
-    # It touches its gate, or a slow machine would find it idle, without the hold.
+    # The test touches the gate. Otherwise, on a slow machine, the kernel could be idle without a
+    # hold.
     wait_until(lambda: k.touch() and holds(k) == ["device"], "its use")
 
 
-def test_quiet_kernel_is_idle_and_a_silent_call_is_use(broker, kernel):
+def test_quiet_kernel_is_idle_and_a_call_without_message_is_use(broker, kernel):
     k = kernel()
     k.lease()
     k.wait_state("idle")
@@ -99,7 +100,7 @@ def test_end_of_a_cell_ends_the_use_in_cell_mode(make_broker, inside):
 
 
 def test_kernel_without_a_cell_is_idle_at_once_under_demand(make_broker):
-    """``quiet_after`` has no effect: the agent reports that it rests, after a call at the gate."""
+    """``quiet_after`` has no effect: after a call at the gate, the agent reports that it rests."""
     broker = make_broker(quiet_after=600, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
     *holders, late = kernels
@@ -142,7 +143,7 @@ def test_agent_that_reconnects_learns_of_the_demand(make_broker):
         assert k.touch()
     with late.asking() as waiting:
         late.wait_state("queued")
-        # Their agents connect only now, after the demand.
+        # The agent of this holder connects only now, after the demand.
         holders[0].do("start")
         assert waiting.read()["type"] == "ok"
     for k in kernels:
@@ -160,7 +161,7 @@ def test_kernel_with_a_call_inside_the_driver_is_not_idle(broker, kernel):
 
 
 def test_graph_recording_keeps_the_slice(broker, kernel):
-    """A lock during a recording breaks it; the waiting kernel is served after the recording."""
+    """A lock would break the recording, so the suspend waits for the end of the recording."""
     k = kernel(memory=BIG)
     k.lease()
     k.set(CAPTURES, 1)
@@ -173,7 +174,7 @@ def test_graph_recording_keeps_the_slice(broker, kernel):
     k.wait_state("detached")
 
 
-def test_graph_recording_that_begins_at_a_suspend_refuses_it(make_broker):
+def test_suspend_is_refused_if_a_graph_recording_begins(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -301,7 +302,7 @@ def test_new_size_is_in_the_page_at_once(broker, kernel):
     k.server.call("request", session=k.session, memory=200 * MiB)
     assert k.granted() == 200 * MiB
     assert k.limit() == 200 * MiB
-    # The guard's count is exact before the next sample.
+    # The guard's count is exact even before the next sample.
     k.use(150 * MiB)
     with pytest.raises(Exception, match="150 MiB"):
         k.server.call("request", session=k.session, memory=120 * MiB)
@@ -346,7 +347,7 @@ def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
 
 
 def vain(k, device=0):
-    """Return the size from which the page refuses growth; at 0 the guard asks the broker."""
+    """Return the size from which the page refuses growth; at 0, the guard asks the broker."""
     return struct.unpack_from("<Q", k.map, layout.VAIN_AT + 8 * device)[0]
 
 
@@ -431,7 +432,7 @@ def test_pinned_kernel_is_recognised_without_a_driver_call(broker, kernel):
 
 
 def test_call_that_does_not_return_keeps_the_slice(make_broker):
-    """The call stays inside after the gate closes, so the gate opens and other calls continue."""
+    """The call stays inside after the gate closes, so the gate opens again for other calls."""
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -444,7 +445,7 @@ def test_call_that_does_not_return_keeps_the_slice(make_broker):
     k.close()
 
 
-def test_use_is_what_the_guard_counts(broker, kernel):
+def test_used_bytes_are_what_the_guard_counts(broker, kernel):
     k = kernel(memory=BIG)
     k.lease()
     k.use(123 * MiB)
@@ -453,7 +454,7 @@ def test_use_is_what_the_guard_counts(broker, kernel):
     (piece,) = seen["slices"]
     assert piece == {"device": seen["device"], "granted_bytes": BIG, "used_bytes": 123 * MiB}
     wait_until(lambda: k.status()["footprint_bytes"] == 123 * MiB, "the pool knows")
-    # This goes around the guard, like a program that opens the driver by its path.
+    # This allocation bypasses the guard, like a program that opens the driver by its path.
     k.do("alloc", bytes=200 * MiB, byte=2, devices=[seen["device"]])
     wait_until(lambda: (k.status()["footprint_bytes"] or 0) >= 200 * MiB, "NVML sees more")
     wait_until(lambda: k.status()["used_bytes"] >= 200 * MiB, "which counts as its use")
@@ -500,7 +501,7 @@ def test_flood_of_requests_is_slowed_and_others_are_served(broker, kernel):
     k, other = kernel(attach="manual"), kernel(memory=BIG)
     raws = []
     while len(raws) < 600:
-        # This many fit in the socket's queue.
+        # 100 connections fit in the socket's queue.
         raws += [kit.Raw(broker.socket) for _ in range(100)]
         for raw in raws[-100:]:
             raw.say(type="attach", id=1, session=k.session, token=k.token)

@@ -125,7 +125,7 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
     record = startrecord.record_path(broker.socket)
     old = json.loads(record.read_text())
     assert old["journal"] == str(clean / "state" / old["journal"].rpartition("/")[2])
-    # Its recorded program is gone, so a server tries its own configuration.
+    # The program in the broker's record is gone, so a server tries its own configuration.
     record.write_text(json.dumps({**old, "command": ["/no/such/python", "-m", "x"]}))
     with pytest.raises(BrokerUnavailable) as caught:
         ensure_broker(settings(clean, state_dir=str(clean / "other")))
@@ -133,7 +133,7 @@ def test_other_state_dir_is_refused_while_kernels_live(clean):  # noqa: F811
     assert str(one.process.pid) in caught.value.message
     assert str(clean / "state") in caught.value.next_step
     assert not [*(clean / "other").glob("*.sqlite")]
-    # It starts with the right state_dir, or with any once its kernels have ended.
+    # The broker starts with the right state_dir, or with any state_dir once its kernels have ended.
     ensure_broker(settings(clean))
     assert one.state() in ("active", "idle")
     with_pid(status(broker.socket)["pid"])
@@ -187,7 +187,7 @@ def test_missing_page_is_reported_in_the_log(moved):
     one.lease()
     broker.kill()
     kit.remove(page.parent)
-    one.map.close()  # it has the file open
+    one.map.close()  # the map keeps the file open
     assert broker.started
     assert f"The page of session {one.session} was deleted and no process has it" in broker.tail()
     assert f"Session {one.session} goes on unguarded: no page at {page}" in broker.tail()

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A session in use is suspended in the middle of its work, and goes on by itself: nothing is lost.
+"""A session that is preempted in the middle of its work continues later, and nothing is lost.
 
-Broker, guard and emulated driver together; the pool's decision is the test's (see
+The tests run broker, guard and emulated driver together. A test decides when the pool preempts (see
 ``preempting_broker.py``). The sessions are programs that know nothing of the pool.
 """
 
@@ -21,7 +21,7 @@ from .kit import ONE, MiB, wait_until
 from .preempting_broker import REASON
 from .test_guarded import NOT_READY, Program
 
-#: The size that a session asks for here; a device has room for one.
+#: The size that a session asks for: a device has room for one such session.
 BIG = 300 * MiB
 
 CLASSES = {"batch": 0, "interactive": 10}
@@ -31,7 +31,7 @@ class PreemptingBroker(kit.Broker):
     module = "tests.broker.preempting_broker"
 
     def preempt(self, program):
-        """Have the pool decide so; the decision is made when this returns."""
+        """Let the pool preempt a program; return once the pool has decided."""
         file = self.folder / "preempt"
         part = self.folder / "preempt.part"
         part.write_text(program.session)
@@ -53,8 +53,8 @@ class Worker(Program):
         return Path(self.env["GPUPOOL_PAGE"]).read_bytes()[layout.CONTENDED_AT] == 1
 
     def contend(self, contended):
-        """Have its page say that another session waits, as the broker does."""
-        # Once the broker has said that none does.
+        """Write into its page whether another session waits, as the broker does."""
+        # Wait until the broker has written that no session waits.
         wait_until(lambda: self.page().gate == layout.UNUSED, "the broker's first look")
         page = layout.Page.open(Path(self.env["GPUPOOL_PAGE"]))
         page.set_contended(contended)
@@ -84,7 +84,7 @@ def program(broker):
 
 
 def at_work(program, **request):
-    """A program in the middle of its work, with bytes of its own beside it."""
+    """Return a program in the middle of its work, with other bytes to check later."""
     p = program("worker", **request)
     p.do("on_interrupt")
     p.begin(64 * MiB, byte=7)
@@ -94,7 +94,7 @@ def at_work(program, **request):
 
 
 def further(p, rounds=3):
-    """Wait until the program has done so many more rounds of its work."""
+    """Wait until the program has done the given number of further rounds."""
     before = p.do("rounds")["rounds"]
 
     def gone_on():
@@ -106,21 +106,19 @@ def further(p, rounds=3):
 
 
 def stands(p):
-    """Whether its thread waits at the gate."""
+    """Return whether a thread of the program waits at the gate."""
     return p.status()["waiting"] == 1
 
 
 def whole(p):
-    """It ends its work: every byte is right, and no call has failed."""
+    """End the program's work; check that every byte is right and no call has failed."""
     state = p.do("rest")
     assert not state["error"], state
     assert p.do("check") == 64 * MiB
 
 
 def displaced(broker, program):
-    """A program whose GPU was given to another program in the middle of its work, and that other
-    program.
-    """
+    """Return a program that waits, and the program that got its GPU in the middle of its work."""
     worker = at_work(program)
     urgent = program("urgent", priority="interactive")
     urgent.tell("context")
@@ -134,7 +132,7 @@ def displaced(broker, program):
 # ---------------------------------------------------------------------- nothing is lost
 
 
-def test_running_program_is_preempted_and_goes_on_by_itself(broker, program):
+def test_preempted_program_continues_without_a_new_request(broker, program):
     worker, urgent = displaced(broker, program)
     status = worker.status()
     assert status["preempted"] == REASON
@@ -149,7 +147,7 @@ def test_running_program_is_preempted_and_goes_on_by_itself(broker, program):
     assert [row["reason"] for row in broker.rows("preempt")] == [REASON]
 
 
-def test_program_is_preempted_again_and_again(broker, program):
+def test_program_survives_several_preemptions(broker, program):
     worker = at_work(program)
     for count in range(1, 4):
         broker.preempt(worker)
@@ -183,7 +181,7 @@ def test_all_processes_of_a_session_are_preempted_together(broker, program):
 
 
 def test_submitted_work_is_finished_before_the_suspend(broker, program):
-    """It drains: the copy to host memory has what it computed."""
+    """The work drains first, so the copy in host memory has its results."""
     worker = at_work(program)
     worker.do("spin", seconds=0.5)
     broker.preempt(worker)
@@ -193,7 +191,7 @@ def test_submitted_work_is_finished_before_the_suspend(broker, program):
 
 
 def test_interrupt_ends_the_wait_and_loses_nothing(broker, program):
-    """The state stays in host memory, and the next call brings it back."""
+    """The state stays in host memory, and the next call resumes the session."""
     worker, urgent = displaced(broker, program)
     worker.process.send_signal(signal.SIGINT)
     wait_until(lambda: worker.do("rounds")["error"], "the interrupted call")
@@ -227,7 +225,7 @@ def refusals(broker):
             if row["detail"].get("what") == "suspend"]  # fmt: skip
 
 
-def test_call_that_does_not_return_refuses_and_the_others_go_on(make_broker):
+def test_preemption_is_refused_if_a_call_does_not_return(make_broker):
     broker = make_broker(lock_timeout=0.5).started
     worker = Worker(broker, "worker", memory=BIG)
     try:
@@ -249,8 +247,8 @@ def test_call_that_does_not_return_refuses_and_the_others_go_on(make_broker):
         worker.close()
 
 
-def test_work_that_does_not_drain_refuses(make_broker):
-    """No call is inside the driver, but what was submitted takes longer than the lock may."""
+def test_preemption_is_refused_if_work_does_not_drain(make_broker):
+    """No call is inside the driver, but the submitted work takes longer than the lock may take."""
     broker = make_broker(lock_timeout=0.5).started
     worker = Worker(broker, "worker", memory=BIG)
     try:
@@ -293,7 +291,7 @@ def test_queue_of_a_contended_program_drains_in_time(make_broker, contended):
 
 
 def test_page_says_contended_while_another_session_waits(make_broker):
-    """Only where a session in use may be preempted: elsewhere nobody has to drain soon."""
+    """The page says so only if running sessions may be preempted: only then must they drain."""
     broker = make_broker(preempt=["turns"], max_swap_overhead=0.001).started
     program = Maker(broker)
     try:
@@ -310,7 +308,7 @@ def test_page_says_contended_while_another_session_waits(make_broker):
         program.close()
 
 
-def test_recording_of_a_graph_refuses(broker, program):
+def test_preemption_is_refused_while_a_graph_is_recorded(broker, program):
     worker = program("worker")
     worker.begin(64 * MiB, byte=7)
     worker.do("capture")
@@ -322,7 +320,7 @@ def test_recording_of_a_graph_refuses(broker, program):
 
 
 def test_running_cell_without_the_guard_is_not_preempted(make_broker):
-    """A CUDA call would end it while it is suspended, and nothing holds calls back."""
+    """Nothing holds calls back, and a CUDA call during the suspend would end the process."""
     broker = make_broker(guard=False, attach="cell").started
     kernel = kit.Kernel(broker, "cell", memory=BIG)
     try:
@@ -342,18 +340,21 @@ def test_running_cell_without_the_guard_is_not_preempted(make_broker):
 
 
 def slow(broker):
-    """Copies take seconds, so that something can happen in their middle."""
+    """Make copies take seconds, so that a test can act in the middle of a copy."""
     broker.faults.set("slow-copies", bandwidth=24 * MiB)
 
 
 @pytest.mark.parametrize("moment", ["calls drain", "work drains", "state is copied", "it waits"])
-def test_broker_killed_while(make_broker, moment):
-    """The next broker finds the program as it is; it goes on, and every byte is right."""
+def test_program_survives_the_kill_of_a_broker_at_any_moment(make_broker, moment):
+    """The next broker finds the program as it is.
+
+    The program continues, and every byte is right.
+    """
     broker = make_broker().started
     program = Maker(broker)
     try:
         worker = at_work(program)
-        # A suspend in that time ends no sooner: so long its gate is closed.
+        # ``spin`` delays the end of a suspend by 4 s, and the gate stays closed for this time.
         if moment == "calls drain":
             worker.do("spin", seconds=4)
             worker.do("storm")
@@ -386,7 +387,7 @@ def test_broker_killed_while(make_broker, moment):
         program.close()
 
 
-def test_broker_killed_while_state_comes_back(make_broker):
+def test_program_survives_the_kill_of_a_broker_during_a_resume(make_broker):
     broker = make_broker().started
     program = Maker(broker)
     try:
@@ -404,8 +405,8 @@ def test_broker_killed_while_state_comes_back(make_broker):
 
 
 @pytest.mark.parametrize("moment", ["its work drains", "its state is copied"])
-def test_worker_of_the_broker_killed_while(make_broker, moment):
-    """The suspend is undone or refused by what the driver says, and the program goes on."""
+def test_program_survives_the_kill_of_the_brokers_workers(make_broker, moment):
+    """The broker undoes or refuses the suspend, as the driver's answer requires."""
     broker = make_broker().started
     program = Maker(broker)
     try:
@@ -427,14 +428,14 @@ def test_worker_of_the_broker_killed_while(make_broker, moment):
 
 
 def helpers(broker):
-    """The processes that make the driver's checkpoint calls."""
+    """Return the processes that make the driver's checkpoint calls."""
     found = psutil.Process(broker.process.pid).children()
     return [p for p in found if "child_programs worker" in " ".join(p.cmdline())]
 
 
 @pytest.mark.parametrize("moment", ["its work drains", "its state is copied", "it waits"])
-def test_program_killed_while(make_broker, moment):
-    """What it had is free again, in host memory as well."""
+def test_killed_program_frees_all_its_memory(make_broker, moment):
+    """The memory of the program is free again, on the GPU and in the host."""
     broker = make_broker().started
     program = Maker(broker)
     try:
@@ -461,8 +462,8 @@ def test_program_killed_while(make_broker, moment):
         program.close()
 
 
-def test_agent_that_goes_away_changes_nothing(broker, program):
-    """What it held is over after a while; the calls of its processes still want the GPU."""
+def test_program_continues_after_its_agent_disconnects(broker, program):
+    """The agent's hold ends after a while, but the calls of the processes still need the GPU."""
     worker = at_work(program)
     worker.do("hold", hold="cell-1")
     wait_until(lambda: len(worker.status()["holds"]) == 2, "the cell's hold")

@@ -53,7 +53,7 @@ def test_killed_process_is_reported_without_pidfd(child, monkeypatch):
     death_of(child, child.kill, fallback=True)
 
 
-def test_process_that_reuses_a_pid_is_another(child):
+def test_process_that_reuses_a_pid_is_another_process(child):
     wrong = ProcessId(child.pid, procfs.identify(child.pid).start_time + 1)
 
     async def main():
@@ -109,7 +109,7 @@ def test_descendants_are_found_at_any_depth():
 
 
 def test_descendants_leave_out_a_broker_started_by_the_notebook():
-    """The broker asks, and may be a child of the kernel that it must end."""
+    """The broker that asks may itself be a child of the kernel that it must end."""
     script = (
         "import os, subprocess, sys\n"
         "from jupyter_gpupool import cgroups, procfs\n"

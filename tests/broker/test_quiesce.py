@@ -45,7 +45,7 @@ def test_sleeping_process_is_quiet_at_once(process):
     assert asyncio.run(quiesce.quiesce([pid]))
 
 
-def test_running_thread_has_passed_after_some_processor_time(process):
+def test_thread_counts_as_past_the_gate_after_some_cpu_time(process):
     pid = process(SPINS)
     assert (pid, pid) in quiesce.on_the_way([pid])
     assert asyncio.run(quiesce.quiesce([pid]))
@@ -69,7 +69,7 @@ def test_ended_process_is_quiet_at_once(process):
 
 
 def test_ticks_count_where_schedstat_is_missing(process, monkeypatch):
-    """Without schedstat every thread looked like one that had ended."""
+    """Without schedstat, every thread once looked like a thread that had ended."""
     real = procfs._read
 
     def without(pid, name):

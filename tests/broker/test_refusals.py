@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A state that the driver refuses to restore counts as lost only after patience."""
+"""State that the driver refuses to restore counts as lost after many refusals over a long time."""
 
 from jupyter_gpupool.broker.gpu.refusals import MOST, PATIENCE, STALE, Refusals
 
@@ -11,16 +11,16 @@ def refuse(refusals, times, devices=HERE):
     return [refusals.another(devices, now) for now in times]
 
 
-def test_state_is_lost_after_refusals_that_last():
+def test_state_is_lost_after_refusals_over_a_long_time():
     times = [1000.0 + PATIENCE * i / MOST for i in range(MOST + 1)]
     assert refuse(Refusals(), times) == [False] * MOST + [True]
 
 
-def test_quick_refusals_lose_nothing():
+def test_many_refusals_in_a_short_time_lose_nothing():
     assert not any(refuse(Refusals(), [1000.0 + i for i in range(50)]))
 
 
-def test_refusals_on_another_gpu_begin_again():
+def test_count_of_refusals_restarts_on_another_gpu():
     refusals = Refusals()
     refuse(refusals, [0.0, 1.0, 2.0, 3.0])
     assert refuse(refusals, [PATIENCE + 1], THERE) == [False]

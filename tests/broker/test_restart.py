@@ -53,7 +53,7 @@ def test_running_cell_keeps_its_slice_over_a_restart(broker, kernels):
     assert one.do("check") == 16 * MiB
 
 
-def test_answered_request_holds_when_the_broker_dies_at_once(broker, kernels):
+def test_answered_request_survives_an_immediate_broker_death(broker, kernels):
     (one,) = kernels("one")
     one.server.call("request", session=one.session, memory=64 * MiB, limit=96 * MiB)
     restart(broker, one)
@@ -146,7 +146,7 @@ def with_state(kernels):
 
 
 @pytest.mark.parametrize("emulate", ["", "1x1GiB"], ids=["no driver", "another machine"])
-def test_broker_without_their_devices_ends_no_kernel(broker, kernels, emulate):
+def test_broker_without_the_kernels_devices_ends_no_kernel(broker, kernels, emulate):
     """A user may start `jupyter gpupool broker` by hand where a server emulates devices."""
     one, two, three = with_state(kernels)
     broker.kill()
@@ -237,7 +237,7 @@ def restart_all(broker, *kernels):
         wait_until(lambda one=one: one.link()["greeted"], f"{one.session} is back")
 
 
-def test_kernels_that_died_meanwhile_are_closed(broker, kernels):
+def test_kernels_that_died_without_a_broker_are_closed(broker, kernels):
     one, two = kernels("one", "two")
     one.attach()
     two.attach()
@@ -257,7 +257,7 @@ class PerCell(Kernel):
 
 
 def test_agent_that_is_slow_to_return_keeps_its_slice(broker, kernels):
-    """A cell in a C library keeps the GIL, so its agent is silent; its slice stays."""
+    """A cell in a C library keeps the GIL, so its agent is silent. The kernel keeps its slice."""
     one, two = kernels("one", "two", memory=400 * MiB, kind=PerCell)
     three = kernels("three", memory=400 * MiB)[0]
     one.attach()
@@ -270,7 +270,8 @@ def test_agent_that_is_slow_to_return_keeps_its_slice(broker, kernels):
     three.wait_state("queued")
     assert one.state() == "active"
     one.answer()
-    # Not its own word for it: it notices only after the return that the old broker is gone.
+    # Ask the broker, not the kernel: the agent notices only after the cell that the old broker is
+    # gone.
     holds = lambda: [hold["id"] for hold in broker.session(one.session)["holds"]]  # noqa: E731
     wait_until(lambda: holds() == ["cell"], "its return")
     one.do("drop", hold="cell")
@@ -313,7 +314,7 @@ def test_damaged_journal_is_logged_and_the_pool_continues(broker, kernels):
 
 
 def test_reboot_ends_all_sessions(broker, kernels):
-    """After a reboot the boot id differs, and start times count from another zero."""
+    """After a reboot the boot id differs, and start times of processes count from a new zero."""
     (one,) = kernels("one")
     one.attach()
     broker.kill()

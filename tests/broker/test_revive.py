@@ -66,7 +66,7 @@ def test_killed_broker_is_restarted_with_its_configuration(dead):
 
 
 def test_other_server_restarts_the_broker_with_its_old_options(dead):
-    """Kernels may depend on its configuration; ``test_differences`` covers the message."""
+    """Kernels may depend on the old configuration; ``test_differences`` covers the message."""
     path = ensure_broker({"GPUPool": {"emulate": ONE, "idle_timeout": 5}}, str(dead.socket))
     assert dead.status()["settings"]["idle_timeout"] == 77
     assert path == dead.socket
@@ -79,7 +79,7 @@ def test_broker_that_ended_in_order_is_not_started_again(broker):
     assert not broker.socket.exists()
 
 
-def test_one_of_many_launchers_starts_the_broker(dead):
+def test_only_one_of_many_launchers_starts_the_broker(dead):
     command = ["/bin/sh", "-c", startrecord.launcher(dead.socket)]
     for _ in range(8):
         subprocess.run(command, check=True, timeout=60, env={"PATH": "/usr/bin:/bin"})
@@ -109,7 +109,7 @@ def test_third_failed_start_says_why_and_names_the_log(dead):
     assert startfailures.read_failures(dead.socket).count == 0
 
 
-def test_brokers_that_die_before_use_stop_with_a_reason(dead, monkeypatch):
+def test_starts_stop_with_a_reason_if_brokers_die_before_use(dead, monkeypatch):
     monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
     monkeypatch.setattr(startfailures, "MOST_DEATHS", 3)
     for _ in range(2):
@@ -139,7 +139,7 @@ def test_broker_killed_while_it_serves_comes_back_each_time(dead, monkeypatch):
     assert startfailures.read_failures(dead.socket).deaths == ()
 
 
-def test_broker_that_crashes_leaves_its_error(dead):
+def test_broker_that_crashes_records_its_error(dead):
     path = startrecord.record_path(dead.socket)
     record = json.loads(path.read_text())
     script = (
@@ -180,7 +180,7 @@ def replace_in_record(broker, **changes):
 
 
 def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, monkeypatch):
-    """A killed start is no failed start: three of them used to fail every waiting call."""
+    """A killed start does not count as failed: three of them used to fail every waiting call."""
     monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
     starts = tmp_path / "starts"
     script = (

@@ -28,7 +28,7 @@ WATCHDOG = 3
 
 
 class Managed(kit.Broker):
-    """A broker that a service manager starts: this test, with systemd's two protocols."""
+    """A broker under a service manager: the test acts as systemd, with its two protocols."""
 
     def __init__(self, folder, **config):
         super().__init__(folder, **config)
@@ -44,7 +44,7 @@ class Managed(kit.Broker):
             **kit.environment(self.folder), "LISTEN_FDS": "1", "LISTEN_FDNAMES": "gpupool.socket",
             "NOTIFY_SOCKET": str(self.folder / "notify"), "WATCHDOG_USEC": str(WATCHDOG * 1000000),
         }  # fmt: skip
-        # systemd names the process between fork and exec, and so does a shell.
+        # systemd sets LISTEN_PID between fork and exec. Here, a shell does that.
         become = f'exec 3<&{self.listening.fileno()}; export LISTEN_PID=$$; exec "$@"'
         command = [
             *("bash", "-c", become, "bash", sys.executable, "-m", "jupyter_gpupool.broker"),
@@ -57,7 +57,7 @@ class Managed(kit.Broker):
             )  # fmt: skip
 
     def hear(self, word):
-        """Wait until the broker says ``word``."""
+        """Wait until the broker sends ``word``."""
         while True:
             if word in self.notified.recv(4096).decode().split("\n"):
                 return
@@ -98,13 +98,13 @@ def test_clients_wait_during_a_restart_under_a_service_manager(make_broker):
         one.close()
 
 
-def test_children_do_not_inherit_the_manager_s_variables():
+def test_children_do_not_inherit_the_managers_variables():
     here = {
         **dict.fromkeys(VARIABLES, "1"), "LISTEN_PID": "1", "WATCHDOG_PID": "1", "HOME": "/"
     }  # fmt: skip
     supervisor = Supervisor(here)
     assert here == {"HOME": "/"}
-    # What was meant for another process is not ours.
+    # The supervisor does not use a socket that is meant for another process.
     assert supervisor.listening(kit.ROOT / "x") is None
 
 
@@ -169,7 +169,7 @@ def test_own_broker_takes_no_new_kernels_beside_the_service(folder):
             one.attach()
             assert one.served
             one.close()
-            # It would stay for an hour (``linger``) if no service were there.
+            # The broker would stay for an hour (``linger``) if there were no service.
             assert broker.process.wait(60) == 0, broker.tail()
             broker.process = None
     finally:

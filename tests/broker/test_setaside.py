@@ -119,7 +119,7 @@ def test_incomplete_pause_survives_a_killed_broker(driver, kernel):
     assert k.do("check") == 16 * MiB
 
 
-def test_kernel_that_asked_a_paused_gpu_moves_to_another(driver, kernel):
+def test_kernel_that_asked_about_a_paused_gpu_moves_to_another(driver, kernel):
     k = kernel(memory=BIG)
     (seen,) = k.do("ask")
     maintain(driver, "pause", seen)

@@ -18,7 +18,7 @@ def make(make_broker):
     return lambda **config: make_broker(**config).started
 
 
-def test_limits_in_the_status_are_those_of_requests(make):
+def test_status_shows_the_limits_that_apply_to_requests(make):
     broker = make(
         emulate=MACHINE,
         quotas={"*": {"memory": "400MiB", "devices": 1}},
@@ -75,7 +75,7 @@ def test_most_bytes_is_what_the_broker_grants(make):
 
 
 def test_measured_use_is_shown_for_each_device(make):
-    """It has no guard, and uses only one of its two devices."""
+    """The kernel has no guard, and uses only one of its two devices."""
     broker = make(emulate=MACHINE)
     kernel = Kernel(broker, "a", memory=200 * MiB, devices=2)
     try:
@@ -108,7 +108,7 @@ def test_pending_release_is_shown_and_cancelled_by_keep(make):
 
 
 def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
-    """Host memory has room for both uses, but not for two slices."""
+    """Host memory has room for what both kernels use, but not for both slices."""
     broker = make(emulate=MACHINE, host_memory="340MiB", sample_interval=0.1)
     use = (16 + 32) * MiB
     with ExitStack() as stack:
@@ -153,7 +153,7 @@ def test_without_limits_the_largest_device_is_the_limit(make):
     assert make(emulate=MACHINE).status()["limits"]["memory"] == CAPACITY
 
 
-def test_times_of_opening_and_of_idling_are_shown(make):
+def test_status_shows_when_a_session_opened_and_became_idle(make):
     broker = make(emulate=MACHINE)
     before = broker.status()["now"]
     kernel = Kernel(broker, "a", memory=BIG)

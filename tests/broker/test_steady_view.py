@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Figures that only grow with time are no news for the pages that show them."""
+"""A figure that only grows with time does not count as a change for the pages that show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .kit import wait_until
 
 
 def test_a_held_slice_alone_changes_nothing_in_the_view(broker, kernel):
-    """Each page would else get all sessions in full with every event: 55 kB for 50 sessions."""
+    """Otherwise each page would get all sessions with every event: 55 kB for 50 sessions."""
     holder = kernel()
     holder.attach()
 
@@ -26,5 +26,5 @@ def test_a_held_slice_alone_changes_nothing_in_the_view(broker, kernel):
         grown = now["attached_seconds_total"] > was["attached_seconds_total"]
         return grown and views.delta(before, old) is None
 
-    # What a sample sees of the first call may change it once or twice.
+    # The first samples may still see the first call, and change the view once or twice.
     wait_until(steady, "two looks without a change", 30)

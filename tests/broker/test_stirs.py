@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Changes without a journal row are told once a session is quiet."""
+"""Readers hear of changes without a journal row once a session is quiet."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def told(*, forget=""):
 
 
 def queue_told(readers):
-    """Return when the first of so many readers hears of the queue, which changes all the time."""
+    """Return the times at which the first reader hears of a queue that changes all the time."""
     heard = []
 
     async def main():
@@ -63,18 +63,21 @@ def queue_told(readers):
 
 @pytest.mark.parametrize(("readers", "pause"), [(1, SETTLED), (32, 0.5), (1000, LONGEST_PAUSE)])
 def test_every_reader_hears_of_the_queue_after_a_pause(readers, pause):
-    """Each of them asks for a status then; a change within the pause is told at its end."""
+    """Each reader then asks for a status.
+
+    It hears of a change within the pause at the pause's end.
+    """
     first, second = queue_told(readers)
     assert second - first > pause - 0.01
 
 
-def test_changes_in_a_row_are_told_once():
+def test_readers_hear_once_of_changes_in_a_row():
     assert told() == ["b", "a", "last"]
 
 
-def test_forgotten_session_is_not_told():
+def test_readers_do_not_hear_of_a_forgotten_session():
     assert told(forget="b") == ["a", "last"]
 
 
-def test_pause_between_two_reports_of_an_agent_is_no_end():
+def test_pause_between_two_agent_reports_does_not_count_as_quiet():
     assert SETTLED > BRIEF

@@ -81,8 +81,8 @@ def test_two_contending_kernels_get_their_shares(worker):
     wait_until(lambda: small.calls - before[1] > 300, "for a while", seconds=60)
     ratio = (large.calls - before[0]) / (small.calls - before[1])
     print(f"ratio {ratio:.2f} for 75:25")
-    # pool/test_timeslice tests exact shares. This counts calls: one takes 2 ms, more on a busy
-    # machine, and the end of a turn of 12 to 37 calls falls within one.
+    # pool/test_timeslice tests exact shares. This test counts calls. A call takes 2 ms, or more on
+    # a busy machine. A turn has 12 to 37 calls, and it ends in the middle of a call.
     assert 2 < ratio < 4.5
 
 
@@ -90,7 +90,7 @@ def test_sole_kernel_does_not_wait(worker):
     one, other = worker(10), worker(10)
     wait_until(lambda: one.paused and other.paused, "turns are kept")
     other.stop()
-    # The neighbour's last turn may still run; after it there are no turns.
+    # The neighbour's last turn may still run. After that turn, there are no turns.
     before = one.calls
     wait_until(lambda: one.calls > before + 50, "it goes on")
     wait_until(lambda: one.kernel.gate() != PAUSED, "open")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What users and groups have used survives the broker, and the status shows it."""
+"""The usage of users and groups survives the broker, and the status shows the usage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def used(kernel):
 
 
 @pytest.mark.parametrize("end", ["killed", "asked to end"])
-def test_usage_survives_a_broker_that_is(make_broker, end):
+def test_usage_survives_the_end_of_a_broker(make_broker, end):
     broker = make_broker(groups=GROUPS).started
     kernel = kit.Kernel(broker, "first")
     try:
@@ -55,7 +55,7 @@ def test_usage_survives_a_broker_that_is(make_broker, end):
 
 
 @pytest.mark.parametrize("goes_on", [True, False], ids=["goes on", "ends with the broker"])
-def test_killed_broker_loses_a_second_of_a_lease_that(make_broker, goes_on):
+def test_killed_broker_loses_few_seconds_of_usage(make_broker, goes_on):
     broker = make_broker(groups=GROUPS).started
     kernel = kit.Kernel(broker, "first")
     try:
@@ -133,7 +133,7 @@ def test_damaged_text_of_usage_is_left_out(text):
     assert read_usage(text) == ({}, {})
 
 
-def test_status_tells_a_user_without_a_session_of_the_budget(make_broker):
+def test_status_shows_the_budget_to_a_user_without_a_session(make_broker):
     broker = make_broker(groups=GROUPS).started
     assert broker.status()["standing"] == [
         "Your group is lab.",

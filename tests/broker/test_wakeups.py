@@ -30,7 +30,7 @@ def in_a_child(work):
 
 
 def test_only_the_event_loop_has_a_short_time_slice(tmp_path):
-    usual = time_slice(0)  # 0 before Linux 6.12, which tells and grants none
+    usual = time_slice(0)  # 0 before Linux 6.12, which neither reports nor grants one
     short = SLICE if usual else 0
     broker = Broker(tmp_path)
     try:
@@ -45,7 +45,7 @@ def test_only_the_event_loop_has_a_short_time_slice(tmp_path):
         broker.close()
 
 
-def test_another_policy_and_the_niceness_stay():
+def test_other_policy_and_niceness_remain_unchanged():
     def batch():
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         return wake_soon() or os.sched_getscheduler(0) != os.SCHED_BATCH

@@ -19,8 +19,8 @@ from jupyter_gpupool.protocol import decode, encode
 class Broker:
     """Answer a request with ``answers[type]``: the fields of an ``ok``, or an error message.
 
-    The answers to ``status`` are ``snapshots``, if set, one after the other; the last one repeats.
-    A None among them closes the connection instead.
+    If ``snapshots`` is set, each request for the status gets its next element, and the last
+    element repeats. Where the element is None, the connection is closed instead.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Usage, help and exit codes; the arguments that each command passes on."""
+"""Usage, help and exit codes of the commands, and the arguments that each command passes on."""
 
 from __future__ import annotations
 
@@ -156,14 +156,14 @@ def test_example_of_day_and_night_can_be_loaded():
     assert times.base.pool.groups["students"].cap.percent == 50
     noon = datetime(2026, 11, 27, 11, tzinfo=timezone.utc).timestamp()
     assert times.rules(noon) == ()
-    # Schedules are in force without a gap from Friday evening to Monday morning.
+    # From Friday evening to Monday morning a schedule is in force at any time.
     assert [names for at, names in walk(times, noon, 3)] == [
         ("weekend",), ("weekend, the whole day",), (),
     ]  # fmt: skip
 
 
 def walk(times, now, steps):
-    """Yield the time of each next change, and the schedules in force from then on."""
+    """Yield the times of the next changes, and the schedules in force after each one."""
     for _ in range(steps):
         now, rules = times.next_change(now)
         yield now, times.names(rules)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``check-config``: the groups in bytes, all mistakes, differences from the running broker."""
+"""``check-config`` shows each group in bytes, all mistakes, and how the running broker differs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ The configuration is good: 3 groups, 1 schedule.
     )
 
 
-def test_tree_can_show_another_time(config, capsys):
+def test_tree_shows_the_groups_at_a_given_time(config, capsys):
     found = text(capsys, "--devices", "16x80GiB", "--at", EVENING)
     assert "With night in force:\nGROUP" in found
     assert "students  -          1.1 TiB  1 (25%)   8 h, then borrow" in found
@@ -158,7 +158,7 @@ def test_machine_without_gpus_gets_no_sizes_in_bytes(config, capsys, monkeypatch
     assert found.endswith("The configuration is good: 3 groups, 1 schedule, 1 warning.\n")
 
 
-def test_empty_group_is_warned_about(config, capsys):
+def test_empty_group_gets_a_warning(config, capsys):
     config.write_text("c.GPUPool.groups = {'a': {}, 'b': {'parent': 'a', 'unix_groups': ['root']}}")
     assert report(capsys)["warnings"] == []
     config.write_text("c.GPUPool.groups = {'a': {}}")
@@ -199,10 +199,8 @@ def test_empty_group_is_warned_about(config, capsys):
         ),
     ],
 )
-def test_option_without_effect_or_without_users_is_warned_about(
-    no_configuration, capsys, options, warning
-):
-    """The check accepted each of these configurations before, without a warning."""
+def test_option_without_effect_or_users_gets_a_warning(no_configuration, capsys, options, warning):
+    """Earlier versions of the check accepted each of these configurations without a warning."""
     path = no_configuration / "jupyter_server_config.py"
     refill = "REFILL = {'seconds': '1h', 'rule': 'refill', 'renews': '05:00'}"
     path.write_text(f"{refill}\nc.GPUPool.{options}\n")

@@ -83,7 +83,7 @@ def test_doctor_tests_the_guard_as_a_broker_does(monkeypatch, capsys):
     assert found["guard's limits"]["verdict"] == "ok"
 
 
-def test_doctor_warns_of_a_missing_guard_and_cells_attach(monkeypatch, tmp_path, capsys):
+def test_doctor_warns_of_a_missing_guard_and_of_attach_by_cell(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(install, "_LIB", tmp_path)
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     _, found = doctor(capsys)
@@ -126,7 +126,7 @@ def test_doctor_says_why_a_broker_does_not_attach_lazily(broker, capsys):
     assert "guard's limits" not in found
 
 
-def test_no_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):
+def test_missing_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):
     if real_driver_present():
         pytest.skip("this machine has an NVIDIA driver")
     code, found = doctor(capsys)
@@ -137,7 +137,7 @@ def test_no_driver_is_a_failure_with_a_next_step(monkeypatch, capsys):
     assert "c.GPUPool.emulate" in found["devices"]["message"]
 
 
-def test_broken_configuration_file_ends_the_other_checks(no_configuration, tmp_path, capsys):
+def test_broken_configuration_file_prevents_the_other_checks(no_configuration, tmp_path, capsys):
     (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.atach = 'cell'")
     code, found = doctor(capsys)
     assert code == 1
@@ -256,7 +256,7 @@ def test_doctor_explains_lost_devices_and_missing_suspend():
 @pytest.mark.parametrize(
     ("where", "target"), [("GPU-1", " --device 1"), ("", "")], ids=["one GPU", "the pool"]
 )
-def test_paused_gpu_is_no_failure_and_names_the_admin(where, target):
+def test_paused_gpu_is_a_warning_that_names_the_admin(where, target):
     paused = device(1, uuid="GPU-1", drained_reason="paused by the administrator: new driver")
     order = {"kind": "pause", "device": where, "by": "root", "since": 0.0, "reason": "new driver"}
     (found,) = checks.devices([paused], "", [order])

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The whole picture of the pool: a change of a single column fails a test here."""
+"""The whole picture of the pool: a test here fails if a single column changes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_groups_preemption_and_growth_are_in_the_table():
 
 
 def test_picture_and_top_show_no_idle_time_if_it_is_unknown():
-    """Zero would mean "idle since now"; the status of other users' kernels has no time."""
+    """The status of another user's kernel has no idle time. A zero would mean "idle since now"."""
     theirs = {"id": "dd00", "owner": "other", "state": "idle", "granted_bytes": GiB, "devices": []}
     found = pool(sessions=[attached("3f2a1b", "idle", 4 * GiB, idle_since=100.0), theirs])
     lines = [line.split() for line in draw(found, Style(width=100))]
@@ -109,7 +109,7 @@ def test_picture_and_top_show_no_idle_time_if_it_is_unknown():
         ({"leaves_at": None, "pinned_reason": "it uses managed memory"}, "idle 40 s"),
     ],
 )
-def test_status_counts_down_only_if_the_clock_decides(changes, said):
+def test_status_counts_down_only_if_idle_time_ends_the_slice(changes, said):
     one = attached("3f2a1b", "idle", 4 * GiB, idle_since=960.0, label="", **changes)
     [line] = [x for x in draw(pool(sessions=[one]), Style(width=100)) if x.startswith("A  3f2a1b")]
     assert re.split(r"  +", line)[3] == said
@@ -159,7 +159,7 @@ def test_colour_changes_no_character():
     assert [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in painted] == plain
 
 
-def test_picture_of_an_empty_pool_says_so():
+def test_picture_of_an_empty_pool_says_that_it_is_empty():
     assert draw(pool(devices=[], emulated=False, host={}), Style(width=80)) == [
         "GPU pool  /run/gpupool/broker.sock",
         "",
@@ -219,7 +219,7 @@ def test_overuse_of_a_session_is_shown_with_its_bytes():
     assert "3f2a has 700 MiB more than its slice, allocated around the guard" in text
 
 
-def test_budgets_have_a_column_and_the_users_budget_one_line():
+def test_budgets_are_a_column_and_the_own_budget_is_a_line():
     use = {"counts": 1.0, "today": 88.6, "daily": 100.0, "spent": False}
     group = {"counts": 1.0, "today": 20.0, "daily": 3600.0, "spent": False}
     spent = {**use, "spent": True}
@@ -236,6 +236,6 @@ def test_budgets_have_a_column_and_the_users_budget_one_line():
     assert [line for line in drawn if line in lines] == lines
 
 
-def test_user_without_a_kernel_sees_the_own_budget():
+def test_user_without_a_kernel_sees_their_own_budget():
     lines = ["You have 0 of 100 GPU-seconds left today; there are more in 57 min."]
     assert lines[0] in draw(pool(standing=lines), Style(width=100))

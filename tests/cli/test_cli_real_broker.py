@@ -163,7 +163,7 @@ def test_pause_is_shown_until_resume(opened, capsys):
     assert captured.err == "jupyter gpupool: Nothing is paused or drained.\n"
 
 
-def test_resume_of_an_unknown_gpu_is_refused_before_any_test(opened, capsys):
+def test_resume_of_an_unknown_gpu_is_refused_before_a_gpu_test(opened, capsys):
     assert main(["resume", "--device", "7"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""

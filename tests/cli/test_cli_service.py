@@ -24,7 +24,7 @@ analyze = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
 )
 
-#: The layout in the example files.
+#: The layout that the example files use.
 LAYOUT = Layout(
     Path("/opt/gpupool/bin/python"), (), Path("/run/gpupool/broker.sock"), Path("/var/lib/gpupool")
 )
@@ -80,7 +80,7 @@ def test_install_upgrade_and_undo_run_the_commands_of_systemd(call):
         "etc/tmpfiles.d/gpupool.conf", "etc/systemd/system/gpupool.socket",
         "etc/systemd/system/gpupool.service",
     }  # fmt: skip
-    assert call()[-1] == "systemctl restart gpupool.service"  # an upgrade, which ends no kernel
+    assert call()[-1] == "systemctl restart gpupool.service"  # an upgrade: it ends no kernel
     assert call(undo=True) == [
         "systemctl disable --now gpupool.service gpupool.socket",
         "rm -f /run/gpupool/broker.sock", "systemctl daemon-reload",
@@ -169,7 +169,7 @@ def test_installation_does_not_write_through_an_existing_link(call):
 
 
 @root_only
-def test_service_that_hosts_kernels_limits_nothing(call, tmp_path, capsys):
+def test_unit_of_a_service_that_hosts_kernels_has_no_limits(call, tmp_path, capsys):
     unit = call.machine / "etc/systemd/system/gpupool.service"
     limits = ("CapabilityBoundingSet=", "ProtectHome=", "SystemCallFilter=", "NoNewPrivileges=")
     call()
@@ -241,9 +241,9 @@ def test_program_that_others_may_change_is_refused(tmp_path, monkeypatch):
     for folder in (tmp_path, *tmp_path.parents[:-2]):
         folder.chmod(0o755)
     module._check_programs(layout)
-    real.parent.chmod(0o775)  # root's group may write to the folder
+    real.parent.chmod(0o775)  # root's group can write to the folder
     module._check_programs(layout)
-    os.chown(link.parent, 65534, -1)  # this folder holds a link on the way to the program
+    os.chown(link.parent, 65534, -1)  # the path to the program goes through a link in this folder
     assert str(link.parent) in refused_programs(layout)
     os.chown(link.parent, 0, -1)
     real.chmod(0o666)
@@ -298,7 +298,7 @@ def written(folder, manager, layout):
 
 
 @pytest.mark.parametrize("manager", MANAGERS)
-def test_examples_are_what_the_command_writes(manager):
+def test_example_files_equal_what_the_command_writes(manager):
     for file in MANAGERS[manager].files(LAYOUT):
         example = ROOT / "examples" / "service" / manager / file.path.relative_to("/etc")
         assert example.read_text() == stamped(file.text), example

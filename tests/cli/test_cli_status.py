@@ -98,7 +98,7 @@ def test_reader_that_closes_the_pipe_causes_no_error(broker):
 
 
 class Watcher:
-    """Runs ``status --watch`` in a terminal of its own, and keeps its whole output."""
+    """Runs ``status --watch`` in its own terminal, and keeps its whole output."""
 
     def __init__(self, *arguments: str, environ: dict[str, str]) -> None:
         ours, theirs = pty.openpty()

@@ -51,7 +51,7 @@ def top():
 
 
 def press(top, *keys):
-    """Press keys; return the last order that they gave."""
+    """Press keys; return the last order that the keys gave."""
     found = None
     for key in keys:
         found = top.press(key) or found
@@ -79,7 +79,7 @@ def test_wait_is_rounded_as_in_all_other_views():
     assert line.endswith(" 60 s")
 
 
-def test_unknown_values_stay_last_in_the_inverted_order():
+def test_unknown_values_stay_last_when_the_order_is_inverted():
     found = [row.id for row in in_order(rows(crowd()), "waste", inverted=True)]
     assert found == ["aaaa", "bbbb", "cccc", "dddd"]
 
@@ -169,7 +169,7 @@ HOME, END, F1, F9, F10, ESCAPE = "\x1bOH", "\x1bOF", "\x1bOP", "\x1b[20~", "\x1b
 
 
 def keeps(session):
-    """The order that ``R`` gives for the selected session: it shows which session is selected."""
+    """The order that ``R`` gives for the selected session. It shows which session is selected."""
     return "recall", {"session": session, "cancel": True}
 
 
@@ -177,8 +177,8 @@ def drains(device="0", action="drain"):
     return "maintain", {"action": action, "device": device}
 
 
-#: Keys, and the order that they give, or None. Sorted by waste, the sessions are bbbb, aaaa, cccc,
-#: dddd.
+#: Keys, and the order that the keys give, or None. Sorted by waste, the sessions are bbbb, aaaa,
+#: cccc, dddd.
 TYPED = [
     (DOWN + "Ry", keeps("aaaa")),
     (UP + "Ry", keeps("bbbb")),
@@ -186,12 +186,12 @@ TYPED = [
     (PAGE_UP + "Ry", keeps("bbbb")),
     (PAGE_DOWN + "Ry", keeps("dddd")),
     (HOME + "Ry", keeps("bbbb")),
-    ("P" + HOME + "Ry", keeps("aaaa")),  # by busy share
-    (">" + HOME + "Ry", keeps("bbbb")),  # by unused time
+    ("P" + HOME + "Ry", keeps("aaaa")),  # sorted by busy share
+    (">" + HOME + "Ry", keeps("bbbb")),  # sorted by unused time
     ("<" + HOME + "Ry", keeps("aaaa")),
     ("." + HOME + "Ry", keeps("bbbb")),
     ("," + HOME + "Ry", keeps("aaaa")),
-    ("I" + HOME + "Ry", keeps("bbbb")),  # the smallest first
+    ("I" + HOME + "Ry", keeps("bbbb")),  # the inverted order: the smallest first
     ("IT" + HOME + "Ry", keeps("bbbb")),
     ("M" + END + "Ry", keeps("cccc")),  # sorted by slice; cccc has none
     ("W" + HOME + "Ry", keeps("bbbb")),

@@ -1,8 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose users can run this interpreter, even if it is in a folder that only root may
-enter.
-"""
+"""A broker whose users can run this interpreter, even if only root may enter its folder."""
 
 from __future__ import annotations
 

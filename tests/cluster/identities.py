@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Daemons of MUNGE for tests: each with a socket of its own, and a key that some share."""
+"""MUNGE daemons for tests: each has its own socket, and some share a key."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ _DAEMON = shutil.which("munged") or next(
 
 @contextmanager
 def munge_daemons(*names, keys=None):
-    """Run a daemon for each name; yield their sockets. Same keys unless ``keys`` differ."""
+    """Run a daemon for each name; yield their sockets. Daemons that are not in
+    ``keys`` share one key.
+    """
     if not _DAEMON:
         pytest.skip("munged is missing: apt-get install munge")
     folder = short_folder()
-    folder.chmod(0o755)  # the sockets are for all users
+    folder.chmod(0o755)  # all users need the sockets
     running, sockets = [], {}
     try:
         for name in names:
@@ -72,7 +74,7 @@ except RefusedError as error:
 
 
 def as_nobody(method, socket, text):
-    """Return what another user gets from a daemon."""
+    """Return what a daemon answers the user nobody."""
     done = subprocess.run(
         [sys.executable, "-c", _AS, method, socket, text], capture_output=True, text=True,
         timeout=60, cwd=ROOT, env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False,

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Machines of a cluster as processes of this one: real brokers, agents, and a ledger."""
+"""Machines of a cluster as processes on this machine: real brokers, agents, and a ledger."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from tests.broker import kit as broker_kit
 from tests.broker.kit import wait_until
 
-#: Short times, so that a loss shows soon.
+#: These times are short, so that tests notice a loss soon.
 TTL, MARGIN, INTERVAL = 3.0, 0.5, 0.3
 
-QUOTA = 2  # slices of each user
+QUOTA = 2  # slices for each user
 
 
 def family(pid):
-    """Return a process and all that descend from it."""
+    """Return a process and all its descendants."""
     children = defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -76,7 +76,7 @@ class Cluster:
     make_broker = broker_kit.Broker
 
     def __init__(self, folder, *, sockets=None, of_node=None, **config):
-        """``sockets`` is another folder for those of brokers; ``of_node``, more options of each."""
+        """``sockets`` is a folder for broker sockets; ``of_node`` maps a node to more options."""
         self.folder = Path(folder)
         shared = {
             "cluster_nodes": list(self.names),
@@ -119,7 +119,7 @@ class Cluster:
         return kernel
 
     def order(self, **order):
-        """Send an order to the ledger; return its view, or None where none answers."""
+        """Send an order to the ledger; return its view, or None if no ledger answers."""
         with suppress(OSError, ValueError), socket.socket(socket.AF_UNIX) as link:
             link.settimeout(20)
             link.connect(str(self.address))
@@ -132,16 +132,16 @@ class Cluster:
         wait_until(lambda: (self.order() or {}).get("serving"), "the ledger to lend")
 
     def sessions(self):
-        """Return the sessions of all machines, by id, as each broker itself shows them."""
+        """Return the sessions of all machines, by id, as each machine's broker shows them."""
         running = [broker for broker in self.brokers.values() if broker.process is not None]
         return {s["id"]: s for broker in running for s in broker.status()["sessions"]}
 
     def attached(self, sessions=None):
         """Return how many slices the machines have granted at one instant.
 
-        The brokers are read one after the other, so a slice that one machine gives back meanwhile
-        and another one grants is there twice. What is there in a second reading, too, was held
-        between both.
+        This method reads the brokers one after the other. If one machine gives back a slice
+        meanwhile and another machine grants one, the first reading counts two slices. A slice
+        that a second reading finds, too, was in use between the two readings.
         """
         found = having_slices(self.sessions() if sessions is None else sessions)
         return len(found if len(found) <= QUOTA else found & having_slices(self.sessions()))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A Jupyter server's kernel manager, as a user: each line of standard input is a step.
+"""A Jupyter server's kernel manager, run as a user. Each line of standard input is a step.
 
 ``python -m tests.cluster.remote_manager SOCKET HOME``
 """
@@ -27,7 +27,7 @@ def printed(content):
 
 def processor_seconds(pid):
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # with ended children
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")  # including ended children
 
 
 def manager_of(kernel_id, *, remote):
@@ -36,7 +36,7 @@ def manager_of(kernel_id, *, remote):
         kernel_spec_manager=KernelSpecManager(),
     )  # fmt: skip
     if remote:
-        # As if the kernelspec named it.
+        # As if the kernelspec named this provisioner.
         found.provisioner = GPUPoolRemoteProvisioner(
             kernel_id=kernel_id, kernel_spec=found.kernel_spec, parent=found
         )
@@ -61,7 +61,7 @@ class Manager:
     async def run(self, code):
         said = []
         found = {"content": {"status": "aborted"}}
-        # ipykernel aborts what comes right after an error, until its queue was empty once.
+        # After an error, ipykernel aborts all requests until its queue has been empty once.
         while found["content"]["status"] == "aborted":
             found = await self.client.execute_interactive(
                 code, timeout=90, output_hook=lambda m: said.append(printed(m["content"]))
@@ -69,7 +69,7 @@ class Manager:
         return found["content"].get("ename") or "".join(said).strip()
 
     async def interrupt(self):
-        """Interrupt a cell that runs; return the name of its error."""
+        """Start a cell and interrupt it; return the name of its error."""
         message = self.client.execute("print('on', flush=True); import time; time.sleep(600)")
         while (await self.client.get_iopub_msg(timeout=90))["msg_type"] != "stream":
             pass
@@ -80,7 +80,7 @@ class Manager:
                 return reply["content"].get("ename")
 
     async def restart(self):
-        """Restart; the client that a browser has goes on with the same connection."""
+        """Restart the kernel; the client, like that of a browser, keeps its connection."""
         await self.manager.restart_kernel(now=True)
         await self.client.wait_for_ready(timeout=90)
         return self.manager.provisioner._node
@@ -93,7 +93,7 @@ class Manager:
         return await self.manager.provisioner.wait()
 
     async def takes_over(self):
-        """Return whether another provisioner knows the kernel by what this one has saved."""
+        """Return whether another provisioner finds the kernel from what this one has saved."""
         info = await self.manager.provisioner.get_provisioner_info()
         other = GPUPoolRemoteProvisioner(
             kernel_id="a-kernel", kernel_spec=self.manager.kernel_spec, parent=self.manager
@@ -102,7 +102,7 @@ class Manager:
         return await other.poll() is None
 
     async def refused(self, memory):
-        """Return why a kernel with so much memory is not started."""
+        """Return why the manager cannot start a kernel with this much memory."""
         self.manager.provisioner.memory = memory
         try:
             await self.manager.start_kernel(cwd="/")
@@ -112,10 +112,10 @@ class Manager:
             self.manager.provisioner.memory = 0
 
     async def timed(self, remote, memory, beside):
-        """Return how long another kernel takes from its start to its first answer, and its machine.
+        """Return the cost of another kernel from its start to its first answer, and its machine.
 
-        That is seconds by the clock, and processor seconds of the kernel, of this process and of
-        the processes ``beside``.
+        The cost is the seconds by the clock, and the processor seconds of the kernel, of this
+        process and of the processes ``beside``.
         """
         manager = manager_of(str(uuid.uuid4()), remote=remote)
         if remote:

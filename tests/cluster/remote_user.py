@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A user of one machine, as a process: sends orders to other machines through its own broker.
+"""A user of one machine, as a process that sends orders to other machines through its own broker.
 
 ``python -m tests.cluster.remote_user SOCKET``. Each line of standard input is a call: a type of
 message and its fields, or ``seal`` with a machine and an order.

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Users, servers and kernels of a cluster whose machines start kernels for each other."""
+"""Users, servers and kernels of a cluster in which machines start kernels for each other."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.users import as_user
 from .identities import NOBODY, munge_daemons
 
 ROOTS = os.geteuid() == 0
-#: The users of two kernels; without root there is only one.
+#: The users of two kernels. Only root can run kernels of two users.
 USERS = (NOBODY, pwd.getpwnam("daemon").pw_uid) if ROOTS else (os.geteuid(),)
 USER = USERS[0]
 
-#: A kernelspec of every environment of this repository.
+#: A kernelspec that every environment of this repository has.
 KERNEL = "gpupool-python3"
 
 
@@ -61,7 +61,7 @@ def identified(make):
 
 
 def running_as(uid):
-    """Return the words before a command of a user."""
+    """Return the words that run the command after them as a user."""
     return as_user(uid) if ROOTS and uid else []
 
 
@@ -98,7 +98,7 @@ class User:
 
 
 def shown(content):
-    """Return what an output shows as text, without standard error."""
+    """Return the text of an output; none for standard error."""
     if content.get("name") == "stderr":
         return ""
     return content.get("text") or content.get("data", {}).get("text/plain", "")
@@ -122,7 +122,7 @@ class RemoteKernel:
         })  # fmt: skip
 
     def lets_in(self, **keys):
-        """Return whether the kernel speaks with a client that has these keys."""
+        """Return whether the kernel accepts a client that has these keys."""
         ends = {zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED,
                 zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
                 zmq.EVENT_HANDSHAKE_FAILED_AUTH}  # fmt: skip
@@ -143,7 +143,7 @@ class RemoteKernel:
         self.client = BlockingKernelClient()
         self.client.load_connection_info({"transport": "tcp", **kept, **self.secrets})
         self.client.start_channels()
-        # A heart that a busy machine misses would count as the kernel's death.
+        # On a busy machine the client could miss a heartbeat, and would take the kernel for dead.
         wait_until(self._hears, "the kernel to be heard")
         return self.client
 
@@ -153,10 +153,10 @@ class RemoteKernel:
             return self.client.get_iopub_msg(timeout=1)
 
     def run(self, code):
-        """Run a cell; return what it prints, or the name of its error."""
+        """Run a cell; return its output, or the name of its error."""
         said = []
         found = {"content": {"status": "aborted"}}
-        # ipykernel aborts what comes right after an error, until its queue was empty once.
+        # After an error, ipykernel aborts all requests until its queue has been empty once.
         while found["content"]["status"] == "aborted":
             found = self.client.execute_interactive(
                 code, timeout=60, output_hook=lambda m: said.append(shown(m["content"]))
@@ -176,7 +176,7 @@ class RemoteKernel:
 
 @contextmanager
 def a_server(cluster):
-    """Yield a :class:`Server` on m0, whose GPU has less room than those of the other machines."""
+    """Yield a :class:`Server` on m0, whose GPU has less room than the other machines' GPUs."""
     kept = cluster.kernel("m0")
     kept.attach()
     home = short_folder()
@@ -189,7 +189,7 @@ def a_server(cluster):
 
 
 class Server:
-    """A kernel manager of a user on m0, with the provisioner."""
+    """A user's kernel manager on m0, with the provisioner for remote kernels."""
 
     def __init__(self, cluster, folder):
         self.log = cluster.folder / "manager.log"

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Three real brokers with one quota: agents and ledger are processes, and are killed."""
+"""Three real brokers share one quota. Agents and ledger are processes, and the tests kill them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def machines():
 
 @pytest.fixture
 def cluster(machines):
-    if machines.ledger.process is None:  # a test that failed has left it killed
+    if machines.ledger.process is None:  # killed by a failed test
         machines.ledger.start()
     machines.wait_serving()
     yield machines
@@ -44,13 +44,13 @@ def cluster(machines):
     machines.end_kernels()
     wait_until(lambda: machines.attached() == 0, "all slices to come back")
     for name in machines.names:
-        if state_of(machines, name) != "present":  # a test that failed has left it so
+        if state_of(machines, name) != "present":  # left by a failed test
             machines.order(order="resume", node=name)
             wait_node(machines, name, "present")
 
 
 def two_and_a_third(cluster):
-    """Attach a kernel on each of two machines; let a third one ask."""
+    """Attach a kernel on each of two machines; let a kernel on the third machine ask."""
     first, second, third = (cluster.kernel(name) for name in cluster.names)
     for kernel in (first, second):
         kernel.attach()
@@ -86,7 +86,7 @@ def test_a_lease_within_the_budget_needs_no_ledger(cluster):
     cluster.ledger.start()
 
 
-def test_a_killed_ledger_forgets_nothing_that_is_in_use(cluster):
+def test_a_killed_ledger_counts_all_slices_in_use_again(cluster):
     first, _, third = two_and_a_third(cluster)
     cluster.ledger.kill()
     cluster.ledger.start()
@@ -98,7 +98,7 @@ def test_a_killed_ledger_forgets_nothing_that_is_in_use(cluster):
     third.do("got", hold="cell")
 
 
-def test_a_killed_broker_still_counts_what_its_kernels_have(cluster):
+def test_slices_of_a_killed_brokers_kernels_still_count(cluster):
     first, _, third = two_and_a_third(cluster)
     cluster.brokers["m0"].kill()
     assert cluster.brokers["m0"].started
@@ -127,7 +127,7 @@ def test_without_the_ledger_kernels_keep_their_slices(cluster):
     second.do("got", hold="cell")
 
 
-def test_a_killed_agent_is_replaced_without_a_loss(cluster):
+def test_the_successor_of_a_killed_agent_loses_no_slice(cluster):
     first = cluster.kernel("m0")
     first.attach()
     cluster.agents["m0"].kill()
@@ -147,23 +147,24 @@ def wait_node(cluster, name, state):
     wait_until(lambda: state_of(cluster, name) == state, f"{name} to be {state}")
 
 
-def test_a_machine_that_drains_keeps_what_its_kernels_have(cluster):
+def test_a_draining_machine_lets_its_kernels_keep_their_slices(cluster):
     first, _, third = two_and_a_third(cluster)
     waiting = cluster.kernel("m0")
     waiting.do("ask", hold="cell")
     cluster.order(order="drain", node="m0")
     wait_node(cluster, "m0", "draining")
     wait_until(lambda: "leaves the cluster" in reason(cluster, waiting), "the reason to say that")
-    # Ledger and broker begin anew; the machine still drains, and its kernel still counts.
+    # The test kills and restarts the ledger and the broker. The machine still drains afterwards,
+    # and its kernel still counts.
     cluster.ledger.kill()
     cluster.ledger.start()
     cluster.brokers["m0"].kill()
     assert cluster.brokers["m0"].started
     first.wait_state("active", "idle")
-    waiting.wait_state("queued")  # its kernel asks the new broker again
+    waiting.wait_state("queued")  # the waiting kernel asks the new broker again
     wait_node(cluster, "m0", "draining")
     assert (third.state(), waiting.state()) == ("queued", "queued")
-    first.do("drop", hold="cell")  # its cell ends: an idle kernel leaves a drained GPU
+    first.do("drop", hold="cell")  # the cell ends: an idle kernel leaves a drained GPU
     wait_node(cluster, "m0", "left")
     third.do("got", hold="cell")
     assert waiting.state() == "queued"
@@ -199,7 +200,7 @@ def look(cluster, name, capsys, *words):
     return capsys.readouterr().out
 
 
-def test_each_machine_shows_all_of_the_cluster(cluster, capsys):
+def test_each_machine_shows_the_whole_cluster(cluster, capsys):
     first, _, third = two_and_a_third(cluster)
 
     def machines():
@@ -233,7 +234,7 @@ def test_each_machine_shows_all_of_the_cluster(cluster, capsys):
     third.do("got", hold="cell")
 
 
-def test_without_the_ledger_a_machine_shows_itself(cluster, capsys):
+def test_a_machine_without_the_ledger_shows_only_itself(cluster, capsys):
     cluster.wait_serving()
     assert "present" in look(cluster, "m0", capsys)
     cluster.ledger.kill()
@@ -244,7 +245,7 @@ def test_without_the_ledger_a_machine_shows_itself(cluster, capsys):
 
 
 class Reading:
-    """A broker of which each reading shows other sessions with a slice."""
+    """A broker whose status shows other sessions with a slice at each reading."""
 
     process = True
 
@@ -259,7 +260,7 @@ class Reading:
 @pytest.mark.parametrize(
     ("readings", "attached"),
     [
-        # While m0 and then m1 are read, the slice of "a" goes to "c" on m1.
+        # Between the readings of m0 and m1, "a" gives back its slice, and "c" on m1 gets it.
         ({"m0": ["ab", "b"], "m1": ["c", "c"]}, 2),
         ({"m0": ["ab", "ab"], "m1": ["c", "c"]}, 3),
         ({"m0": ["a"], "m1": ["c"]}, 2),
@@ -272,7 +273,7 @@ def test_a_slice_that_moves_between_readings_counts_once(readings, attached):
 
 
 class Churn:
-    """Takes and drops slices on all machines, and kills what carries the quota."""
+    """Takes and drops slices on all machines, and kills the processes that enforce the quota."""
 
     #: Steps between two kills.
     STEPS = 40
@@ -299,7 +300,7 @@ class Churn:
             wait_until(self.look, "a waiting kernel to be served")
 
     def look(self):
-        """Take what was granted; return whether that was something."""
+        """Take each granted slice; return whether there was one."""
         sessions = self.cluster.sessions()
         assert self.cluster.attached(sessions) <= QUOTA
         served = [k for k in self.waiting if sessions[k.session]["state"] in ("active", "idle")]
@@ -310,7 +311,7 @@ class Churn:
         return bool(served)
 
     def give_back(self, kernel):
-        """Release a slice, as soon as the broker knows that the cell has ended."""
+        """Release the kernel's slice as soon as the broker knows that the cell has ended."""
         kernel.do("drop", hold=self.holding.pop(kernel))
 
         def is_released():
@@ -362,7 +363,7 @@ def test_only_the_agent_may_lend():
         limits.check_agent(SimpleNamespace(peer=Peer(1, 65534, 65534)))
 
 
-def test_a_broker_of_one_machine_loads_nothing_of_clusters():
+def test_a_broker_of_one_machine_imports_no_cluster_module():
     code = (
         "import sys, jupyter_gpupool.broker.app, jupyter_gpupool.provisioner, jupyter_gpupool.cli;"
         "print([n for n in sys.modules if 'cluster' in n or n == 'ray' or n.endswith('.shared')])"

@@ -46,14 +46,14 @@ def test_a_machine_that_cannot_join_says_why(no_ray, words, message, capsys):
         (["status"], "Give it with --address"),
     ],
 )
-def test_an_order_that_lacks_something_says_what(monkeypatch, words, message, capsys):
+def test_an_incomplete_or_wrong_order_is_explained(monkeypatch, words, message, capsys):
     monkeypatch.setattr(node, "check_ray", lambda: None)
     assert main(["cluster", *words]) == 1
     assert message in capsys.readouterr().err
 
 
 class Orders:
-    """A cluster that shows these states of m1, one after the other."""
+    """A cluster that shows m1 in each of these states, one after the other."""
 
     def __init__(self, *states):
         self.states, self.given = [*states], 0
@@ -74,7 +74,7 @@ class Orders:
 
 
 def test_drain_waits_until_the_machine_has_left(monkeypatch, capsys):
-    # A ledger that began anew has forgotten the order.
+    # The ledger restarts after the third reading, and has forgotten the order.
     orders = Orders("present", "draining", "draining", "present", "draining", "left")
     assert orders.carry_out(monkeypatch, "drain", "left") == 0
     assert orders.given == 2
@@ -89,7 +89,7 @@ def test_resume_waits_until_the_machine_is_present(monkeypatch, capsys):
     assert "m1 is back in the cluster." in capsys.readouterr().out
 
 
-def test_an_interrupted_drain_says_that_it_goes_on(monkeypatch, capsys):
+def test_an_interrupted_drain_says_that_the_order_stays_in_force(monkeypatch, capsys):
     orders = Orders("present", KeyboardInterrupt())
     assert orders.carry_out(monkeypatch, "drain", "left") == 130
     assert "The order stays in force." in capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_an_order_for_an_unknown_machine_names_the_others(monkeypatch):
 
 
 class Ledger:
-    """Stands for the process that asks the ledger of a cluster with one machine, m1."""
+    """A stand-in for the process that calls the ledger of a cluster with one machine, m1."""
 
     def __init__(self, _address):
         self.asked = []
@@ -142,7 +142,7 @@ def test_fence_refuses_a_name_that_no_machine_has(
     assert LEDGERS.pop().asked == asked
 
 
-def test_only_the_head_makes_the_token(tmp_path):
+def test_only_the_head_creates_the_token(tmp_path):
     token = tmp_path / "new" / "token"
     with pytest.raises(RefusedError, match="There is no file"):
         node.token_environment(token, create=False)
@@ -154,7 +154,7 @@ def test_only_the_head_makes_the_token(tmp_path):
     assert token.read_text() == text
 
 
-#: Stands for the process that makes Ray's calls: answers, is silent, ends, or cannot.
+#: A stand-in for the process that calls Ray: it answers, answers nothing, ends, or fails.
 CALLS = """
 import json, sys, time
 for line in sys.stdin:
@@ -170,7 +170,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def head():
-    """Return the address of a head that accepts connections, and does nothing with them."""
+    """Return the address of a head that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
@@ -204,16 +204,16 @@ def test_a_ledger_without_an_answer_is_an_error(monkeypatch, head, calls, method
         calls.call("to drain m1", method)
     assert caught.value.message == f"The cluster's head at {head} was asked to drain m1, and {how}"
     assert caught.value.code == Code.NO_HEAD
-    assert child.returncode is not None  # no process stays behind
+    assert child.returncode is not None  # the process has ended
     assert calls.call("for it", "view") == ["view"]
 
 
-def test_a_head_that_is_gone_is_found_without_ray(tmp_path, monkeypatch, capsys):
+def test_a_stopped_head_is_noticed_without_ray(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node, "check_ray", lambda: None)
     token = tmp_path / "token"
     token.write_text("x")
     with contextlib.closing(socket.socket()) as taken:
-        taken.bind(("127.0.0.1", 0))  # nothing listens there
+        taken.bind(("127.0.0.1", 0))  # nothing listens on this port
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         for words in (["status"], ["drain", "m1"], ["fence", "m1"]):
             where = ["--address", address, "--token", str(token)]

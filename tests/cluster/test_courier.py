@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent's requests to a broker, of which several are under way."""
+"""The agent's requests to a broker; several of them wait for an answer at the same time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_answer_of_one_call_ends_only_that_call(tmp_path):
         ended = asyncio.Event()
 
         async def answer_in_order(reader, writer):
-            """Answer the first request once the second is there, and that one after the third."""
+            """Answer the first request after the second arrives, and the second after the third."""
             requests = [decode(await reader.readline()) for _ in range(2)]
             for number in range(3):
                 if number == 1:
@@ -78,7 +78,7 @@ class Link:
         return {"node": "m0", "orders": [{"name": "n", "node": "m1", "credential": "c"}]}
 
 
-def test_an_order_that_no_ledger_takes_is_answered_at_once():
+def test_an_order_is_answered_at_once_if_no_ledger_takes_it():
     async def relay(node, text):
         raise ConnectionResetError("no ledger")
 
@@ -104,7 +104,7 @@ def nested(depth):
 
 
 @pytest.mark.parametrize("log", ["\n" * (1 << 16), "\xe9" * (1 << 16), nested(100_000)])
-def test_a_result_that_no_agent_could_carry_is_refused(log):
+def test_a_result_is_refused_if_no_agent_could_carry_it(log):
     text = result_text({"type": "ok", "log": log})
     assert json.loads(text)["code"] == "too-long"
     whole = "\ufffd" * (16 << 10)
@@ -118,7 +118,7 @@ def test_a_result_that_no_agent_could_carry_is_refused(log):
     )
 
 
-def test_a_request_that_is_too_long_leaves_the_connection(tmp_path):
+def test_a_too_long_request_does_not_end_the_connection(tmp_path):
     async def run():
         ended = asyncio.Event()
 

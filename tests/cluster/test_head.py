@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The head of a real Ray cluster is killed and comes back, without and with Redis for its state."""
+"""Tests that kill and restart the head of a real Ray cluster, without and with Redis as a store."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the environment of make test-cluster"
 )
 
-#: Seconds for Ray to notice, to end what it has and to begin anew.
+#: Seconds in which Ray notices the loss, ends its processes and starts again.
 PATIENCE = 180
 
 
 @pytest.fixture
 def redis():
-    """Return the address of a Redis server of its own."""
+    """Return the address of a Redis server for this test alone."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("redis-server is missing")
@@ -79,7 +79,7 @@ def test_the_loss_of_the_head_exceeds_no_quota(cluster):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     head.process.wait()
-    # On one host Ray takes the raylets of the other machines for a head that runs.
+    # On one host, Ray takes the raylets of the other machines for a running head.
     Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
     wait_until(
         lambda: all(cluster.losses()[name] > losses[name] for name in cluster.names),
@@ -92,7 +92,7 @@ def test_the_loss_of_the_head_exceeds_no_quota(cluster):
     def lends_again():
         for node in cluster.agents.values():
             if node.process.poll() is not None:
-                node.start()  # as its service does
+                node.start()  # as the service of a node does
         now = cluster.answers()
         return all(now[name] > answers[name] for name in cluster.names)
 

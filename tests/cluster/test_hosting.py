@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Programs that a broker runs as users: hostile ones, in place of the one that becomes a kernel."""
+"""Hostile programs, which a broker runs as users in place of the program that becomes a kernel."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.broker.kit import wait_until
 
 from .kit import is_alive
 
-#: The program answers, and never ends.
+#: The program answers and stops itself. It never ends.
 STOPS = """
 import os, signal
 os.write(1, b'{"v":1,"type":"%s","code":"no-curve","log":"%d"}\\n' % os.getpid())
 os.kill(os.getpid(), signal.SIGSTOP)
 """
-#: It ends without an answer, and its child keeps its output open.
+#: The program ends without an answer, and its child keeps the output open.
 LEAVES_A_CHILD = """
 import os, sys, time
 child = os.fork()
@@ -45,7 +45,7 @@ def a_session(kernel, owner="ada"):
     return {"id": f"s-{kernel}", "kernel_id": kernel, "owner": owner, "devices": [f"G-{kernel}"]}
 
 
-#: By user id: the pool as an admin named ada sees it.
+#: The status of the pool by user id: what the admin ada sees.
 STATUS = {
     1234: {
         "now": 5.0,
@@ -63,7 +63,7 @@ STATUS = {
 
 
 class Anyone:
-    """Takes a credential for its text."""
+    """Accepts each credential, and takes the credential itself for its text."""
 
     def check(self, credential):
         return CheckedCredential(1234, credential)
@@ -71,7 +71,7 @@ class Anyone:
 
 @pytest.fixture
 def broker(monkeypatch):
-    """What carries out orders, where all users are this process's own."""
+    """The part of a broker that carries out orders. All users are the user of this process."""
     monkeypatch.setattr(hosting, "switch_to", lambda account: ([], {}))
     monkeypatch.setattr(
         Hosting, "_account", lambda self, uid: Account(uid, uid, (), {"PATH": os.environ["PATH"]})
@@ -108,7 +108,7 @@ def test_a_program_that_answers_and_stops_is_killed(broker, runs):
             assert not is_alive(int(answer["log"]))
 
 
-def test_a_child_that_keeps_the_output_open_holds_nothing(broker, runs, monkeypatch, tmp_path):
+def test_a_child_with_the_open_output_delays_no_answer(broker, runs, monkeypatch, tmp_path):
     monkeypatch.setattr(hosting, "PATIENCE", 1.0)
     runs(LEAVES_A_CHILD.replace("PATH", repr(str(tmp_path / "child"))))
     (answer,) = asyncio.run(perform(broker, order("start")))
@@ -117,7 +117,7 @@ def test_a_child_that_keeps_the_output_open_holds_nothing(broker, runs, monkeypa
     wait_until(lambda: not is_alive(child), "the end of the child")
 
 
-def test_a_silent_program_holds_one_of_few_places(broker, runs, monkeypatch):
+def test_a_silent_program_counts_as_one_of_the_users_few_orders(broker, runs, monkeypatch):
     monkeypatch.setattr(hosting, "PATIENCE", 1.0)
     runs(SILENT)
     orders = [order("log", str(number)) for number in range(hosting.MOST_OF_USER + 1)]
@@ -127,7 +127,7 @@ def test_a_silent_program_holds_one_of_few_places(broker, runs, monkeypatch):
     assert last["code"] == "too-many"
 
 
-def test_a_broker_ends_although_a_program_is_silent(broker, runs, monkeypatch):
+def test_a_broker_can_end_while_a_program_is_silent(broker, runs, monkeypatch):
     runs(SILENT)
     began, goes_on = threading.Event(), threading.Event()
 
@@ -144,7 +144,7 @@ def test_a_broker_ends_although_a_program_is_silent(broker, runs, monkeypatch):
             await asyncio.sleep(0.01)
         task.cancel()
 
-    asyncio.run(run())  # it ends, and the thread does not
+    asyncio.run(run())  # this returns although the thread still runs
     threads = [thread for thread in threading.enumerate() if thread.name == "nss"]
     assert threads
     goes_on.set()
@@ -152,8 +152,8 @@ def test_a_broker_ends_although_a_program_is_silent(broker, runs, monkeypatch):
         thread.join(60)
 
 
-def test_a_kernel_that_starts_counts_as_running_and_can_be_ended(broker, runs, tmp_path):
-    gate = tmp_path / "gate"  # the kernel starts for as long as this is missing
+def test_a_starting_kernel_counts_as_running_and_can_be_ended(broker, runs, tmp_path):
+    gate = tmp_path / "gate"  # the program becomes the kernel after this file exists
     runs(f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n{BECOMES}")
 
     async def run():
@@ -175,7 +175,7 @@ def test_a_kernel_that_starts_counts_as_running_and_can_be_ended(broker, runs, t
     assert last == {"type": "ok", "running": False, "code": None}
 
 
-def test_a_kernel_that_ends_is_no_zombie(broker, runs):
+def test_an_ended_kernel_does_not_stay_as_a_zombie(broker, runs):
     runs(ENDS)
 
     async def run():
@@ -187,7 +187,7 @@ def test_a_kernel_that_ends_is_no_zombie(broker, runs):
     assert asyncio.run(run())[0]["code"] == 0
 
 
-def test_a_server_sees_the_kernels_of_its_user_that_it_names(broker):
+def test_a_server_sees_only_named_kernels_of_its_own_user(broker):
     (answer,) = asyncio.run(perform(broker, order("look", kernels=["k", "k2", 7])))
     assert answer == {
         "type": "ok", "now": 5.0, "sessions": [a_session("k")],
@@ -195,7 +195,7 @@ def test_a_server_sees_the_kernels_of_its_user_that_it_names(broker):
     }  # fmt: skip
 
 
-def test_a_server_may_not_ask_for_anything_else(broker):
+def test_other_requests_of_a_server_are_refused(broker):
     answers = asyncio.run(perform(
         broker, order("look"), order("look", kernels=["k"] * (MOST_LOOKED + 1)),
         order("tell", request="shutdown", session="s", fields={}), order("tell"),
@@ -204,7 +204,7 @@ def test_a_server_may_not_ask_for_anything_else(broker):
     assert [answer["code"] for answer in answers] == ["bad-request"] * 5
 
 
-def test_malformed_orders_are_answered(broker):
+def test_malformed_orders_get_an_error_as_answer(broker):
     deep = "[" * 100_000
     orders = deep, '{"x":' + deep, order("signal", signal=[]), order("signal", signal=1 << 70)
     answers = asyncio.run(perform(broker, *orders))
@@ -218,8 +218,8 @@ def test_malformed_orders_are_answered(broker):
         (999, "starts no kernel for user id 999, because ids below 1000 belong to services"),
     ],
 )
-def test_no_service_of_the_system_gets_a_kernel(uid, words, monkeypatch):
-    """A JupyterHub's user may have the name of one, such as backup."""
+def test_accounts_of_system_services_get_no_kernel(uid, words, monkeypatch):
+    """A JupyterHub user may have the name of such an account, for example backup."""
     monkeypatch.setattr(hosting.os, "geteuid", lambda: 0)
     configuration = SimpleNamespace(settings=SimpleNamespace(cluster_min_uid=1000))
     with pytest.raises(hosting.RefusedError, match=words) as error:
@@ -227,12 +227,12 @@ def test_no_service_of_the_system_gets_a_kernel(uid, words, monkeypatch):
     assert error.value.code == "not-allowed"
 
 
-def test_the_refusal_names_the_rights_that_a_service_takes(monkeypatch, tmp_path):
+def test_the_refusal_names_the_rights_that_the_service_lacks(monkeypatch, tmp_path):
     monkeypatch.setattr(hosting.os, "geteuid", lambda: 0)
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nCapEff:\t00000000000000c0\n")
     hosting.check_rights("m1", status)
-    # The values of the unit that install-service writes.
+    # The capabilities in the unit that install-service writes.
     status.write_text("Name:\tpython\nCapEff:\t000000000008002b\n")
     with pytest.raises(hosting.RefusedError, match="no CAP_SETGID and no CAP_SETUID") as error:
         hosting.check_rights("m1", status)
@@ -243,7 +243,7 @@ def test_the_refusal_names_the_rights_that_a_service_takes(monkeypatch, tmp_path
 
 
 class Peer:
-    """A connection of a user."""
+    """A user's connection."""
 
     def __init__(self, uid):
         self.peer = SimpleNamespace(uid=uid)
@@ -271,7 +271,7 @@ def refused(messages, peer, node):
         return error.code
 
 
-def test_a_user_who_leaves_does_not_get_more_orders():
+def test_orders_of_closed_connections_still_count_for_their_user():
     async def run():
         found = messages()
         agent = Peer(0)
@@ -290,7 +290,7 @@ def test_a_user_who_leaves_does_not_get_more_orders():
     assert other is None
 
 
-def test_a_user_has_few_orders_at_work_on_the_own_machine():
+def test_a_user_may_have_few_orders_in_progress_on_this_machine():
     class Slow:
         def close(self):
             pass
@@ -312,7 +312,7 @@ def test_a_user_has_few_orders_at_work_on_the_own_machine():
     assert asyncio.run(run()) == [None] * MOST_HERE + ["too-many", None]
 
 
-def test_the_agent_gets_orders_in_answers_that_fit():
+def test_the_agent_gets_orders_in_several_short_answers():
     async def run():
         found = messages()
         agent = Peer(0)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Credentials: of real MUNGE daemons, and of a JupyterHub that this process plays."""
+"""Credentials of real MUNGE daemons, and of a JupyterHub that this process imitates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .identities import NOBODY, as_nobody, munge_daemons
 
 @pytest.fixture(scope="module")
 def daemons():
-    """Two machines of a cluster, and a stranger with another key."""
+    """Two machines of a cluster, and a third machine with another key."""
     with munge_daemons("m0", "m1", "stranger", keys={"stranger": b"another key"}) as found:
         yield found
 
@@ -50,7 +50,7 @@ def test_a_credential_names_its_user_and_its_order(daemons):
 
 
 @root_only
-def test_the_daemon_and_not_the_text_says_whose_credential_it_is(daemons):
+def test_the_user_of_a_credential_comes_from_the_daemon(daemons):
     sealed = as_nobody("seal", daemons["m0"], order_text("m1", {"do": "poll", "uid": 0}))
     assert here(daemons["m1"]).check(sealed).uid == NOBODY
 
@@ -64,7 +64,7 @@ def test_a_used_credential_is_refused(daemons):
 
 
 def test_a_credential_is_refused_on_another_machine(daemons):
-    """Its daemon has not seen it: only the name in it tells."""
+    """The other machine's daemon has not seen the credential; only the name in it is wrong."""
     sealed = here(daemons["m0"]).seal(order_text("m1", {"do": "poll"}))
     found = refusal(read_order, here(daemons["m0"]).check(sealed), "m0")
     assert found.code == Code.BAD_CREDENTIAL
@@ -87,7 +87,7 @@ def test_a_changed_credential_is_refused(daemons):
     assert refusal(here(daemons["m1"]).check, "nonsense").code == Code.BAD_CREDENTIAL
 
 
-def test_a_credential_of_another_key_is_refused(daemons):
+def test_a_credential_with_another_key_is_refused(daemons):
     sealed = here(daemons["stranger"]).seal("{}")
     assert refusal(here(daemons["m1"]).check, sealed).code == Code.BAD_CREDENTIAL
 
@@ -98,8 +98,8 @@ def test_a_machine_without_munged_reports_no_authenticator(tmp_path):
         assert found.code == Code.NO_AUTHENTICATOR
 
 
-def test_a_setting_that_munge_does_not_take_makes_no_credential(daemons, monkeypatch):
-    """Without one of them a credential might be readable for all."""
+def test_no_credential_is_made_if_munge_refuses_a_setting(daemons, monkeypatch):
+    """Without one of these settings, all users might be able to read the credential."""
     monkeypatch.setattr(munge, "_ONLY_UID", 99)
     found = refusal(here(daemons["m0"]).seal, "{}")
     assert found.code == Code.NO_AUTHENTICATOR
@@ -107,7 +107,7 @@ def test_a_setting_that_munge_does_not_take_makes_no_credential(daemons, monkeyp
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", '{"node": 7}', "[" * 100_000])
-def test_text_that_is_no_order_is_refused(text):
+def test_text_is_refused_if_it_is_no_order(text):
     assert refusal(read_order, CheckedCredential(0, text), "m1").code == Code.BAD_CREDENTIAL
 
 
@@ -117,7 +117,7 @@ ME = pwd.getpwuid(os.getuid()).pw_name
 
 
 def user(*scopes):
-    """Return what the Hub says of a token with these scopes."""
+    """Return the Hub's answer about a token with these scopes."""
     return {"kind": "user", "name": ME, "scopes": list(scopes)}
 
 
@@ -180,7 +180,7 @@ def test_the_hub_names_the_user_of_a_token(tokens, hub):
     assert hub.asked == ["/hub/api/user"]
 
 
-def test_the_hub_is_asked_once_for_some_time(tokens, hub, clock):
+def test_the_answer_of_the_hub_is_reused_for_a_limited_time(tokens, hub, clock):
     for _ in range(3):
         tokens.check(tokens.seal("{}"))
     assert len(hub.asked) == 1
@@ -189,7 +189,7 @@ def test_the_hub_is_asked_once_for_some_time(tokens, hub, clock):
     assert len(hub.asked) == 2
 
 
-def test_a_revoked_token_is_refused_once_the_answer_is_old(tokens, hub, clock):
+def test_a_revoked_token_is_refused_after_the_answer_expires(tokens, hub, clock):
     tokens.check(tokens.seal("{}"))
     hub.owners.clear()
     clock[0] += FRESH
@@ -198,14 +198,14 @@ def test_a_revoked_token_is_refused_once_the_answer_is_old(tokens, hub, clock):
     assert "revoked" in str(found)
 
 
-def test_forget_asks_the_hub_again_at_once(tokens, hub):
+def test_forget_makes_the_next_check_ask_the_hub_again(tokens, hub):
     tokens.check(tokens.seal("{}"))
     hub.owners.clear()
     tokens.forget()
     assert refusal(tokens.check, tokens.seal("{}")).code == Code.BAD_CREDENTIAL
 
 
-def test_a_credential_with_a_token_is_used_once(tokens):
+def test_a_credential_with_a_token_can_be_used_only_once(tokens):
     sealed = tokens.seal("{}")
     tokens.check(sealed)
     assert "it was used before" in str(refusal(tokens.check, sealed))
@@ -226,7 +226,7 @@ def test_an_old_credential_with_a_token_is_refused(tokens, monkeypatch):
         *([], {}),
     ],
 )
-def test_a_token_of_nobody_here_is_refused(tokens, hub, owner):
+def test_a_token_without_a_user_of_this_machine_is_refused(tokens, hub, owner):
     hub.owners["mine"] = owner
     assert refusal(tokens.check, tokens.seal("{}")).code == Code.BAD_CREDENTIAL
 
@@ -234,7 +234,7 @@ def test_a_token_of_nobody_here_is_refused(tokens, hub, owner):
 @pytest.mark.parametrize(
     "scopes",
     [
-        # What a browser's token has for the server of another user, and for a service.
+        # A browser's token has these scopes for the server of another user, or for a service.
         ["access:servers!server=bob/"],
         ["access:services!service=shop", f"read:users:name!user={ME}"],
         [f"read:users:activity!user={ME}"],
@@ -242,29 +242,29 @@ def test_a_token_of_nobody_here_is_refused(tokens, hub, owner):
         [],
     ],
 )
-def test_a_token_that_others_may_hold_is_refused(tokens, hub, scopes):
+def test_a_token_that_others_may_have_is_refused(tokens, hub, scopes):
     hub.owners["mine"] = user(*scopes)
     found = refusal(tokens.check, tokens.seal("{}"))
     assert found.code == Code.BAD_CREDENTIAL
     assert "its token has no scope users:activity" in str(found)
 
 
-def test_a_token_that_may_do_all_is_taken(tokens, hub):
+def test_a_token_with_all_scopes_is_accepted(tokens, hub):
     hub.owners["mine"] = user("admin:users", "users:activity", "users")
     assert tokens.check(tokens.seal("{}")).uid == os.getuid()
 
 
-def test_a_hub_that_does_not_tell_scopes_is_refused(tokens, hub):
+def test_a_hub_that_does_not_report_scopes_is_refused(tokens, hub):
     del hub.owners["mine"]["scopes"]
     assert "does not tell what its token may do" in str(refusal(tokens.check, tokens.seal("{}")))
 
 
-def test_two_threads_do_not_both_use_a_credential(tokens):
+def test_only_one_of_two_threads_can_use_a_credential(tokens):
     sealed = tokens.seal("{}")
     both = Barrier(2)
 
     class Slow(dict):
-        """Lets another thread look between this thread's look and its write."""
+        """Lets the other thread read between this thread's read and its write."""
 
         def get(self, *arguments):
             found = super().get(*arguments)
@@ -295,7 +295,7 @@ def test_a_failing_hub_does_not_make_a_token_invalid(tokens, hub, status):
         f'{{"token": "a", "text": "", "id": "", "made": 1{"0" * 400}}}',
     ],
 )
-def test_text_that_is_no_credential_is_refused(tokens, hub, credential):
+def test_text_is_refused_if_it_is_no_credential(tokens, hub, credential):
     assert refusal(tokens.check, credential).code == Code.BAD_CREDENTIAL
     assert hub.asked == []
 

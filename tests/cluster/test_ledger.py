@@ -43,13 +43,13 @@ def sizes(world):
 # --------------------------------------------------------------------------- lending
 
 
-def test_a_node_gets_what_its_sessions_wait_for(world):
+def test_a_node_gets_the_memory_that_its_sessions_wait_for(world):
     world.ask("n0", "ada", 6)
     world.settle(1)
     assert sizes(world) == {"n0": 6, "n1": 0, "n2": 0}
 
 
-def test_a_lease_within_the_ceiling_needs_no_message(world):
+def test_a_lease_within_the_ceiling_sends_no_message(world):
     world.nodes["n0"].spare = 6
     world.ask("n0", "ada", 2)
     world.settle(2)
@@ -60,7 +60,7 @@ def test_a_lease_within_the_ceiling_needs_no_message(world):
     assert world.sent == sent
 
 
-def test_what_is_in_use_elsewhere_is_not_lent(world):
+def test_memory_in_use_on_another_node_is_not_lent(world):
     world.ask("n0", "ada", 6)
     world.settle(1)
     world.ask("n1", "ada", 3)
@@ -79,7 +79,7 @@ def test_the_limit_of_a_group_holds_for_all_its_users(world):
     assert world.ledger.counted(LAB) <= LIMITS["group"]["lab"]["memory"]
 
 
-def test_a_waiting_node_gets_what_another_one_keeps_unused(world):
+def test_a_waiting_node_gets_the_unused_part_of_another_node(world):
     node = world.nodes["n0"]
     node.spare = 8
     world.ask("n0", "ada", 1)
@@ -104,7 +104,7 @@ def test_the_longest_wait_is_served_first(world):
     assert sizes(world)["n2"] == 4
 
 
-def test_a_node_that_stops_waiting_holds_up_no_other(world):
+def test_a_node_that_stops_waiting_does_not_block_the_others(world):
     world.ask("n0", "ada", 6)
     world.settle(1)
     world.ask("n1", "ada", 6)
@@ -118,7 +118,7 @@ def test_a_node_that_stops_waiting_holds_up_no_other(world):
     assert sizes(world)["n2"] == 2
 
 
-def test_gpu_seconds_of_a_day_are_not_used_twice(world):
+def test_gpu_seconds_of_a_day_are_used_only_once(world):
     for _ in range(40):
         for node in world.nodes.values():
             node.consume(3, world.clock(node))
@@ -126,7 +126,7 @@ def test_gpu_seconds_of_a_day_are_not_used_twice(world):
     assert sum(node.consumed for node in world.nodes.values()) == 20
 
 
-def test_nodes_hear_when_a_day_is_used_up(world):
+def test_nodes_learn_when_the_budget_of_a_day_is_used_up(world):
     while sum(node.consumed for node in world.nodes.values()) < 20:
         assert not any(node.budgets.used_up for node in world.nodes.values())
         for node in world.nodes.values():
@@ -139,7 +139,7 @@ def test_nodes_hear_when_a_day_is_used_up(world):
     assert not any(node.budgets.used_up for node in world.nodes.values())
 
 
-def test_a_part_of_a_day_is_used_up_without_the_ledger(world):
+def test_a_node_without_the_ledger_can_use_its_part_of_a_day(world):
     node = world.nodes["n0"]
     world.settle(2)
     part = node.budgets.ceilings[SECONDS]
@@ -149,7 +149,7 @@ def test_a_part_of_a_day_is_used_up_without_the_ledger(world):
     assert node.consumed == part > 0
 
 
-def test_two_windows_of_each_holder_are_remembered():
+def test_the_last_two_windows_of_each_holder_are_remembered():
     keys = [Key("user", "ada", "gpu-seconds", f"2026-11-{day}") for day in (21, 22, 23)]
     bob = Key("user", "bob", "gpu-seconds", "2026-11-01")
     assert recent({**dict.fromkeys(keys, 5), bob: 7}) == {keys[1]: 5, keys[2]: 5, bob: 7}
@@ -158,7 +158,7 @@ def test_two_windows_of_each_holder_are_remembered():
 # --------------------------------------------------------------------------- loss
 
 
-def test_a_new_ledger_lends_nothing_before_it_heard_everybody(world):
+def test_a_new_ledger_lends_nothing_until_all_nodes_report(world):
     world.ask("n0", "ada", 6)
     world.settle(1)
     world.kill_ledger()
@@ -171,7 +171,7 @@ def test_a_new_ledger_lends_nothing_before_it_heard_everybody(world):
     assert world.ledger.counted(ADA) == 6
 
 
-def test_what_a_silent_node_has_stays_counted(world):
+def test_slices_of_a_silent_node_stay_counted(world):
     world.ask("n0", "ada", 8)
     world.settle(1)
     world.advance(3600)
@@ -180,7 +180,7 @@ def test_what_a_silent_node_has_stays_counted(world):
     assert sizes(world)["n1"] == 0
 
 
-def test_a_fenced_node_is_freed_after_its_own_time_out(world):
+def test_a_fenced_node_is_freed_after_its_time_out(world):
     world.ask("n0", "ada", 8)
     world.settle(1)
     world.crash("n0")
@@ -193,7 +193,7 @@ def test_a_fenced_node_is_freed_after_its_own_time_out(world):
     assert sizes(world)["n1"] == 8
 
 
-def test_a_fenced_node_that_lives_begins_a_new_life(world):
+def test_a_fenced_node_that_still_runs_begins_a_new_life(world):
     world.ask("n0", "ada", 4)
     world.settle(1)
     world.do(world.current, ev.Fenced(now=world.now, node="n0"))
@@ -205,7 +205,7 @@ def test_a_fenced_node_that_lives_begins_a_new_life(world):
 
 
 @pytest.mark.parametrize(("on_loss", "most"), [("closed", 0), ("min_share", 1)])
-def test_without_the_ledger_a_node_follows_the_admins_choice(on_loss, most):
+def test_a_node_without_the_ledger_follows_the_admins_setting(on_loss, most):
     world = World()
     for node in world.nodes.values():
         node.on_loss = on_loss
@@ -216,7 +216,7 @@ def test_without_the_ledger_a_node_follows_the_admins_choice(on_loss, most):
     assert node.budgets.most(ADA, world.clock(node)) == most
 
 
-def test_sessions_keep_what_they_have_without_the_ledger(world):
+def test_sessions_keep_their_slices_without_the_ledger(world):
     world.ask("n0", "ada", 4)
     world.settle(1)
     world.advance(9)
@@ -226,7 +226,7 @@ def test_sessions_keep_what_they_have_without_the_ledger(world):
     assert sizes(world)["n0"] == 0
 
 
-def test_an_earlier_ledger_stops_when_it_hears_of_a_later(world):
+def test_an_older_ledger_stops_when_it_hears_of_a_newer_one(world):
     old = world.current
     world.start_ledger()
     world.settle()
@@ -241,7 +241,7 @@ def state(world, name):
 
 
 @pytest.mark.parametrize("by", ["the ledger", "the node"])
-def test_a_node_leaves_once_its_sessions_have_ended(world, by):
+def test_a_draining_node_leaves_after_its_sessions_have_ended(world, by):
     world.ask("n0", "ada", 4)
     world.settle(1)
     node = world.nodes["n0"]
@@ -262,7 +262,7 @@ def test_a_node_leaves_once_its_sessions_have_ended(world, by):
     assert sizes(world) == {"n0": 0, "n1": 6, "n2": 0}
 
 
-def test_what_a_draining_node_keeps_unused_is_free_at_once(world):
+def test_the_unused_part_of_a_draining_node_is_free_at_once(world):
     world.nodes["n0"].spare = 7
     world.ask("n0", "ada", 1)
     world.settle(2)
@@ -271,8 +271,8 @@ def test_what_a_draining_node_keeps_unused_is_free_at_once(world):
     assert world.ledger.counted(ADA) == 1
 
 
-def test_a_node_that_fills_again_is_counted_again(world):
-    """An admin may let users without a limit have slices there again."""
+def test_a_node_that_has_left_and_gets_slices_drains_again(world):
+    """An admin may allow users without a limit to have slices on this node again."""
     node = world.nodes["n0"]
     world.order("n0", True)
     world.settle(1)
@@ -283,7 +283,7 @@ def test_a_node_that_fills_again_is_counted_again(world):
     assert (state(world, "n0"), node.budgets.has_left) == ("draining", False)
 
 
-def test_a_node_that_comes_back_does_not_use_its_old_ceiling(world):
+def test_a_node_that_returns_does_not_use_its_old_ceiling(world):
     node = world.nodes["n0"]
     node.spare = 8
     world.ask("n0", "ada", 1)
@@ -303,7 +303,7 @@ def test_a_node_that_comes_back_does_not_use_its_old_ceiling(world):
     assert sizes(world)["n0"] == 1
 
 
-def test_a_later_order_to_come_back_replaces_an_order_to_drain(world):
+def test_a_later_order_to_return_replaces_an_order_to_drain(world):
     world.order("n0", True)
     world.report("n0")
     world.order("n0", False)
@@ -312,7 +312,7 @@ def test_a_later_order_to_come_back_replaces_an_order_to_drain(world):
     assert (state(world, "n0"), world.nodes["n0"].budgets.drains) == ("present", False)
 
 
-def test_an_order_reaches_a_node_that_was_not_heard_yet(world):
+def test_an_order_is_kept_for_a_node_that_has_not_reported_yet(world):
     world.order("n0", True)
     world.settle(2)
     world.kill_ledger()
@@ -322,7 +322,7 @@ def test_an_order_reaches_a_node_that_was_not_heard_yet(world):
 
 
 def test_a_ledger_that_takes_over_waits_for_a_fenced_node(world):
-    """The node has come back, and obeyed the other ledger meanwhile."""
+    """The fenced node has come back, and has obeyed the other ledger meanwhile."""
     first, second = world.start_ledger(), world.start_ledger()
     world.settle(1)
     world.crash("n0")
@@ -344,7 +344,7 @@ def test_a_ledger_that_takes_over_waits_for_a_fenced_node(world):
     assert world.ledger.serving
 
 
-def test_a_draining_node_goes_on_when_ledger_and_broker_restart(world):
+def test_a_node_still_drains_after_ledger_and_broker_restart(world):
     world.ask("n0", "ada", 4)
     world.settle(1)
     world.order("n0", True)
@@ -355,7 +355,7 @@ def test_a_draining_node_goes_on_when_ledger_and_broker_restart(world):
     assert (state(world, "n0"), world.ledger.counted(ADA)) == ("draining", 4)
 
 
-def test_a_node_that_is_no_member_gets_nothing(world):
+def test_a_node_that_is_no_member_gets_no_memory(world):
     world.nodes["n9"] = Node("n9")
     world.ask("n9", "ada", 1)
     world.settle(2)
@@ -380,7 +380,7 @@ def budgets():
 @pytest.mark.parametrize(
     "change", [{"serial": 2}, {"life": 6}, {"epoch": Epoch(1, "z")}, {"serial": 3}]
 )
-def test_an_answer_that_a_later_one_overtook_is_ignored(budgets, change):
+def test_an_older_answer_is_ignored_after_a_newer_one(budgets, change):
     late = Loan("n0", 7, 0, Epoch(2, "a"), 4, {ADA: 8})
     budgets.answered(dataclasses.replace(late, **change))
     assert budgets.ceilings == {ADA: 4}
@@ -388,13 +388,13 @@ def test_an_answer_that_a_later_one_overtook_is_ignored(budgets, change):
     assert budgets.ceilings == {ADA: 8}
 
 
-def test_a_ceiling_does_not_fall_below_what_is_in_use(budgets):
+def test_a_ceiling_stays_at_least_at_the_use(budgets):
     budgets.use({ADA: Demand(3)})
     budgets.answered(Loan("n0", 7, 0, Epoch(2, "a"), 4, {ADA: 1}))
     assert budgets.ceilings == {ADA: 3}
 
 
-def test_what_a_restarted_broker_uses_counts_without_a_ceiling():
+def test_use_of_a_restarted_broker_counts_without_a_ceiling():
     ledger = Ledger("a", LIMITS, ["n0"], 0.0)
     for number, epoch in ((1, Epoch()), (2, Epoch(1, "a"))):
         report = Report("n0", 7, number, epoch, 0, {ADA: Holding(0, 5)}, (), -1, {})
@@ -403,7 +403,7 @@ def test_what_a_restarted_broker_uses_counts_without_a_ceiling():
 
 
 def test_sessions_that_need_two_limits_do_not_block_each_other(world):
-    """Each would get one of its two limits if these were lent one by one."""
+    """If the ledger lent limits one by one, each session would get one of its two limits."""
     world.ask("n0", "ada", 5)
     world.ask("n1", "ada", 5)
     world.ask("n1", "bob", 5)
@@ -420,7 +420,9 @@ def test_sessions_that_need_two_limits_do_not_block_each_other(world):
 
 
 def lines_of(work):
-    """Return how many lines of the cluster's modules run: the same on any machine."""
+    """Return how many lines of the cluster's modules ``work`` runs. The number is
+    equal on all machines.
+    """
     count = 0
 
     def trace(frame, event, _):
@@ -440,7 +442,7 @@ def lines_of(work):
 
 
 def queue(nodes):
-    """Return a world in which one node has everything, and all others wait for it."""
+    """Return a world in which one node has the whole limit, and all other nodes wait for it."""
     names = [f"n{number}" for number in range(nodes)]
     world = World(names, [1.0] * nodes)
     world.settle(2)
@@ -453,7 +455,7 @@ def queue(nodes):
 
 
 def handle(world):
-    """Let the ledger handle the only message; return what it costs, and who gets an answer."""
+    """Let the ledger handle the only message; return its cost, and the nodes that get an answer."""
     (report,) = (message for _, message in world.wires)
     actions = []
     found = lines_of(
@@ -466,9 +468,9 @@ def free(nodes):
     world = queue(nodes)
     world.end("n0")
     world.report("n0")
-    world.deliver()  # the ledger asks for what has come free
+    world.deliver()  # the ledger asks n0 for the memory that is free now
     world.deliver()
-    world.report("n0")  # and here it is
+    world.report("n0")  # n0 reports that it gives the memory back
     return handle(world)
 
 
@@ -478,7 +480,7 @@ def wait(nodes):
     return handle(world)[0]
 
 
-def test_a_long_queue_costs_no_more_than_what_is_free():
+def test_cost_depends_on_the_free_memory_not_on_the_queue():
     assert free(60) == free(8)
     assert free(8)[1] == ["n0", "n1", "n2", "n3", "n4"]
     assert wait(60) == wait(8)
@@ -488,7 +490,7 @@ def test_a_long_queue_costs_no_more_than_what_is_free():
 
 
 def test_random_use_exceeds_no_quota_when_a_ledger_dies():
-    """Denser than Hypothesis chooses: most steps are leases and messages, and much is granted."""
+    """Most steps here are leases and messages, so more is granted than with Hypothesis."""
     granted = 0
     for seed in range(60):
         chance = random.Random(seed)
@@ -504,7 +506,7 @@ def test_random_use_exceeds_no_quota_when_a_ledger_dies():
 
 
 class Cluster(RuleBasedStateMachine):
-    """Any order of leases, messages and failures; the auditor looks after each step."""
+    """Leases, messages and failures in any order; the auditor checks after each step."""
 
     NAMES = ("n0", "n1", "n2")
     names = st.sampled_from(NAMES)
@@ -583,7 +585,7 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(name=names)
     def lose_power(self, name):
-        """Its kernels are gone; every ledger hears of it from the admin."""
+        """The kernels of the node are gone, and an admin tells every ledger."""
         self.world.crash(name)
         for ledger in [*self.world.ledgers]:
             if not self.world.ledgers[ledger].nodes[name].heard:
@@ -606,7 +608,7 @@ class Cluster(RuleBasedStateMachine):
             assert ledger._used.get(SECONDS, 0) == used
 
     def teardown(self):
-        """When the network works again, every waiting session gets a slice at last."""
+        """After the network works again, every waiting session gets a slice in the end."""
         if not hasattr(self, "world"):
             return
         world = self.world
@@ -616,7 +618,7 @@ class Cluster(RuleBasedStateMachine):
         world.advance(20)
         for _ in range(2):
             for name in world.nodes:
-                world.order(name, False)  # again, as a command does: a ledger may have begun anew
+                world.order(name, False)  # repeated, as by the command: the ledger may be new
             world.settle(4)
         assert not any(node.budgets.drains for node in world.nodes.values())
         for _ in range(1 + sum(len(node.waiting) for node in world.nodes.values())):
@@ -630,7 +632,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database": None}
-#: To shrink a failing case takes minutes: the long form does.
+#: The short form does not shrink a failing case, which takes minutes. The long form does.
 SHORT = {**QUIET, "phases": [Phase.generate]}
 
 

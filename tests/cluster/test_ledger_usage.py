@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the ledger tells nodes of the usage on others."""
+"""What the ledger tells a node about usage on the other nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Nodes:
         self.numbers = dict.fromkeys("abc", 0)
 
     def tell(self, node, usage, *, life=1):
-        """Report a usage; return what the answer says of the other nodes."""
+        """Report a usage; return the usage on the other nodes, from the ledger's answer."""
         self.numbers[node] += 1
         report = Report(
             node, life, self.numbers[node], Epoch(), 0, spent={}, usage=usage, half_life=HALF
@@ -43,7 +43,7 @@ def nodes():
     return Nodes()
 
 
-def test_a_node_hears_what_its_users_have_used_on_others(nodes):
+def test_a_node_learns_the_usage_of_its_users_on_other_nodes(nodes):
     assert nodes.tell("a", {ADA: 100, LAB: 100}) == {ADA: 0, LAB: 0}
     assert nodes.tell("b", {ADA: 7, BOB: 40, LAB: 47}) == {ADA: 100, BOB: 0, LAB: 100}
     assert nodes.tell("c", {ADA: 0}) == {ADA: 107}
@@ -51,7 +51,7 @@ def test_a_node_hears_what_its_users_have_used_on_others(nodes):
     assert nodes.tell("c", {LAB: 0}) == {LAB: 47}, "what a report leaves out is nothing"
 
 
-def test_a_report_without_usage_gets_none(nodes):
+def test_a_report_without_usage_gets_no_usage_in_the_answer(nodes):
     nodes.tell("a", {ADA: 100})
     assert nodes.tell("b", None) is None
 
@@ -65,7 +65,7 @@ def test_usage_decays_between_reports(nodes):
     assert nodes.tell("a", {ADA: 25}) == {ADA: 5}
 
 
-def test_a_node_that_is_gone_has_used_what_it_said(nodes):
+def test_reported_usage_of_a_lost_node_still_counts(nodes):
     nodes.tell("a", {ADA: 100})
     nodes.ledger.handle(ev.Fenced(now=0.0, node="a"))
     nodes.ledger.handle(ev.Tick(now=100.0))

@@ -22,7 +22,7 @@ RULES = PoolSettings(
 )
 
 
-def test_all_that_was_not_lent_is_elsewhere():
+def test_the_part_of_a_limit_that_was_not_lent_is_elsewhere():
     lent = {Key("user", "ada", "memory"): 5, Key("user", "bob", "leases"): 1}
     found = overlay(RULES, ["bob"], lambda key: lent.get(key, 0), connected=True, drains=False)
     assert found.elsewhere.get("ada") == (3, 4, 0)
@@ -30,19 +30,19 @@ def test_all_that_was_not_lent_is_elsewhere():
     assert found.elsewhere_groups == {"lab": 10}
 
 
-def test_a_user_nobody_asked_for_gets_nothing_yet():
+def test_a_user_without_a_request_has_no_part_yet():
     found = overlay(RULES, [], lambda key: 0, connected=True, drains=False)
     assert found.elsewhere.get("eve") == (0, 0, 2)
     assert found.elsewhere.get("root") is None
 
 
-def test_nothing_is_elsewhere_of_a_limit_that_was_lent_whole():
+def test_a_limit_lent_as_a_whole_has_no_part_elsewhere():
     found = overlay(RULES, ["bob"], lambda key: 100, connected=True, drains=False)
     assert found.elsewhere.get("bob") is None
     assert found.elsewhere_groups == {}
 
 
-def test_equal_budgets_are_equal_rules():
+def test_equal_budgets_give_equal_rules():
     first, second = (
         overlay(RULES, ["bob"], lambda key: 1, connected=True, drains=False) for _ in range(2)
     )
@@ -56,7 +56,7 @@ def test_equal_budgets_are_equal_rules():
     )
 
 
-def test_a_slice_counts_for_its_user_and_the_groups_above():
+def test_a_slice_counts_for_its_user_and_all_groups_above():
     assert keys_of(RULES, Owner("ada", "bio")) == [
         Key("user", "ada", "memory"), Key("user", "ada", "devices"), Key("group", "lab", "memory"),
     ]  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_slice_counts_for_its_user_and_the_groups_above():
 
 # --------------------------------------------------------------------------- GPU-seconds of a day
 
-#: 2026-11-23, noon UTC.
+#: Noon UTC on 2026-11-23.
 NOON = 1795435200.0
 NIGHT = Daily(600.5, then="stop", renews=18 * 3600.0)
 DAILY = PoolSettings(
@@ -85,7 +85,7 @@ def shared(used_up=(), **lent):
     )  # fmt: skip
 
 
-def test_a_budget_counts_by_the_day_on_which_its_window_began():
+def test_a_budget_counts_for_the_day_on_which_its_window_began():
     assert budgets_of(DAILY, Owner("bob", "bio"), NOON) == {BOB: Daily(60), LAB: NIGHT}
     assert budgets_of(DAILY, Owner("ada"), NOON) == {}
     later = budgets_of(DAILY, Owner("bob", "bio"), NOON + DAY / 2)
@@ -94,13 +94,13 @@ def test_a_budget_counts_by_the_day_on_which_its_window_began():
     assert windows(RULES, NOON) is None
 
 
-def test_the_ledger_divides_whole_seconds_of_windows_alone():
+def test_the_ledger_divides_only_windows_in_whole_seconds():
     assert limits_of(DAILY) == {
         "user": {"*": {"gpu-seconds": 60}, "ada": {}}, "group": {"lab": {"gpu-seconds": 601}},
     }  # fmt: skip
 
 
-def test_a_machine_uses_the_part_of_a_budget_that_it_was_lent():
+def test_a_machine_uses_only_the_part_of_a_budget_lent_to_it():
     found = shared(bob=20, lab=601)
     bob, lab = found.quota_of("bob").daily, found.groups["lab"].daily
     assert (bob.most, bob.more_elsewhere, bob.is_shared) == (20, True, True)
@@ -110,12 +110,12 @@ def test_a_machine_uses_the_part_of_a_budget_that_it_was_lent():
     assert (eve.most, eve.more_elsewhere) == (0, True)
 
 
-def test_nothing_is_elsewhere_of_a_budget_that_all_have_used_up():
+def test_a_budget_that_is_used_up_has_no_part_elsewhere():
     bob = shared({BOB}, bob=20).quota_of("bob").daily
     assert (bob.most, bob.more_elsewhere) == (20, False)
 
 
-def test_used_seconds_are_told_rounded_up():
+def test_used_seconds_are_reported_rounded_up():
     usage = PoolUsage(
         {"bob": Usage(today=5.2), "ada": Usage(today=9)}, {"lab": Usage(today=7.0005)}
     )

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""On which machine a kernel starts; and which rights its process gets there."""
+"""The choice of the machine on which a kernel starts, and its rights there."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_the_better_machine_is_chosen(one, other, why):
     assert chosen(one, other).node == chosen(other, one).node == one["name"], why
 
 
-def test_other_users_kernels_are_no_reason():
+def test_other_users_kernels_do_not_influence_the_choice():
     theirs = node("b", free=8 * GiB, counted=[["user", "bob", "leases", "", 5]])
     assert chosen(theirs, node("a")).node == "a"
 
 
-def test_each_machine_that_will_not_do_is_named_with_its_reason():
+def test_each_unsuitable_machine_is_named_with_its_reason():
     found = chosen(
         node("a", state="silent"), node("b", out=1), {**node("c"), "summary": None},
         node("d", devices=0, capacity=0, free=0), node("e", capacity=6 * GiB), node("f"),
@@ -90,11 +90,11 @@ def test_each_machine_that_will_not_do_is_named_with_its_reason():
         ("NVIDIA H100", "NVIDIA H100 ", True),
     ],
 )
-def test_a_model_is_words_of_a_name(name, model, is_it):
+def test_a_model_matches_whole_words_of_a_gpu_name(name, model, is_it):
     assert is_model(name, model) is is_it
 
 
-def test_a_machine_of_another_model_is_named_with_what_it_has():
+def test_a_machine_of_another_model_is_named_with_its_models():
     found = chosen(
         node("a", gpus=[["A10", 10 * GiB]] * 2), node("b", gpus=[["A100", GiB], ["A10", GiB]]),
         node("c", gpus=None), node("d", free=0, gpus=[["NVIDIA A100", 0]] * 2), model="a100",

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Three machines in a real Ray cluster on this host; ``make test-cluster`` has its environment."""
+"""Three machines in a real Ray cluster on this host. ``make test-cluster`` installs Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class RayNode:
-    """``jupyter gpupool node``, with its raylet and its agent."""
+    """``jupyter gpupool node`` as a process, with its raylet and its agent."""
 
     def __init__(self, cluster, name):
         self.cluster, self.name = cluster, name
@@ -62,16 +62,16 @@ class RayNode:
 
 
 class RayCluster(Cluster):
-    """The machines of :class:`Cluster`; Ray carries their messages and runs the ledger."""
+    """The machines of :class:`Cluster`, but Ray carries their messages and runs the ledger."""
 
     def __init__(self, folder, *, store=None, **options):
         super().__init__(folder, **options)
-        self.store = store or {}  # variables of the head: where Ray keeps its state
+        self.store = store or {}  # environment of the head: where Ray keeps its state
         with socket.socket() as free:
             free.bind(("", 0))
             self.port = free.getsockname()[1]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("10.255.255.255", 1))  # sends nothing
+            probe.connect(("10.255.255.255", 1))  # this sends no packet
             self.ray = f"{probe.getsockname()[0]}:{self.port}"
         self.token = self.folder / "token"
         self.agents = {name: RayNode(self, name) for name in self.names}
@@ -139,7 +139,7 @@ def test_ray_carries_a_quota_between_machines(cluster):
 def test_ray_starts_a_killed_ledger_again(cluster):
     first, _, third = two_and_a_third(cluster)
     before = cluster.view()
-    assert before["process"] in family(cluster.agents["m0"].process.pid)  # it runs on the head
+    assert before["process"] in family(cluster.agents["m0"].process.pid)  # the head runs it
     os.kill(before["process"], signal.SIGKILL)
 
     def lends_again():
@@ -152,7 +152,7 @@ def test_ray_starts_a_killed_ledger_again(cluster):
     third.do("got", hold="cell")
 
 
-def test_a_machine_that_ended_keeps_what_its_kernels_have(cluster):
+def test_kernels_of_a_machine_whose_node_ended_keep_their_slices(cluster):
     first, _, third = two_and_a_third(cluster)
     cluster.agents["m1"].kill()
     assert third.state() == "queued"
@@ -163,7 +163,7 @@ def test_a_machine_that_ended_keeps_what_its_kernels_have(cluster):
     wait_until(lambda: states(cluster) == {"present"}, "the machine to be back")
 
 
-def test_a_killed_node_leaves_no_raylet_behind(cluster):
+def test_raylet_and_agent_of_a_killed_node_end(cluster):
     node = cluster.agents["m2"]
     started = family(node.process.pid)
     node.process.kill()
@@ -173,7 +173,7 @@ def test_a_killed_node_leaves_no_raylet_behind(cluster):
     wait_until(lambda: states(cluster) == {"present"}, "the machine to be back")
 
 
-#: Seconds of the pause: ten times what Ray waits before it calls a machine dead.
+#: Seconds of the pause: ten times as long as Ray waits before it declares a machine dead.
 PAUSE = 60.0
 
 
@@ -184,7 +184,7 @@ def raylet_of(node):
     return found
 
 
-def test_a_raylet_stopped_for_a_minute_costs_no_slice(cluster):
+def test_no_slice_is_lost_if_a_raylet_stops_for_a_minute(cluster):
     first, second, third = two_and_a_third(cluster)
     node = cluster.agents["m1"]
     raylet = raylet_of(node)
@@ -193,13 +193,15 @@ def test_a_raylet_stopped_for_a_minute_costs_no_slice(cluster):
         until = time.monotonic() + PAUSE
         while time.monotonic() < until:
             assert (cluster.attached(), third.state()) == (QUOTA, "queued")
-            time.sleep(0.5)  # the minute is what is tested; this only spaces the looks
+            # The test takes the whole minute in any case: this is only the pause between two
+            # checks.
+            time.sleep(0.5)
     finally:
         os.kill(raylet, signal.SIGCONT)
-    # Ray has called the machine dead meanwhile, so the raylet ends, and `node` with it.
+    # Meanwhile Ray has declared the machine dead, so the raylet ends, and `node` with it.
     assert node.process.wait(60) == 1
     assert (cluster.attached(), third.state()) == (QUOTA, "queued")
-    node.start()  # as its service does
+    node.start()  # as the service of a node does
     wait_until(lambda: states(cluster) == {"present"}, "the machine to be back", 120)
     assert second.state() in ("active", "idle")
     assert (cluster.attached(), third.state()) == (QUOTA, "queued")

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class RayTriple(RayCluster):
-    """Three machines that start kernels for each other, with a MUNGE daemon each."""
+    """Three machines that start kernels for each other. Each has a MUNGE daemon."""
 
     make_broker = HostingBroker
 
@@ -49,7 +49,7 @@ def user(cluster):
 ASKED = "import os, sys; x = 1; print(os.getuid(), os.getpid(), 'ray' in sys.modules)"
 
 
-def test_ray_carries_a_server_s_kernel_on_another_machine(cluster, server):
+def test_ray_carries_orders_for_a_kernel_on_another_machine(cluster, server):
     name, words = server.do("refused", 900 << 30)
     assert (name, "No machine of the cluster can take" in words) == ("KernelNotStarted", True)
     assert server.do("start") == "m1"
@@ -60,7 +60,7 @@ def test_ray_carries_a_server_s_kernel_on_another_machine(cluster, server):
     assert "100 MiB" in server.do("run", "%gpu attach\n%gpu")
     assert server.do("interrupt") == "KeyboardInterrupt"
     assert server.do("run", "print(x)") == "1"
-    # Another ledger takes the place of the killed one, and carries what comes then.
+    # Another ledger replaces the killed ledger, and carries the next orders.
     before = cluster.view()["process"]
     os.kill(before, signal.SIGKILL)
     assert server.do("alive") is True
@@ -72,7 +72,7 @@ def test_ray_carries_a_server_s_kernel_on_another_machine(cluster, server):
     wait_until(is_replaced, "another ledger that lends")
     assert server.do("interrupt") == "KeyboardInterrupt"
     assert server.do("run", "print(x)") == "1"
-    # A restart keeps machine and connection, and is another process.
+    # A restarted kernel keeps its machine and its connection, but has another process.
     assert server.do("restart") == "m1"
     again = int(server.do("run", ASKED).split()[1])
     assert again != int(pid)
@@ -97,7 +97,7 @@ def test_ray_carries_refusals_of_another_machine(cluster, user):
     assert "it is for the machine m2, and this is m1" in found["message"]
 
 
-def test_a_kernel_goes_on_while_its_machine_is_away(cluster, user):
+def test_a_kernel_runs_on_while_the_agent_of_its_machine_is_away(cluster, user):
     kernel = RemoteKernel(user)
     try:
         kernel.connect()

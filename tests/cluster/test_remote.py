@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels on another machine: two real brokers, agents and MUNGE daemons, and real users."""
+"""Kernels on another machine, with two real brokers, agents and MUNGE daemons, and real users."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .remotes import (
 
 
 class Pair(Cluster):
-    """Two machines, each with a MUNGE daemon: a user's server is on m0."""
+    """Two machines, each with a MUNGE daemon. The user's server is on m0."""
 
     names = ("m0", "m1")
     make_broker = HostingBroker
@@ -75,9 +75,9 @@ def test_a_kernel_starts_on_the_other_machine_as_its_user(cluster, user):
         assert (seen["owner"], seen["label"]) == (pwd.getpwuid(USER).pw_name, "theirs.ipynb")
         assert seen["request"]["memory"] == 200 << 20
         assert cluster.brokers["m0"].status()["sessions"] == []
-        # %gpu asks the broker of its own machine.
+        # %gpu asks the broker of the kernel's own machine.
         assert "200 MiB" in kernel.run("%gpu 200MiB\n%gpu")
-        # A signal reaches the kernel, because the kernel does not block or ignore signals.
+        # The kernel does not block or ignore signals, so a signal reaches it.
         message = client.execute("import time; print('on', flush=True); time.sleep(600)")
         while client.get_iopub_msg(timeout=60)["msg_type"] != "stream":
             pass
@@ -87,9 +87,9 @@ def test_a_kernel_starts_on_the_other_machine_as_its_user(cluster, user):
         assert reply["content"]["ename"] == "KeyboardInterrupt"
         kernel.run("os.write(2, b'a line of the log')")
         assert "a line of the log" in kernel.order("log")["log"]
-        # A second start of the same kernel would be a twin.
+        # A second start of the same kernel is refused.
         assert RemoteKernel(user, kernel_id=kernel.id).answer["code"] == "duplicate"
-        # Nobody speaks with it without its keys.
+        # The kernel accepts no client without its keys.
         keys = {name: kernel.secrets[name].encode() for name in kernel.secrets if "curve" in name}
         assert kernel.lets_in(**keys, curve_serverkey=keys["curve_publickey"])
         assert not kernel.lets_in()
@@ -112,7 +112,7 @@ def test_a_restarted_broker_knows_its_kernels(cluster, user):
         kernel.end()
 
 
-def test_why_counts_the_model_and_the_folders_of_a_kernel(cluster, user):
+def test_why_considers_the_model_and_the_folders_of_a_kernel(cluster, user):
     data = ["/srv/data/images", "/home/x"]
     options = {"memory": "200MiB", "model": "No Such GPU", "data": data}
     kernel = RemoteKernel(user, options=options)
@@ -125,7 +125,7 @@ def test_why_counts_the_model_and_the_folders_of_a_kernel(cluster, user):
             assert name == "m0"
             assert text.startswith("no, its GPUs are ")
             assert text.endswith("and No Such GPU is needed; /srv/data/images is on a disk there")
-            # Both are in the journal.
+            # The model and the folders are in the journal, so the next broker knows them, too.
             cluster.brokers["m1"].kill()
             assert cluster.brokers["m1"].started
     finally:
@@ -146,14 +146,14 @@ def test_why_counts_the_model_and_the_folders_of_a_kernel(cluster, user):
         ({"ports": [1]}, "bad-request", "AttributeError"),
     ],
 )
-def test_what_the_machine_lacks_is_named(user, change, code, words):
+def test_the_refusal_names_what_the_machine_lacks(user, change, code, words):
     answer = RemoteKernel(user, **change).answer
     assert answer["code"] == code, answer
     assert words in answer["message"]
 
 
 @pytest.mark.parametrize("supported", [None, [], ["tls"], "none"])
-def test_a_kernel_that_does_not_say_that_it_encrypts_is_refused(tmp_path, monkeypatch, supported):
+def test_a_kernel_that_does_not_declare_encryption_is_refused(tmp_path, monkeypatch, supported):
     folder = tmp_path / "kernels" / "plain"
     folder.mkdir(parents=True)
     spec = {"argv": ["python"], "metadata": {"supported_encryption": supported}}
@@ -164,7 +164,7 @@ def test_a_kernel_that_does_not_say_that_it_encrypts_is_refused(tmp_path, monkey
     assert error.value.code == "no-curve"
 
 
-def test_the_program_of_a_kernel_must_be_there():
+def test_the_program_of_a_kernel_must_exist():
     place = KernelFiles("k")
     spec = {"argv": ["sh", "{connection_file}"]}
     assert command_of(spec, place, "m1") == ["sh", str(place.connection_file)]
@@ -175,7 +175,7 @@ def test_the_program_of_a_kernel_must_be_there():
 
 
 @pytest.mark.parametrize(("before", "after"), [("-500\n", "0"), ("300\n", "300\n")])
-def test_a_kernel_is_not_protected_when_memory_ends(tmp_path, before, after):
+def test_a_kernel_loses_the_brokers_protection_from_oom(tmp_path, before, after):
     path = tmp_path / "oom_score_adj"
     path.write_text(before)
     give_up_protection(path)
@@ -183,7 +183,7 @@ def test_a_kernel_is_not_protected_when_memory_ends(tmp_path, before, after):
 
 
 @pytest.mark.skipif(not ROOTS, reason="only root can become other users")
-def test_users_do_not_reach_each_others_kernels(cluster, user):
+def test_users_cannot_reach_each_others_kernels(cluster, user):
     other = User(cluster, USERS[1])
     kernel = RemoteKernel(user)
     try:
@@ -200,7 +200,7 @@ def test_users_do_not_reach_each_others_kernels(cluster, user):
 
 
 @pytest.mark.skipif(not ROOTS, reason="only root can become other users")
-def test_nobody_gets_a_kernel_of_root(cluster):
+def test_root_gets_no_kernel_on_another_machine(cluster):
     root = User(cluster, 0)
     answer = RemoteKernel(root).answer
     root.close()
@@ -208,7 +208,7 @@ def test_nobody_gets_a_kernel_of_root(cluster):
     assert "starts no kernel for user id 0" in answer["message"]
 
 
-def test_a_credential_counts_once_and_on_its_machine(user):
+def test_a_credential_is_valid_once_and_on_its_machine_only(user):
     sealed = user.seal("m1", do="poll", kernel_id="k")
     assert user.call("order", node="m1", credential=sealed)["result"]["running"] is False
     again = user.call("order", node="m1", credential=sealed)
@@ -220,14 +220,15 @@ def test_a_credential_counts_once_and_on_its_machine(user):
     assert user.call("order", node="m0", credential=here)["result"]["running"] is False
 
 
-def test_no_order_cuts_the_agent_of_another_machine_off(cluster, user):
-    # As the agents encode it again, each of these characters takes six in place of two bytes.
+def test_no_order_can_disconnect_the_agent_of_another_machine(cluster, user):
+    # Each of these characters takes two bytes here. It takes six after the agents have encoded it
+    # again.
     wide = {"v": 1, "type": "order", "id": 1, "node": "m1", "credential": "\xe9" * (1 << 16)}
     with socket.socket(socket.AF_UNIX) as link, link.makefile() as answers:
         link.connect(str(cluster.brokers["m0"].socket))
         link.sendall(json.dumps(wide, ensure_ascii=False).encode() + b"\n")
         assert json.loads(answers.readline())["code"] == "protocol"
-    # Each of these characters takes two where JSON has it.
+    # Each of these characters takes two bytes in JSON.
     found = user.call("order", node="m1", credential='"' * (1 << 16))
     assert found["code"] == "bad-credential", found
     assert user.order(do="poll", kernel_id="k")["running"] is False
@@ -245,7 +246,7 @@ def test_a_user_cannot_act_for_the_agent(user):
         assert user.call(kind, **fields)["code"] == "not-allowed", kind
 
 
-def test_a_machine_without_its_agent_is_unreachable(cluster, user):
+def test_machines_are_unreachable_without_the_own_agent(cluster, user):
     cluster.agents["m0"].kill()
     try:
         found = {}
@@ -261,13 +262,13 @@ def test_a_machine_without_its_agent_is_unreachable(cluster, user):
         wait_until(lambda: "running" in user.order(do="poll", kernel_id="k"), "the agent")
 
 
-def test_a_machine_whose_agent_is_away_is_unreachable_at_once(cluster, user):
+def test_a_machine_with_a_silent_agent_is_unreachable_at_once(cluster, user):
     cluster.agents["m1"].kill()
     try:
         nodes = lambda: {n["name"]: n["state"] for n in cluster.order()["nodes"]}  # noqa: E731
         wait_until(lambda: nodes()["m1"] == "silent", "the ledger to notice")
         found = user.order(do="poll", kernel_id="k")
-        # Not that it was silent for the minute of an order whose answer is lost.
+        # The answer is not that of a lost order, which comes after a minute.
         assert found["code"] == "unreachable", found
         assert "m1 does not answer: its agent was last heard " in found["message"]
     finally:
@@ -275,7 +276,7 @@ def test_a_machine_whose_agent_is_away_is_unreachable_at_once(cluster, user):
         wait_until(lambda: "running" in user.order(do="poll", kernel_id="k"), "the agent")
 
 
-def test_a_kernel_too_large_for_all_machines_is_refused(user):
+def test_a_kernel_too_large_for_every_machine_is_refused(user):
     found = user.call("place", memory=1 << 40)
     assert found["code"] == "no-machine"
     assert "m0: its GPUs have" in found["message"]
@@ -301,17 +302,17 @@ def test_a_server_uses_a_kernel_on_another_machine(cluster, server):
     assert server.do("interrupt") == "KeyboardInterrupt"
     assert server.do("run", "print(x)") == "1"
     assert server.do("takes_over") is True
-    # A restart keeps machine and connection, and is another process.
+    # A restarted kernel keeps its machine and its connection, but has another process.
     assert server.do("restart") == "m1"
     assert server.do("run", "print(x)") == "NameError"
     again = server.do("run", asked).split()[1]
     assert again != pid
     assert not is_alive(int(pid))
-    # A silent machine is not a dead kernel.
+    # A kernel on a silent machine does not count as dead.
     cluster.agents["m0"].kill()
     assert server.do("alive") is True
     cluster.agents["m0"].start()
-    # A dead kernel is.
+    # A kernel whose process has ended counts as dead.
     os.kill(int(again), 9)
     assert server.do("died") == -9
     assert server.do("alive") is False
@@ -322,7 +323,7 @@ def test_a_server_uses_a_kernel_on_another_machine(cluster, server):
 
 @pytest.fixture
 def jupyter_server(cluster, server):
-    """A Jupyter server of the user on m0, whose Pooled GPU kernels start on other machines."""
+    """The user's Jupyter server on m0. Its Pooled GPU kernels start on other machines."""
     folder = short_folder()
     spec = folder / "data/kernels" / KERNEL
     spec.mkdir(parents=True)
@@ -340,7 +341,7 @@ def jupyter_server(cluster, server):
     remove(folder)
 
 
-def test_a_jupyter_server_shows_and_steers_a_remote_kernel(cluster, jupyter_server):
+def test_a_jupyter_server_shows_and_controls_a_remote_kernel(cluster, jupyter_server):
     kernel = jupyter_server.start_kernel()
     path = f"/sessions/{kernel}"
 
@@ -358,7 +359,7 @@ def test_a_jupyter_server_shows_and_steers_a_remote_kernel(cluster, jupyter_serv
     assert jupyter_server.api("/pool")["remote_kernels"] == {kernel: "m1"}
     assert (row["machine"], row["unreachable"], row["here"], row["mine"]) == ("m1", "", True, True)
     assert row["id"] == theirs()["id"]
-    # Both machines have one clock here.
+    # Here both machines use the same clock.
     assert abs(row["opened_at"] - theirs()["opened_at"]) < 1
     jupyter_server.cells(kernel).run(USE_GPU)
     row = until("its slice", lambda s: s["granted_bytes"] == 200 << 20)
@@ -378,7 +379,7 @@ def test_a_jupyter_server_shows_and_steers_a_remote_kernel(cluster, jupyter_serv
     row = until("its release", lambda s: s["state"] == "detached")
     assert row["suspended_bytes"] == theirs()["suspended_bytes"] >= 64 << 20
 
-    # A silent machine is named, and its kernel stays.
+    # The view names the silent machine, and keeps the session of its kernel.
     cluster.agents["m1"].kill()
     row = until("m1 to be silent", lambda s: s["unreachable"])
     assert row["unreachable"].startswith("m1 ")
@@ -388,8 +389,9 @@ def test_a_jupyter_server_shows_and_steers_a_remote_kernel(cluster, jupyter_serv
     cluster.agents["m1"].start()
     until("m1 to answer", lambda s: not s["unreachable"])
 
-    # Another kernel starts elsewhere. The old one cannot be ended, and is not awaited: as if its
-    # whole machine hung, it does not hear the server's own request either.
+    # Another kernel starts elsewhere. The server can neither end the old kernel nor wait for its
+    # end: the kernel is stopped, as if its whole machine hung, so it does not receive the
+    # server's own request either.
     pid = theirs()["pid"]
     os.kill(pid, signal.SIGSTOP)
     cluster.agents["m1"].kill()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A server whose orders to another machine get no answer."""
+"""A server that gets no answer to its orders for another machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNS = {"running": True, "code": None}
 
 
 class Far(GPUPoolRemoteProvisioner):
-    """Sends orders to nobody; each has the next one of some answers."""
+    """Sends no order; each order gets the next one of the prepared answers."""
 
     def _send(self, order):
         self.sent.append(order["do"])
@@ -55,7 +55,7 @@ def test_a_start_without_an_answer_is_undone(provisioner):
     assert (provisioner.has_process, provisioner._node) == (False, "")
 
 
-def test_no_kernel_starts_beside_one_whose_start_was_lost(provisioner):
+def test_a_lost_start_prevents_another_start_until_its_end(provisioner):
     start(provisioner, *[Code.UNREACHABLE] * 3)
     assert provisioner.has_process
     provisioner.answers = [RUNS]
@@ -66,7 +66,7 @@ def test_no_kernel_starts_beside_one_whose_start_was_lost(provisioner):
     assert provisioner._node == "m1"
 
 
-def test_a_refused_start_leaves_nothing(provisioner):
+def test_a_refused_start_leaves_no_trace(provisioner):
     start(provisioner, Code.NOT_THERE)
     assert provisioner.sent == ["start"]
     assert (provisioner.has_process, provisioner._node) == (False, "")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real brokers that share a user's GPU-seconds: of a day, and for fair shares."""
+"""Real brokers that share a user's GPU-seconds, both for a day's budget and for fair shares."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.broker.kit import remove, short_folder, wait_until
 
 from .kit import Cluster
 
-#: GPU-seconds of a day: a kernel that computes alone on a GPU uses one in each second.
+#: Budgets in GPU-seconds for a day. A kernel alone on a GPU uses one GPU-second per second.
 FEW, MANY = 6, 36_000
 
 
 @pytest.fixture
 def cluster():
-    """Return a function that starts machines whose users have so many GPU-seconds a day."""
+    """Return a function that starts machines whose users have this many GPU-seconds a day."""
     made = []
 
     def start(seconds):
@@ -44,7 +44,7 @@ def knows_of_more(kernel):
 
 
 def used(cluster):
-    """Return the GPU-seconds of today that each machine has counted."""
+    """Return the GPU-seconds that each machine has counted today."""
     return {
         name: max((s["usage"]["today"] for s in broker.status()["sessions"]), default=0.0)
         for name, broker in cluster.brokers.items()
@@ -52,13 +52,13 @@ def used(cluster):
 
 
 def lent(cluster):
-    """Return by machine what the ledger counts of the GPU-seconds of today."""
+    """Return the GPU-seconds of today that the ledger counts for each machine."""
     rows = {n["name"]: [r for r in n["counted"] if r[2] == "gpu-seconds"]
             for n in cluster.order()["nodes"]}  # fmt: skip
     return {name: max((row[-1] for row in found), default=0) for name, found in rows.items()}
 
 
-def test_machines_together_use_no_more_than_one_budget(cluster):
+def test_machines_together_use_at_most_one_budget(cluster):
     cluster = cluster(FEW)
     first, second, third = (cluster.kernel(name) for name in cluster.names)
     first.attach()
@@ -67,13 +67,14 @@ def test_machines_together_use_no_more_than_one_budget(cluster):
         "it was preempted: the GPU-seconds of today are used up; it goes on by itself: there are "
         "more in "
     )
-    # Until then a kernel may go on with a part that the other machine gives up.
+    # Before they are all used, a kernel may continue with a part that the other machine gives up.
     wait_until(lambda: sum(used(cluster).values()) >= FEW - 0.1, "all GPU-seconds to be used")
     for kernel in (first, second):
         wait_until(lambda kernel=kernel: reason(kernel).startswith(stopped), "the kernel to stop")
     assert not cluster.attached()
     counted = used(cluster)
-    # Each alone would have used all. A machine whose part ends still has to suspend its kernel.
+    # Each machine alone would have used the whole budget. The sum may exceed the budget because a
+    # machine needs time to suspend its kernel.
     assert FEW - 1 <= sum(counted.values()) < 2 * FEW, counted
     wait_until(lambda: not knows_of_more(third), "the third machine to know that")
     third.do("ask", hold="cell")
@@ -81,7 +82,7 @@ def test_machines_together_use_no_more_than_one_budget(cluster):
     assert used(cluster) == counted
 
 
-def test_a_machine_goes_on_without_the_ledger_with_its_part(cluster):
+def test_a_machine_continues_with_its_part_without_the_ledger(cluster):
     cluster = cluster(MANY)
     first = cluster.kernel("m0")
     first.attach()
@@ -101,14 +102,14 @@ def test_a_machine_goes_on_without_the_ledger_with_its_part(cluster):
     other.do("got", hold="cell")
 
 
-def test_a_broker_that_starts_again_goes_on_with_its_part(cluster):
+def test_a_restarted_broker_continues_with_its_part(cluster):
     cluster = cluster(MANY)
     first = cluster.kernel("m0")
     first.attach()
     wait_until(lambda: used(cluster)["m0"] > 1.5, "some use")
     before, part = used(cluster)["m0"], lent(cluster)["m0"]
     assert part > 300
-    # Without the ledger: it goes on with its part, and suspends nothing.
+    # Without the ledger, the broker continues with its part, and suspends no kernel.
     cluster.ledger.kill()
     cluster.brokers["m0"].kill()
     assert cluster.brokers["m0"].started
@@ -122,7 +123,7 @@ def test_a_broker_that_starts_again_goes_on_with_its_part(cluster):
     assert first.broker.session(first.session)["suspends"] == 0
 
 
-def test_usage_of_other_machines_counts_in_fair_shares(cluster):
+def test_usage_on_other_machines_counts_for_fair_shares(cluster):
     cluster = cluster(MANY)
     first, second = cluster.kernel("m0"), cluster.kernel("m1")
     first.attach()
@@ -134,5 +135,5 @@ def test_usage_of_other_machines_counts_in_fair_shares(cluster):
         assert found["today"] == 0
         return found["counts"]
 
-    # It decays by half in hours; a machine tells its usage every half minute.
+    # The usage takes hours to decay by half; a machine reports its usage every half minute.
     wait_until(lambda: counts() > 1.5, "the usage of the first machine")

@@ -17,8 +17,9 @@ from tests.broker.kit import ROOT, environment, remove, short_folder, wait_until
 
 from .kit import family, is_alive
 
-#: Stands for ``jupyter gpupool``: a broker and a node run until SIGTERM, unless a test names one
-#: that ends; ``cluster status`` shows that the ledger serves once all nodes have begun.
+#: A stand-in for ``jupyter gpupool``. A broker or a node runs until SIGTERM, except the one that
+#: the test names, which ends at once. ``cluster status`` shows that the ledger serves after all
+#: nodes have started.
 PROGRAM = """
 import pathlib, signal, sys
 folder, ends, words = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
@@ -88,7 +89,7 @@ def test_ctrl_c_ends_all_machines(start, tmp_path, number):
     assert marks(tmp_path) == set()
 
 
-def test_a_machine_that_does_not_start_ends_the_others(start, tmp_path):
+def test_all_machines_end_if_one_machine_does_not_start(start, tmp_path):
     process = start("gpu2-node")
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -99,7 +100,7 @@ def test_a_machine_that_does_not_start_ends_the_others(start, tmp_path):
 @pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the environment of make test-cluster"
 )
-def test_real_machines_start_and_leave_nothing_behind():
+def test_real_machines_start_and_leave_no_process():
     folder = short_folder()
     process = subprocess.Popen(
         [sys.executable, "-m", "jupyter_gpupool.cluster.trial", str(folder)],

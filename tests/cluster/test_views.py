@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What people see of all machines: the ledger's view, and ``status --cluster``."""
+"""What people see of all machines, in the ledger's view and in ``status --cluster``."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def text_of(one):
     return json.dumps(report_to_json(one))
 
 
-def test_a_report_keeps_its_summary_on_the_way():
+def test_a_report_still_has_its_summary_after_encoding():
     one = report("m0", summary=SUMMARY, looks=True)
     assert report_from_json(json.loads(text_of(one))) == one
-    values = {**report_to_json(one), "summary": [2, 1, 30, 4, 11, 3]}  # of another version
+    values = {**report_to_json(one), "summary": [2, 1, 30, 4, 11, 3]}  # from another version
     assert report_from_json(values).summary is None
 
 
@@ -70,7 +70,7 @@ def views(*texts):
     return [(node, json.loads(text)["view"]) for node, text in posted if '"view"' in text]
 
 
-def test_only_a_node_that_looks_gets_the_view():
+def test_only_a_node_that_asks_for_the_view_gets_it():
     (first,) = views(text_of(report("m0", summary=SUMMARY)), text_of(report("m1", looks=True)))
     node, view = first
     assert node == "m1"
@@ -79,7 +79,7 @@ def test_only_a_node_that_looks_gets_the_view():
     assert view["left_out"] == 0
 
 
-def test_an_order_for_a_silent_node_comes_back_at_once(monkeypatch):
+def test_an_order_for_a_silent_node_is_answered_at_once(monkeypatch):
     now, posted = [100.0], []
     monkeypatch.setattr(desk, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -110,7 +110,7 @@ def test_an_order_for_a_silent_node_comes_back_at_once(monkeypatch):
     assert error["message"] == "m1 does not answer: its agent was last heard 20 s ago."
 
 
-def test_a_view_of_too_many_machines_says_how_many_it_lacks():
+def test_a_shortened_view_says_how_many_machines_it_lacks():
     nodes = [{"name": f"m{i}", "counted": [["user", "x" * 50, "leases", "", 1]] * 4}
              for i in range(1000)]  # fmt: skip
     text = desk.view_text({"serving": True, "nodes": nodes})
@@ -119,7 +119,7 @@ def test_a_view_of_too_many_machines_says_how_many_it_lacks():
     assert 0 < len(view["nodes"]) == 1000 - view["left_out"] < 1000
 
 
-def test_a_long_view_first_loses_the_details_of_summaries():
+def test_a_too_long_view_first_drops_details_of_summaries():
     summary = {**SUMMARY._asdict(), "gpus": [["NVIDIA A100 80GB PCIe", GIB]] * 16}
     nodes = [{"name": f"m{i}", "counted": [], "summary": summary} for i in range(300)]
     view = json.loads(desk.view_text({"serving": True, "nodes": nodes}))["view"]
@@ -142,7 +142,7 @@ def found(**fields):
     return {"name": "gpu1", "own": SUMMARY._asdict(), "age": 12.0, "view": view, **fields}
 
 
-def test_the_table_shows_how_old_the_figures_of_a_machine_are():
+def test_the_table_shows_the_age_of_a_silent_machines_figures():
     assert lines(found()) == [
         "MACHINE  STATE            GPUS                  MODEL        GRANTED  FREE    WAITING",
         "gpu1     present          2 (1 out of service)  NVIDIA A100  4 GiB    11 GiB  3",
@@ -163,7 +163,7 @@ def test_without_a_view_only_this_machine_is_shown():
     assert lines(found(view=None, age=None))[0].endswith("does not answer gpu1.")
 
 
-def test_why_names_what_other_machines_have_of_a_limit():
+def test_why_names_the_users_part_of_a_limit_elsewhere():
     view = found()["view"]
     told = elsewhere(view, "gpu1", "ada", "")
     assert told == ["On gpu2 (last heard 42 s ago) user ada may use 2 leases."]
@@ -171,7 +171,7 @@ def test_why_names_what_other_machines_have_of_a_limit():
     assert "is unknown" in elsewhere(None, "gpu1", "ada", "")[0]
 
 
-def test_a_user_sees_no_limits_and_no_sessions_of_others():
+def test_a_user_sees_no_limits_or_sessions_of_other_users():
     view = visible(found()["view"], "ann", {("user", "ann")})
     assert [node["counted"] for node in view["nodes"]] == [[[*ANN, 4 * GIB]], [], []]
     assert "ada" not in json.dumps(view)
@@ -186,7 +186,7 @@ def of(memory, devices=1, **wanted):
 
 
 def told(memory, devices=1, *, wanted=None, **changes):
-    """Return the words about a machine with these changes."""
+    """Return the words of ``why`` about a machine with these changes."""
     summary = {**SUMMARY._asdict(), "waiting": 0, "gpus": [["A", 8 * GIB], ["B", 3 * GIB]]}
     node = {"name": "gpu2", "state": "present", "age": 0.4, "summary": summary, "counted": []}
     node.update(changes)
@@ -197,7 +197,7 @@ def told(memory, devices=1, *, wanted=None, **changes):
     return text
 
 
-def test_why_says_of_each_other_machine_whether_it_has_room():
+def test_why_says_whether_each_other_machine_has_room():
     assert told(8) == "yes, it has room (1x A, 1x B) and nobody waits"
     assert told(8, summary={"waiting": 1}) == "it has room (1x A, 1x B), but 1 kernel waits there"
     assert told(8, summary={"waiting": 3}) == "it has room (1x A, 1x B), but 3 kernels wait there"
@@ -236,7 +236,7 @@ def test_why_says_whether_the_data_is_on_a_machine():
     assert told(1, wanted=folders, summary={"data": None}).endswith("nobody waits")
 
 
-def test_why_asks_a_question_and_names_each_machine_below_it():
+def test_why_asks_a_question_and_lists_each_machines_answer():
     wanted = of(4, 2, model="A100")
     head, *rows = sentences("gpu1", wanted, {"gpu2": "yes", "gpu3": "no"})
     assert head == (
@@ -248,6 +248,6 @@ def test_why_asks_a_question_and_names_each_machine_below_it():
 
 
 @pytest.mark.parametrize("words", [["--watch"], ["--watch", "--json"]])
-def test_status_of_a_cluster_draws_once(words, capsys):
+def test_status_of_a_cluster_refuses_to_watch(words, capsys):
     assert main(["status", "--cluster", *words]) == 1
     assert "status --cluster draws once." in capsys.readouterr().err

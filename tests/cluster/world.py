@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A cluster without I/O: nodes, ledgers, a network that does what it likes, and an auditor."""
+"""A cluster without I/O: nodes, ledgers, a network without guarantees, and an auditor."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Session:
 
 @dataclass
 class Node:
-    """A node's broker: it grants when its budgets allow it, and asks nobody."""
+    """A node's broker. It grants a slice if its budgets allow it, and asks no ledger."""
 
     name: str
     rate: float = 1.0
@@ -56,7 +56,7 @@ class Node:
     consumed: int = 0
     #: Slices of users without a limit.
     others: int = 0
-    #: How much of each key it would keep beyond what is in use.
+    #: How much of each key the node would keep beyond what is in use.
     spare: int = 0
     budgets: Budgets = None
     granted: int = 0
@@ -65,9 +65,9 @@ class Node:
         self.begin(self.life)
 
     def begin(self, life, *, keeps=True):
-        """Start the broker: its sessions and what they used up come from its journal.
+        """Start the broker. Its sessions and the GPU-seconds that they used come from its journal.
 
-        With ``keeps``, so do its ceilings of GPU-seconds.
+        With ``keeps``, its ceilings of GPU-seconds come from the journal, too.
         """
         self.life = life
         before = self.budgets
@@ -94,7 +94,7 @@ class Node:
         self.budgets.use(uses, waits, is_empty=not self.running and not self.others)
 
     def serve(self, now):
-        """Grant what the budgets allow, the longest wait first; return the granted sessions."""
+        """Grant what the budgets allow, the longest wait first; return the served sessions."""
         found = []
         for session in [*self.waiting]:
             used = self.used()
@@ -116,7 +116,7 @@ class Node:
 
 
 class World:
-    """Everything happens when a test says so; ``now`` is the true time."""
+    """Everything happens only when a test calls for it; ``now`` is the true time."""
 
     def __init__(self, names=("n0", "n1", "n2"), rates=(1.0, 1.02, 0.98), **ledger):
         self.now = 0.0
@@ -125,16 +125,16 @@ class World:
         self.starts = 0
         self.ledgers = {}
         self.current = self.start_ledger()
-        #: (ledger, report or answer) on their way.
+        #: Messages on their way: (ledger, report or answer).
         self.wires: list[tuple[str, Report | Loan]] = []
         self.sent = 0
-        #: GPU-seconds of nodes that a ledger has fenced without having heard them.
+        #: GPU-seconds of nodes that a ledger has fenced without a report from them.
         self.lost = 0
 
     # ------------------------------------------------------------------ ledgers
 
     def start_ledger(self, *, members=None):
-        """Start another ledger; those before it go on unless :meth:`kill_ledger` ended them."""
+        """Start another ledger; earlier ledgers go on unless :meth:`kill_ledger` has ended them."""
         self.starts += 1
         name = f"l{self.starts}"
         self.ledgers[name] = Ledger(
@@ -181,7 +181,7 @@ class World:
             self.wires.append((to or self.current, node.budgets.report(self.clock(node))))
 
     def deliver(self, at=0, *, keep=False):
-        """Deliver one message that is on its way; with ``keep`` it may arrive again."""
+        """Deliver one message that is on its way; with ``keep`` it stays, and may arrive again."""
         ledger, message = self.wires[at] if keep else self.wires.pop(at)
         if isinstance(message, Report):
             message = report_from_json(report_to_json(message))
@@ -192,12 +192,12 @@ class World:
             node.tell()
 
     def settle(self, rounds=6, *, silent=()):
-        """Let every node report, and every message arrive in order, a few times."""
+        """Let every node report, and deliver every message in order, for some rounds."""
         for _ in range(rounds):
             for name in self.nodes:
                 if name not in silent:
                     self.report(name)
-            most = 500  # messages that a round may take; each could cause another message
+            most = 500  # the most messages in a round: each message could cause another
             while self.wires:
                 most -= 1
                 assert most, "the messages have no end"
@@ -224,11 +224,11 @@ class World:
             node.serve(self.clock(node))
 
     def order(self, name, drains):
-        """Have an admin ask the ledger that a node drains, or comes back."""
+        """As an admin, order the ledger to let a node drain or return."""
         self.do(self.current, ev.DrainAsked(now=self.now, node=name, drains=drains))
 
     def crash(self, name):
-        """Cut the power: its kernels are gone."""
+        """Cut the power of a node: its kernels are gone."""
         node = self.nodes[name]
         node.alive = False
         node.running.clear()
@@ -256,7 +256,7 @@ class World:
                 old = random.random() < 0.1
                 self.report(name, random.choice([*self.ledgers]) if old else self.current)
             elif what < 0.95:
-                # Most messages are in order, and some are far behind.
+                # Most messages arrive in order; some arrive long after later ones.
                 at = random.randrange(len(self.wires)) if random.random() < 0.4 else 0
                 self.deliver(at, keep=random.random() < 0.1)
             elif what < 0.98:
@@ -268,7 +268,7 @@ class World:
     # ------------------------------------------------------------------ the auditor
 
     def audit(self, *, lost=0, over=0):
-        """Add up what really runs, and compare it with the limits; know nothing of budgets."""
+        """Add up the slices that really run, and compare them with the limits; ignore budgets."""
         memory, seconds = Counter(), 0
         for node in self.nodes.values():
             assert not (node.budgets.has_left and node.running), node.name

@@ -20,8 +20,9 @@ from jupyter_gpupool.config.schedules import read_schedules
 
 EPOCH = date(1970, 1, 1).toordinal()
 
-#: Zones, each with a year in which its clock changes: summer time in both hemispheres, a shift of
-#: half an hour, a change at midnight, an end of summer time for Ramadan, a skipped day.
+#: Zones, each with a year in which its clock changes. They have summer time in both hemispheres,
+#: a shift of half an hour, a change at midnight, an end of summer time for Ramadan, and a skipped
+#: day.
 YEARS = (
     ("Europe/Berlin", 2026),
     ("America/New_York", 2026),
@@ -38,8 +39,8 @@ YEARS = (
 def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     """Return the year's first second, and the wall-clock time at each of its minutes.
 
-    The wall clock is in minutes since 1970, and is never put back: while the real clock repeats an
-    hour, this one stands still. Both reach each later time at the same minute.
+    The wall-clock time is in minutes since 1970, and never goes back. While the real clock
+    repeats an hour, this clock stops. Both clocks show each later time at the same minute.
     """
     first = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp())
     last = int(datetime(year + 1, 1, 1, tzinfo=timezone.utc).timestamp())
@@ -49,8 +50,8 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
         shown = datetime.fromtimestamp(now, place)
         return (shown.toordinal() - EPOCH) * DAY + shown.hour * 60 + shown.minute
 
-    # Begin two days before the year, so that ``before`` is right at its start. No clock changes
-    # twice in half an hour.
+    # Begin two days before the year, so that ``before`` is right at the start of the year. No
+    # clock changes twice in half an hour.
     for half in range(first - 2 * 86400, last, 1800):
         begin, end = wall(half), wall(half + 1740)
         steady = end - begin == 29
@@ -61,7 +62,7 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     return first, found
 
 
-#: The minutes of a week. The half million entries of a year share these objects.
+#: The minutes of a week. The half million entries of a year refer to these objects.
 MINUTES = [*range(7 * DAY)]
 
 
@@ -121,7 +122,7 @@ nightly = st.tuples(st.integers(0, 240), st.integers(0, 240)).filter(lambda s: s
     days=st.frozensets(st.integers(0, 6), min_size=1),
     hours=st.lists(spans | nightly, min_size=1, max_size=2),
 )
-def test_year_of_changes_agrees_with_a_walk_over_its_minutes(place, days, hours):
+def test_changes_of_a_year_agree_with_a_check_of_its_minutes(place, days, hours):
     one = RuleTimes("r", days, tuple(hours), ZoneInfo(place[0]))
     assert by_product(one, *place) == brute_force(one, *place)
 
@@ -134,7 +135,7 @@ def test_year_of_changes_agrees_with_a_walk_over_its_minutes(place, days, hours)
     days=st.frozensets(st.integers(0, 6), min_size=1),
     hours=st.lists(spans | nightly, min_size=1, max_size=3),
 )
-def test_any_year_of_any_zone_agrees_with_a_plain_search(zone, year, days, hours):
+def test_any_year_of_any_zone_agrees_with_a_simple_search(zone, year, days, hours):
     one = RuleTimes("r", days, tuple(hours), ZoneInfo(zone))
     assert by_product(one, zone, year) == brute_force(one, zone, year)
 
@@ -146,7 +147,7 @@ def test_any_year_of_any_zone_agrees_with_a_plain_search(zone, year, days, hours
     hours=spans | nightly,
     second=st.integers(0, 350 * 86400),
 )
-def test_any_instant_agrees_with_a_plain_search_of_the_year(place, days, hours, second):
+def test_any_instant_agrees_with_a_simple_search_of_the_year(place, days, hours, second):
     one = RuleTimes("r", days, (hours,), ZoneInfo(place[0]))
     steps = brute_force(one, *place)
     now = steps[0][0] + second
@@ -175,14 +176,15 @@ def test_any_instant_agrees_with_a_plain_search_of_the_year(place, days, hours, 
     ),
     now=st.integers(1_700_000_000, 1_900_000_000),
 )  # fmt: skip
-def test_changes_of_many_rules_are_the_changes_of_each_rule(rules, now):
+def test_changes_of_several_rules_are_those_of_each_rule(rules, now):
     until = now + 20 * 86400
     found = [*changes(rules, now, until)]
     assert [rules for _, rules in found] == [in_force(rules, at) for at, _ in found]
     states = [in_force(rules, now), *(rules for _, rules in found)]
     assert all(before != after for before, after in pairwise(states))
     for begin, after in zip([now, *(at for at, _ in found)], states, strict=True):
-        # A change at ``until`` is found too, so the last state holds at ``until`` itself.
+        # The search also finds a change at ``until``, so the last state is right at ``until``
+        # itself.
         later = min((at for at, _ in found if at > begin), default=until + 1)
         for second in (begin, (begin + later) // 2, later - 1):
             assert in_force(rules, second) == after
@@ -212,7 +214,7 @@ def utc(*when: int) -> int:
 BERLIN = ZoneInfo("Europe/Berlin")
 
 
-def test_skipped_time_means_the_instant_of_the_jump():
+def test_skipped_time_means_the_instant_of_the_clock_change():
     jump = utc(2026, 3, 29, 1, 0)  # the clock goes from 02:00 to 03:00
     for minute in (120, 121, 150, 179, 180):
         assert instant(date(2026, 3, 29), minute, BERLIN) == jump
@@ -221,7 +223,7 @@ def test_skipped_time_means_the_instant_of_the_jump():
 
 
 def test_repeated_time_means_its_first_occurrence():
-    first = utc(2026, 10, 25, 0, 30)  # 02:30 in summer time; at 01:00 UTC the clock goes back
+    first = utc(2026, 10, 25, 0, 30)  # 02:30 in summer time: at 01:00 UTC the clock goes back
     assert instant(date(2026, 10, 25), 150, BERLIN) == first
     assert instant(date(2026, 10, 25), 180, BERLIN) == utc(2026, 10, 25, 2, 0)
 
@@ -254,13 +256,13 @@ def test_night_that_ends_in_a_repeated_hour_ends_once():
     assert found == [(utc(2026, 10, 24, 18, 0), (0,)), (utc(2026, 10, 25, 0, 30), ())]
 
 
-def test_a_rule_within_the_skipped_hour_is_not_in_force_that_day():
+def test_a_rule_inside_a_skipped_hour_is_not_in_force_that_day():
     short = rule("02:15-02:45", days="sun")
     found = [at for at, rules in changes([short], utc(2026, 3, 20), utc(2026, 4, 10)) if rules]
     assert found == [utc(2026, 3, 22, 1, 15), utc(2026, 4, 5, 0, 15)]
 
 
-def test_days_of_a_rule_are_those_on_which_it_begins():
+def test_days_of_a_rule_are_the_days_on_which_it_begins():
     night = rule("20:00-08:00", days="mon-fri")
     friday = utc(2026, 11, 27, 19, 0)
     assert in_force([night], friday) == (0,)
@@ -274,6 +276,6 @@ def test_a_rule_for_all_times_never_changes():
     assert next_change([], 1_790_000_000) is None
 
 
-def test_adjacent_rules_change_at_one_time():
+def test_adjacent_rules_change_at_the_same_time():
     both = [rule("08:00-20:00"), rule("20:00-08:00")]
     assert next_change(both, utc(2026, 11, 23, 12, 0)) == (utc(2026, 11, 23, 19, 0), (1,))

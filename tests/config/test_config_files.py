@@ -18,7 +18,9 @@ GiB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def folders(tmp_path, monkeypatch):
-    """Make a user's and the system's folder, and hide the configuration of this machine."""
+    """Make a user's and the system's folder for configuration files, and hide
+    those of this machine.
+    """
     user, system = tmp_path / "user", tmp_path / "system"
     user.mkdir()
     system.mkdir()
@@ -68,7 +70,7 @@ def test_command_line_wins_over_explicit_files(folders, tmp_path):
     assert (settings.pool.max_wait, settings.linger, settings.pool.idle_timeout) == (1, 2, 3)
 
 
-def test_changes_to_one_dict_in_several_files_add_up(folders):
+def test_changes_to_one_dict_in_several_files_are_combined(folders):
     user, system = folders
     write(system, "c.GPUPool.admins.append('ada'); c.GPUPool.quotas.update({'*': {'leases': 1}})")
     write(user, "c.GPUPool.admins.append('bob'); c.GPUPool.quotas.update({'bob': {'leases': 2}})")

@@ -50,18 +50,18 @@ def test_defaults_are_the_pools_defaults():
     assert pool.host_memory == HOST // 2
 
 
-def test_every_setting_has_an_option_and_every_option_a_setting():
+def test_every_setting_has_an_option_and_vice_versa():
     options = set(GPUPool.class_traits(config=True))
     pool = {f.name for f in fields(PoolSettings)}
     broker = {f.name for f in fields(BrokerSettings)}
     #: Settings of the pool without an option: either no admin has to change them, or the broker
     #: computes them from the schedules.
     constants = {"ageing", "pinned_retry", "growth_step", "residence", "classes_open"}
-    #: Set by a broker of a cluster from the ledger.
+    #: A broker of a cluster sets these from the ledger.
     constants |= {"elsewhere", "elsewhere_groups", "elsewhere_reason"}
-    #: Where the configuration comes from, and the notes on it.
+    #: These say where the configuration comes from; ``notes`` has the notes on it.
     about = {"pool", "notes", "files", "options", "origins"}
-    #: Each of these has an option of another name; some also come from ``groups``.
+    #: The option of ``half_life`` has another name.
     pool = pool - {"half_life"} | {"fair_share_half_life"}
     assert pool - constants | broker - about - {"members"} == options
 
@@ -140,9 +140,9 @@ def test_half_life_of_fair_share_is_read_in_seconds():
     assert settings(fair_share_half_life=0).pool.half_life == 0
 
 
-def test_default_limit_is_the_whole_device_whatever_the_memory():
+def test_default_limit_is_the_whole_device_for_any_memory():
     assert settings(default_memory="8GiB").pool.default_limit is None
-    # The default limit is cut to the most that a kernel may request.
+    # The pool cuts this limit to the most that a kernel may request.
     assert settings(max_memory_per_kernel="8GiB").pool.default_limit is None
 
 
@@ -193,7 +193,7 @@ def test_lazy_without_the_guard_becomes_cell_with_a_reason():
     )
 
 
-def test_more_host_memory_than_the_machine_has_is_noted():
+def test_host_memory_above_the_machines_memory_gets_a_note():
     found = settings(host_memory="200GiB")
     assert found.pool.host_memory == 200 * GiB
     assert found.notes == (
@@ -204,7 +204,7 @@ def test_more_host_memory_than_the_machine_has_is_noted():
     )
 
 
-def test_state_dir_of_root_differs_from_a_users(monkeypatch, tmp_path):
+def test_state_dir_of_root_differs_from_that_of_other_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr("os.getuid", lambda: 1000)
     assert settings().state_dir == tmp_path / "gpupool"

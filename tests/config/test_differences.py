@@ -75,7 +75,7 @@ def test_machine_wide_broker_hides_users_and_refers_to_the_admin(folder):
     told = status(broker, private=False, machine_wide=True)
     assert "ada" not in json.dumps(told)
     assert "bob" not in json.dumps(told)
-    assert notice(None, told) == ""  # what only the service's own files set
+    assert notice(None, told) == ""  # no notice about options that only the service's own files set
     text = notice({"idle_timeout": 7}, told)
     assert "idle_timeout is 5 s (from the command line), not 7 s" in text
     assert "quotas" not in text
@@ -92,7 +92,7 @@ def test_option_from_a_server_keeps_its_file_as_origin(folder):
     assert handed.origins == {"idle_timeout": str(path), "linger": "the command line"}
 
 
-def test_broker_without_a_report_is_no_difference(folder):
+def test_broker_that_reports_no_configuration_is_no_difference(folder):
     assert notice({"idle_timeout": 5}, {}) == ""
 
 

@@ -99,16 +99,16 @@ MEMBERS = {
         ("dan", ["x"], ("all",)),
     ],
 )
-def test_user_names_win_over_unix_groups_over_everybody(user, unix_groups, found):
+def test_user_names_win_over_unix_groups_and_these_over_star(user, unix_groups, found):
     assert groups_of(settings(groups=MEMBERS).members, user, unix_groups) == found
 
 
-def test_first_written_of_several_unix_groups_counts():
+def test_first_configured_of_several_unix_groups_counts():
     members = settings(groups={"b": {"unix_groups": ["x"]}, "a": {"unix_groups": ["y"]}}).members
     assert groups_of(members, "ada", ["y", "x"]) == ("b", "a")
 
 
-def test_groups_of_the_hub_count_as_unix_groups_do():
+def test_groups_of_the_hub_count_like_unix_groups():
     groups = {"all": {"users": "*"}, "u": {"unix_groups": ["x"]}, "h": {"hub_groups": ["x", "y"]}}
     members = settings(groups=groups, hub_groups=lambda _: ()).members
     assert groups_of(members, "ada", [], ["y"]) == ("h", "all")
@@ -245,7 +245,7 @@ def test_misspelt_parent_is_refused_with_the_nearest_name():
          "groups['b']['unix_groups']: The Unix group 'x' is"),
     ],
 )  # fmt: skip
-def test_two_equal_claims_need_an_order(first, second, message):
+def test_two_groups_with_an_equal_claim_need_an_order(first, second, message):
     (found,) = faults(groups={"a": first, "b": second})
     assert found == (
         f"{message} in the groups 'a' and 'b', and nothing says which one counts. Give the one "
@@ -305,7 +305,7 @@ def machine_faults(capacities, **groups):
     return [str(fault) for fault in check_sizes(tree(**groups), capacities)]
 
 
-def test_guarantee_above_the_machine_is_found_on_the_machine():
+def test_guarantees_are_compared_with_the_machines_memory():
     two = [80 * GiB, 80 * GiB]
     groups = {"a": {"guarantee": "1 device"}, "b": {"guarantee": "100GiB"}}
     assert machine_faults([80 * GiB] * 3, **groups) == []
@@ -317,7 +317,7 @@ def test_guarantee_above_the_machine_is_found_on_the_machine():
     ]
 
 
-def test_cap_above_the_machine_is_found():
+def test_cap_above_the_machines_memory_is_found():
     (found,) = machine_faults([80 * GiB], a={"cap": "4 devices"})
     assert found == (
         "c.GPUPool.groups['a']['cap']: The cap 4 devices (320 GiB) cannot be reached: the GPUs of "
@@ -325,7 +325,7 @@ def test_cap_above_the_machine_is_found():
     )
 
 
-def test_different_units_are_compared_on_the_machine():
+def test_sizes_in_different_units_are_compared_on_the_machine():
     groups = {"a": {"guarantee": "50%", "cap": "30GiB"}}
     assert machine_faults([40 * GiB], **groups) == []
     assert machine_faults([80 * GiB], **groups) == [

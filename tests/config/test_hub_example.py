@@ -1,7 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The example that takes groups from JupyterHub, with a Hub that answers as its REST page
-documents."""
+"""The example that takes groups from JupyterHub, with a stand-in that follows
+JupyterHub's REST page.
+"""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def night(**values):
 # ------------------------------------------------------------------ changes by a schedule
 
 
-def test_class_is_closed_until_the_first_schedule_that_opens_it():
+def test_class_is_closed_until_a_schedule_opens_it():
     times = timetable(
         classes_allowed=["notebook"],
         schedules=[
@@ -265,7 +265,7 @@ def test_contradicting_rules_are_refused_before_they_apply():
     )
 
 
-def test_mistake_of_every_night_is_reported_once():
+def test_mistake_that_recurs_every_night_is_reported_once():
     rules = [
         {**NIGHT, "set": {"idle_timeout": "soon"}},
         {**WEEKEND, "set": {"linger": 1}},
@@ -273,7 +273,7 @@ def test_mistake_of_every_night_is_reported_once():
     assert len(faults(schedules=rules)) == 1
 
 
-def test_guarantee_too_large_only_at_night_is_found():
+def test_guarantee_that_is_too_large_only_at_night_is_found():
     groups = {"a": {"guarantee": "1 device"}}
     times = timetable(groups=groups, schedules=night(groups={"a": {"guarantee": "3 devices"}}))
     found = times.faults(NOON, lambda one: check_sizes(one.pool.groups, [GiB, GiB]))
@@ -334,7 +334,7 @@ def test_mistake_is_reported_with_its_file(folder):
     assert found.startswith(f"c.GPUPool.groups['b']['guarantee'] in {high}, line 3: 'a' (60%), 'b'")
 
 
-def test_first_mistakes_are_listed_and_the_rest_counted(folder):
+def test_first_mistakes_are_listed_and_the_others_are_counted(folder):
     path = folder / "jupyter_server_config.py"
     path.write_text("\n".join(f"c.GPUPool.nothing{n} = 1" for n in range(10)))
     with pytest.raises(WrongConfiguration) as caught:

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Attacks of a hostile container: runs inside it, with the standard library only.
+"""Attacks by a hostile container. This program runs inside it, with the standard library only.
 
-``python attacks.py KIND...``, with ``attack.py`` of the benchmarks beside it; each kind runs in a
-process of its own. After the line "ready" it reads a line of JSON: what the attacker knows of
-another user's session. At the next line it ends, and writes a line of JSON for each kind: the
-broker's answers by code, and what it has reached.
+Run ``python attacks.py KIND...``, with ``attack.py`` of the benchmarks in the same folder. Each
+kind of attack runs in its own process. The program prints "ready", and then reads a line of JSON:
+what the attacker knows of another user's session. At the next line it ends, and writes a line of
+JSON for each kind: the broker's answers by code, and what the attack has reached.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ import attack
 HEADER, SLOTS, SLOT = 4096, 256, 256
 SIZE = HEADER + SLOTS * SLOT
 
-#: Seconds of an attack that nobody ends.
+#: Most seconds of an attack, if nobody ends it earlier.
 LONGEST = 600.0
 
-#: The attack that reads the lines itself.
+#: The attack that itself reads the lines of standard input.
 QUEUE = "queue"
 
 #: Sessions of an attack that needs several.
@@ -40,7 +40,7 @@ MANY = 8
 
 
 class Over(Exception):
-    """The time of an attack has ended while it began something."""
+    """The time of an attack has ended while the attack opened a connection."""
 
 
 class Session:
@@ -49,7 +49,7 @@ class Session:
     def __init__(self, attacker, **fields):
         self.attacker = attacker
         opened = {}
-        while "session" not in opened:  # its user's other attacks may have used up the budget
+        while "session" not in opened:  # other attacks of this user may have used up its budget
             self.server = attacker.dial()
             opened = attacker.ask(self.server, "open", kernel_id="k", attach="lazy", **fields)
         self.who = {"session": opened["session"], "token": opened["token"]}
@@ -65,16 +65,16 @@ class Session:
         )
 
     def ask(self, kind, **fields):
-        """Ask as a process of the session, on a connection of its own."""
+        """Send a request as a process of the session, on a new connection."""
         self.attacker.ask_once(kind, **self.who, **fields)
 
     def slot(self, number, pid, start_time, *, inflight=0, flags=3, pins=0, used=0):
-        """Write a process into the page."""
+        """Write a process into a slot of the page."""
         data = struct.pack("<IIQIIIIQ", 1, pid, start_time, inflight, 0, flags, pins, used)
         os.pwrite(self.page, data, HEADER + number * SLOT)
 
     def use(self, inflight=1):
-        """Act as a call that has passed the gate, and is inside the driver or has returned."""
+        """Act like a call that has passed the gate: it is inside the driver, or has returned."""
         os.pwrite(self.page, b"\0", 8)  # the gate is open
         self.slot(0, self.child, self.start_time, inflight=inflight)
 
@@ -86,24 +86,27 @@ class Session:
 
 
 class Hostile(attack.Attack):
-    """The attacks that need a container, or another user's session."""
+    """Attacks that need a container, or another user's session."""
 
     def __init__(self, path, victim):
         super().__init__(path, LONGEST)
         self.victim = victim
-        #: Whether it shall end; whether it has not made its first round yet, which it ends.
+        #: ``told``: whether the signal to end has come. ``first``: whether the attack is in its
+        #: first round, which it always completes.
         self.told = self.first = False
-        #: What must stay empty.
+        #: What the attack has reached. This list must stay empty.
         self.reached = []
 
     def refused(self):
-        """Requests that the pool refuses, with names of others and texts for a terminal."""
+        """Send requests that the pool refuses, with names of other users and
+        control codes for a terminal.
+        """
         forged = {"owner": "ada", "user": "ada", "uid": 0, "label": "\x1b[2J\ud800" + "x" * 150}
         self.flood(attack.line("open", id=1, kernel_id="../" * 60,
                                request={"memory": 1 << 50}, **forged) * 20)  # fmt: skip
 
     def guesses(self):
-        """Another's session with guessed tokens: each guess closes its connection."""
+        """Use another user's session with guessed tokens; each guess closes its connection."""
         names = {"session": self.victim["session"], "token": "guessed"}
         fields = {"hello": {}, "attach": {}, "home": {}, "page": {},
                   "land": {"step": "begin"}, "grow": {"device": 0, "bytes": 1}}  # fmt: skip
@@ -112,7 +115,7 @@ class Hostile(attack.Attack):
                 self.try_once(kind, **names, **more)
 
     def stolen(self):
-        """Another's session with its true token, and what needs no token."""
+        """Use another user's session with its true token, and try requests that need no token."""
         names = {"session": self.victim["session"]}
         secret = {**names, "token": self.victim["token"]}
         for _ in self.rounds():
@@ -135,7 +138,9 @@ class Hostile(attack.Attack):
         return made
 
     def rounds(self):
-        """Yield as long as the attack lasts, and once in any case: a slow machine attacks, too."""
+        """Yield once, and again until the attack ends: on a slow machine, too,
+        there is one round.
+        """
         self.first = True
         yield
         self.first = False
@@ -143,13 +148,15 @@ class Hostile(attack.Attack):
             yield
 
     def try_once(self, kind, **fields):
-        """Ask on a connection of its own; an agreement has reached the victim."""
+        """Send a request on a new connection. If the broker accepts it, the
+        attack has reached the victim.
+        """
         answer = self.ask_once(kind, **fields)
         if answer and "code" not in answer:
             self.reached.append(kind)
 
     def ask_once(self, kind, **fields):
-        """Return the answer to a request on a connection of its own; {} if there is none."""
+        """Return the answer to a request on a new connection; {} if there is no answer."""
         with contextlib.suppress(OSError), self.dial() as made:
             return self.ask(made, kind, **fields)
         return {}
@@ -162,7 +169,7 @@ class Hostile(attack.Attack):
         return made
 
     def descriptors(self):
-        """Requests with as many open files as one message may carry."""
+        """Send requests with as many open files as one message may carry."""
         files = [os.open("/dev/null", os.O_RDONLY)] * 250
         made = self.dial()
         while not self.over:
@@ -175,7 +182,7 @@ class Hostile(attack.Attack):
                 made = self.dial()
 
     def unread_pages(self):
-        """Ask for the own page again and again, and take no answer until the end."""
+        """Request the attacker's page again and again, and read no answer before the end."""
         session = Session(self)
         made = [one for _ in range(20) if (one := self.connect())]
         while not self.over:
@@ -183,7 +190,7 @@ class Hostile(attack.Attack):
                 one.setblocking(False)
                 with contextlib.suppress(OSError):
                     self.sent += one.send(attack.line("page", id=1, **session.who))
-            time.sleep(0.005)  # the attack's pace: its process needs a core otherwise
+            time.sleep(0.005)  # the attack's pace: without it, the process takes a whole core
         for one in made:
             kept = 0
             with contextlib.suppress(OSError):
@@ -199,7 +206,9 @@ class Hostile(attack.Attack):
         session.close()
 
     def damage(self):
-        """Ruin the own page in every way, with the slice, and have the broker read it."""
+        """Damage the own page in every way while the session has a slice, and
+        make the broker read it.
+        """
         ways = {
             "noise": lambda f: os.pwrite(f, os.urandom(SIZE), 0),
             "ones": lambda f: os.pwrite(f, b"\xff" * SIZE, 0),
@@ -226,7 +235,7 @@ class Hostile(attack.Attack):
                 session.close()
 
     def false_processes(self):
-        """Pages that name other false processes, and the victim's, at each look of the broker."""
+        """Write false processes, and the victim's, into pages, and change them before each look."""
         sessions = [Session(self, request={"memory": 40 << 20}) for _ in range(MANY)]
         for session in sessions:
             session.ask("attach")
@@ -238,12 +247,12 @@ class Hostile(attack.Attack):
                     number += 1
                     session.slot(slot, number % (1 << 22), number, pins=15, used=1 << 40)
                 session.slot(40, self.victim["pid"], self.victim["start_time"], inflight=1)
-            time.sleep(0.05)  # the attack's pace: oftener than the broker looks
+            time.sleep(0.05)  # the attack's pace: more often than the broker looks
         for session in sessions:
             session.close()
 
     def names_victim(self):
-        """Processes that say in their environment that they belong to the other session."""
+        """Start processes whose environment says that they belong to the victim's session."""
         children = []
         env = {"GPUPOOL_SESSION": self.victim["session"], "GPUPOOL_TOKEN": self.victim["token"]}
         for _ in range(30):
@@ -258,7 +267,9 @@ class Hostile(attack.Attack):
             os.waitpid(child, 0)
 
     def reads(self):
-        """Look for the other user in all files, and through all links of /proc, that are here."""
+        """Search for the other user's secret in all files and processes that the
+        container shows.
+        """
         place = Path(self.path).parent
         secret = self.victim["secret"].encode()
         for _ in self.rounds():
@@ -276,7 +287,9 @@ class Hostile(attack.Attack):
                 self.reached += [kind] * (secret in json.dumps(answer).encode())
 
     def queue(self):
-        """Hold both GPUs with calls that do not end, and ask for more; at a line give one back."""
+        """Hold both GPUs with calls that do not end, and request more; at a line,
+        release one GPU.
+        """
         sessions = [Session(self, request={"memory": 450 << 20}) for _ in range(MANY)]
         asking = []
         for session in sessions:
@@ -303,7 +316,7 @@ KINDS = {
 
 
 def run(kind, victim):
-    """Attack until the signal; print what happened."""
+    """Attack until SIGUSR1; print the answers, and what the attack has reached."""
     one = Hostile(os.environ["GPUPOOL_SOCKET"], victim)
     signal.signal(signal.SIGUSR1, lambda *_: setattr(one, "told", True))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
@@ -317,7 +330,7 @@ def run(kind, victim):
 def main():
     print("ready", flush=True)
     victim = json.loads(sys.stdin.readline())
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until a child can take it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until a child can handle it
     children = []
     for kind in sys.argv[1:]:
         child = os.fork()
@@ -326,7 +339,7 @@ def main():
             try:
                 run(kind, victim)
                 code = 0
-            except BaseException:  # this fork must not go on as the parent
+            except BaseException:  # this fork must not continue as the parent
                 traceback.print_exc()
             finally:
                 os._exit(code)

@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The first process of a container: makes its file system and user, and becomes its program.
+"""The first process of a container: it makes the file system and the user, and then becomes the
+container's program.
 
-``unshare`` has made the namespaces; standard input has the rest, see ``kit.Box``.
+``unshare`` has made the namespaces. Standard input has everything else, see ``kit.Box``.
 """
 
 import ctypes
@@ -87,7 +88,7 @@ def in_user_namespace(first):
 
 
 def main():
-    # Unbuffered: what comes after this line is for the program.
+    # Unbuffered, because the program reads the input after this line.
     with open(0, "rb", buffering=0, closefd=False) as file:
         spec = json.loads(file.readline())
     build(spec)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Docker's own daemon for the tests, and JupyterHub with DockerSpawner on it."""
+"""A Docker daemon for the tests alone, and a JupyterHub whose DockerSpawner uses it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.hub.kit import EXAMPLES, Hub
 
 from .podman import LIMITS, PODMAN
 
-#: The image of the servers.
+#: The image of the users' servers.
 IMAGE = "localhost/gpupool-test:trixie"
 
 
@@ -25,7 +25,7 @@ def refusal():
 
 
 class Docker:
-    """A daemon with a socket, files and a network of its own; it changes no rule of a firewall."""
+    """A daemon with its own socket, files and network. It changes no firewall rule."""
 
     def __init__(self):
         self.folder = kit.short_folder()
@@ -34,7 +34,7 @@ class Docker:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [
-                    # It ends with the tests, also if they are killed.
+                    # The daemon ends together with the tests, even if they are killed.
                     *("setpriv", "--pdeathsig", "TERM"),
                     "dockerd", "--host", self.host, "--iptables=false", "--ip6tables=false",
                     "--bridge=none", f"--data-root={self.folder}/data",
@@ -66,7 +66,7 @@ class Docker:
         )  # fmt: skip
 
     def run(self, *words, **options):
-        """Run a command of Docker; return what it printed, and fail if it fails."""
+        """Run a Docker command; return its output, and fail if the command fails."""
         done = self._call(*words, **options)
         assert done.returncode == 0, (words, done.stdout, done.stderr)
         return done.stdout.strip()
@@ -82,7 +82,7 @@ class Docker:
 
 
 class DockerHub(Hub):
-    """JupyterHub with the examples for one machine and for DockerSpawner, on a test's machine."""
+    """JupyterHub with the example files for one machine and for DockerSpawner."""
 
     def __init__(self, machine, docker, **options):
         super().__init__(machine.folder, machine.socket, **options)
@@ -90,7 +90,7 @@ class DockerHub(Hub):
         text = (EXAMPLES / "containers" / "jupyterhub_config.py").read_text()
         assert "/run/gpupool/users/{raw_username}" in text
         (self.folder / "docker.py").write_text(text.replace("/run/gpupool", str(place)))
-        emulated = f"{place}/broker.sock.emulated"  # as a runtime adds the devices
+        emulated = f"{place}/broker.sock.emulated"  # as a container runtime adds the devices
         url = f":{self.ports['hub']}"
         with (self.folder / "hub.py").open("a") as file:
             file.write(f"""
@@ -111,4 +111,4 @@ c.DockerSpawner.environment |= {{
         }  # fmt: skip
 
     def _end_servers(self):
-        return []  # the daemon ends them
+        return []  # the daemon ends the servers

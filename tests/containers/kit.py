@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Containers by the operating system's own means, and the machine's broker outside of them.
+"""Containers made with the operating system's own means, and the machine's broker outside them.
 
-Each has process numbers, mounts, a network, control groups, shared memory of 64 KiB and a root file
-system of its own: Python and ipykernel, but no jupyter_gpupool. The broker reaches it by the
-mounted folder only.
+Each container has its own process numbers, mounts, network, control groups, 64 KiB of shared
+memory and root file system. The file system has Python and ipykernel, but no jupyter_gpupool. The
+mounted folder is the only way between the container and the broker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.broker.kit import wait_until
 BOX = Path(__file__).with_name("box.py")
 SITE = next(Path(p) for p in sys.path if p.endswith("site-packages"))
 
-#: Not in the image.
+#: Packages that are not in the image.
 _OURS = ("jupyter_gpupool", "_editable", "emucuda", "_emucuda")
 
 
@@ -42,11 +42,13 @@ class Machine(kit.Broker):
         super().__init__(folder, user_sockets=True, **config)
         self.socket = self.place / "broker.sock"
         self.boxes = []
-        #: The class of its containers.
+        #: The class of the machine's containers.
         self.kind = Box
 
     def user(self, name):
-        """Make the folder of a user, as Docker does for a volume; return it when it is served."""
+        """Make the folder of a user, as Docker does for a volume; return it when
+        the broker serves it.
+        """
         folder = self.place / "users" / name
         folder.mkdir(exist_ok=True)
         wait_until((folder / self.socket.name).exists, f"the socket of {name}")
@@ -78,7 +80,7 @@ class Machine(kit.Broker):
 
 @contextmanager
 def running(**config):
-    """Yield a machine whose broker is not started yet; end it, and show its log."""
+    """Yield a machine whose broker has not started yet; at the end, stop it and show its log."""
     folder = kit.short_folder()
     folder.chmod(0o755)
     found = Machine(folder, reclaim_after=0, **config)
@@ -91,10 +93,11 @@ def running(**config):
 
 
 class Box:
-    """One container: of ``user`` by the folder mounted there, or of nobody.
+    """One container. The folder mounted in it makes it a container of ``user``, or of nobody.
 
-    ``users_from``: the user id of the machine that is the container's root, in a user namespace.
-    ``memory``: most bytes of its control group. ``writable``: the folder is, which it must not be.
+    ``users_from``: with a user namespace, the user id on the machine of the container's root.
+    ``memory``: the memory limit of its control group, in bytes. ``writable``: whether the
+    container may write to the mounted folder, which is a mistake.
     """
 
     def __init__(self, machine, user="", *, uid=1000, users_from=0, memory=0, writable=False):
@@ -109,7 +112,9 @@ class Box:
         self._processes, self._kernels = [], []
 
     def start(self, *arguments, env=None, **options):
-        """Start Python in it; a further call starts another container with the same files."""
+        """Start Python in the container; each further call starts another
+        container with the same files.
+        """
         place = str(self.machine.place)
         root = self.machine.folder / f"root-{secrets.token_hex(4)}"
         root.mkdir()
@@ -119,7 +124,7 @@ class Box:
             (str(self.shared), str(self.shared), True),
         ]
         if self.user:
-            emulated = f"{place}/broker.sock.emulated"  # as a runtime adds the devices
+            emulated = f"{place}/broker.sock.emulated"  # as a container runtime adds the devices
             mounts += [
                 (f"{place}/users/{self.user}", place, self._writable),
                 (emulated, emulated, True),
@@ -140,7 +145,9 @@ class Box:
         return self._launch(_inside(self._group), (), sys.executable, spec, options)
 
     def _launch(self, before, namespace, python, spec, options):
-        """Start ``box.py``: the words ``before`` it, further namespaces, and its Python."""
+        """Start ``box.py`` in the interpreter ``python``, after the words
+        ``before``, with more namespaces.
+        """
         process = subprocess.Popen(
             [*before, "unshare", *namespace, "--mount", "--ipc", "--net", "--uts", "--cgroup",
              *namespaces.OWN_NUMBERS[1:], str(python), str(BOX)],
@@ -152,7 +159,7 @@ class Box:
         return process
 
     def run(self, code, *arguments, timeout=120, **options):
-        """Run a program to its end; return what it printed."""
+        """Run a program until it ends; return its output."""
         process = self.start(
             "-c", code, *map(str, arguments), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             **options,
@@ -179,7 +186,7 @@ class Box:
             self._group.rmdir()
 
     def kill(self, process):
-        """Kill what :meth:`start` has returned, with all of its container."""
+        """Kill a process that :meth:`start` has returned, and its whole container."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
@@ -200,14 +207,16 @@ def control_group(limit):
 
 
 def _inside(group):
-    """Return words that, before a command, run it in the control group; [] for no group."""
+    """Return the words that run the command after them in the control group; [] for no group."""
     if group is None:
         return []
     return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]
 
 
 class BoxKernel:
-    """The Pooled GPU kernel of the mounted kernelspec, reached by the container's files."""
+    """The Pooled GPU kernel of the mounted kernelspec. Its connection is in the
+    container's files.
+    """
 
     def __init__(self, box, **env):
         self.box = box
@@ -242,7 +251,7 @@ class BoxKernel:
         return Path(self.log.name).read_text()
 
     def run(self, code, timeout=120):
-        """Run a cell; return what it printed, and fail if it fails."""
+        """Run a cell; return its output, and fail if the cell fails."""
         text = []
 
         def hook(message):

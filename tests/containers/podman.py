@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Containers by Podman, from images of a Debian release; ``make test-containers`` makes them.
+"""Podman's containers, from images with a Debian release. ``make test-containers`` makes the
+images.
 
-An image has Debian's Python and ipykernel, and no jupyter_gpupool.
+An image has Debian's Python and ipykernel, but no jupyter_gpupool.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ from jupyter_gpupool.procfs import identify
 
 from .kit import Box
 
-#: Where ``make`` notes which images there are.
+#: Here ``make`` notes which images exist.
 _IMAGES = Path(__file__).parents[2] / ".images"
 
-#: Podman raises these limits to more than a process without CAP_SYS_RESOURCE may have.
+#: Without these, Podman sets higher limits than a process without CAP_SYS_RESOURCE may have.
 LIMITS = ("--ulimit=nofile=4096:4096", "--ulimit=nproc=4096:4096")
 
-#: crun of Debian 12 refuses a machine whose control groups are of both versions.
+#: crun of Debian 12 refuses a machine that has control groups of both versions.
 PODMAN = ("podman", *(("--runtime", "runc") if shutil.which("runc") else ()))
 
 
 def images():
-    """Return the names of the images that are there."""
+    """Return the names of the existing images."""
     return sorted(path.stem for path in _IMAGES.glob("*.ready"))
 
 
 def new_name():
-    """Return a name for a container; it names the process of the tests, see :func:`sweep`."""
+    """Return a name for a container. It contains the id of the tests' process,
+    see :func:`sweep`.
+    """
     return f"gpupool-test-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def left(names):
-    """Return those of ``names`` that tests have made which were killed before they could clean."""
+    """Return each of ``names`` that belongs to a container of tests that no longer run."""
     made = (re.fullmatch(r"gpupool-test-(\d+)-[0-9a-f]+", name) for name in names)
     return [match[0] for match in made if match and not identify(int(match[1]))]
 
@@ -62,7 +65,7 @@ def remove(name):
 
 
 class PodmanBox(Box):
-    """A container of the image ``image``; further parameters see :class:`Box`."""
+    """A container of the image ``image``; :class:`Box` has the other parameters."""
 
     image = ""
 
@@ -76,7 +79,7 @@ class PodmanBox(Box):
         place = str(self.machine.place)
         mounts = [f"{self.shared}:{self.shared}"]
         if self.user:
-            emulated = f"{place}/broker.sock.emulated"  # as a runtime adds the devices
+            emulated = f"{place}/broker.sock.emulated"  # as a container runtime adds the devices
             access = "" if self._writable else ":ro"
             mounts += [f"{place}/users/{self.user}:{place}{access}", f"{emulated}:{emulated}"]
         uid, first = self._spec["uid"], self._spec["users_from"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels in containers, which share the machine's GPUs by one mounted folder."""
+"""Kernels in containers share the machine's GPUs through one mounted folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(namespaces.refusal()), reason=namespaces.refusal() or "none"),
 ]
 
-#: Data on the device that a suspend must keep.
+#: Puts data on the device, which a suspend must keep.
 FILL = """
 from cuda.core import Device
 device = Device(); device.set_current(); stream = device.create_stream()
@@ -33,7 +33,7 @@ buffer = device.allocate(250 << 20, stream=stream); buffer.fill(%d, stream=strea
 print(device.uuid)
 """
 
-#: Whether each byte is what it was.
+#: Fails if a byte of the data has changed.
 CHECK = """
 import ctypes
 from cuda.bindings import driver
@@ -51,7 +51,7 @@ def site():
 
 @pytest.fixture
 def machine(site):
-    """The machine without a container and a user."""
+    """The machine, without any container or user."""
     yield site
     site.clear()
 
@@ -60,7 +60,7 @@ def test_containers_with_one_user_id_share_gpus(machine):
     for name in ("ada", "bob"):
         machine.user(name)
     ada, bob = (machine.box(name).kernel() for name in ("ada", "bob"))
-    # One process number and one user id, but two users.
+    # Both kernels have the same process number and user id, but belong to two users.
     assert ada.run("import os; print(os.getpid(), os.getuid())").endswith("1 1000")
     assert bob.run("import os; print(os.getpid(), os.getuid())").endswith("1 1000")
     home = ada.run(FILL % 7)
@@ -70,7 +70,8 @@ def test_containers_with_one_user_id_share_gpus(machine):
         "ada": True, "bob": True
     }  # fmt: skip
 
-    # Each GPU has room for one: ada's first kernel goes to host memory for her second.
+    # Each GPU has room for one kernel, so one of the two goes to host memory for ada's second
+    # kernel.
     second = machine.box("ada").kernel()
     second.run("%gpu 300MiB")
     second.run(FILL % 11)
@@ -78,14 +79,14 @@ def test_containers_with_one_user_id_share_gpus(machine):
         next(s["owner"] for s in machine.status()["sessions"] if s["suspended_bytes"])
     ]
     (other,) = {ada, bob} - {kept}
-    # The broker dies; the next one finds processes and pages again.
+    # The broker is killed; the next broker finds the processes and pages again.
     machine.kill()
     assert machine.started
     (home,) = (s["device"] for s in second.session["slices"])
     second.run("%gpu release")
     other.run(CHECK % {ada: 7, bob: 9}[other])
     kept.run(CHECK % {ada: 7, bob: 9}[kept])
-    # Its GPU gives nothing now: the state comes back on the other one.
+    # This GPU is paused now, so the state comes back on the other GPU.
     maintain(machine, "pause", home)
     second.run(CHECK % 11)
     assert second.session["migrations"] == 1
@@ -99,7 +100,7 @@ def test_containers_with_one_user_id_share_gpus(machine):
     )
 
 
-#: Sends requests of a container that has its own ideas; prints the code of each answer.
+#: Sends a hostile container's requests; prints the code of each answer.
 ATTACKER = """
 import json, os, socket, subprocess, sys
 theirs, token, pid = sys.argv[1:]
@@ -167,7 +168,7 @@ print(json.dumps(found))
 """
 
 
-def test_container_cannot_touch_what_is_anothers(machine):
+def test_container_cannot_reach_another_users_session(machine):
     for name in ("ada", "bob"):
         machine.user(name)
     ada = machine.box("ada").kernel(JPY_SESSION_NAME="secret.ipynb")
@@ -177,7 +178,7 @@ def test_container_cannot_touch_what_is_anothers(machine):
     ).split()[-2:]
     before = machine.session(mine)
     assert (before["owner"], before["label"]) == ("ada", "secret.ipynb")
-    bob = machine.box("bob", uid=0)  # root of a container without a user namespace
+    bob = machine.box("bob", uid=0)  # the container's root, without a user namespace
     found = json.loads(bob.run(ATTACKER, mine, token, before["pid"]))
     assert found == {
         **dict.fromkeys(("release", "close", "request", "keep", "end", "recall", "launched",
@@ -190,7 +191,7 @@ def test_container_cannot_touch_what_is_anothers(machine):
         "seen": [], "rows": [], "broker.sock.pages": False, "users": False, "proc": False,
         "written": "Read-only file system",
     }  # fmt: skip
-    # A process of another container that names the session does not belong to it either.
+    # A process in another container that names the session does not belong to the session either.
     root = procfs.identify(before["pid"])
     bob.start("-c", "input()", env={"GPUPOOL_SESSION": mine})
     wait_until(
@@ -205,7 +206,7 @@ def test_container_cannot_touch_what_is_anothers(machine):
     assert after["state"] in ("active", "idle")
     assert [s["granted_bytes"] for s in after["slices"]] == [300 * kit.MiB]
     assert (after["request"], after["label"]) == (before["request"], before["label"])
-    # A container without a folder has nothing.
+    # A container without the mounted folder cannot reach the broker.
     text = machine.box().run(
         "import os, socket\n"
         "try: socket.socket(socket.AF_UNIX).connect(os.environ['GPUPOOL_SOCKET'])\n"
@@ -214,7 +215,7 @@ def test_container_cannot_touch_what_is_anothers(machine):
     assert text == "nothing"
 
 
-#: Connects, and says when the connection has ended.
+#: Connects, and prints when the connection has ended.
 CONNECTED = """
 import os, socket
 connection = socket.socket(socket.AF_UNIX)
@@ -224,17 +225,17 @@ print("ended", connection.recv(1), flush=True)
 """
 
 
-def test_user_without_a_folder_is_served_no_more(machine):
+def test_user_is_not_served_after_the_folder_is_removed(machine):
     folder = machine.user("ada")
     process = machine.box("ada").start("-c", CONNECTED, stdout=subprocess.PIPE)
     assert process.stdout.readline() == "connected\n"
     kit.remove(folder)
     assert process.stdout.readline() == "ended b''\n"
     process.stdout.close()
-    machine.user("ada")  # a new folder is served again
+    machine.user("ada")  # the broker serves a new folder again
 
 
-def test_folders_that_others_could_write_are_not_served(machine):
+def test_folders_that_others_can_write_to_are_not_served(machine):
     users = machine.place / "users"
     assert users.stat().st_mode & 0o777 == 0o700
     for name in ("a b", "..x"):
@@ -271,7 +272,7 @@ def test_doctor_says_what_a_container_lacks(machine):
         writable.run(DOCTOR)
 
 
-#: What the page of containers says to run.
+#: The command in docs/containers.md.
 DOCTOR = """
 import os, sys
 sys.path.insert(0, os.path.dirname(os.environ["GPUPOOL_SOCKET"]) + "/inside/python")
@@ -280,8 +281,10 @@ sys.exit(main(["doctor", "--inside"]))
 """
 
 
-def test_memory_limit_of_a_container_is_seen_through(machine):
-    """Its kernel cannot be suspended there, and says so; nothing ends it."""
+def test_container_without_memory_for_a_suspend_keeps_its_slice(machine):
+    """The kernel cannot be suspended within its memory limit. The status says so,
+    and nothing ends the kernel.
+    """
     machine.user("ada")
     kernel = machine.box("ada", memory=640 * kit.MiB).kernel()
     kernel.run("%gpu 480MiB")

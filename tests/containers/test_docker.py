@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Servers of JupyterHub in Docker's containers, by the files of ``examples``."""
+"""Servers of JupyterHub in Docker containers, with the files of ``examples``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture
 def site():
-    """A Hub, Docker, and a machine with one GPU that has room for one of two kernels."""
+    """A Hub, a Docker daemon, and a machine whose one GPU has room for only one of two kernels."""
     with running(emulate=kit.ONE, default_memory=250 * kit.MiB) as machine:
         docker = hub = None
         try:
@@ -53,19 +53,20 @@ def test_users_of_docker_spawner_share_one_gpu_through_restarts(site):
     hub, docker, machine = site
     ada, bob = "ada", "bob@example.org"
     for name in (ada, bob):
-        # Docker would make it, too, but emulated GPUs are mounted in it, so it must be filled.
+        # Docker would make the folder, too. But emulated GPUs are mounted in it, so the broker
+        # must fill it first.
         machine.user(name)
     path = hub.spawn(ada)
     mine, theirs = hub.kernel(path), hub.kernel(hub.spawn(bob))
     mine.run("%gpu 300MiB")
     mine.run(FILL % 7)
-    theirs.run(FILL % 9)  # one GPU, and room for one: the first kernel is suspended
+    theirs.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
     found = owners(machine)
-    assert found.keys() == {ada, bob}  # by the folder: both have user id 1000
+    assert found.keys() == {ada, bob}  # from the folders: both users have user id 1000
     assert found[ada]["suspended_bytes"] > 0
     mine.run(CHECK % 7)
 
-    # The broker is killed, and the Hub starts anew: no server, no kernel and no byte is lost.
+    # The broker is killed, and the Hub restarts: no server, no kernel and no byte is lost.
     machine.kill()
     assert machine.started
     theirs.run(CHECK % 9)
@@ -74,7 +75,7 @@ def test_users_of_docker_spawner_share_one_gpu_through_restarts(site):
     hub.kernel(path, found[ada]["kernel_id"]).run(CHECK % 7)
     assert set(owners(machine)) == {ada, bob}
 
-    # A container that Docker kills, and a server that the Hub stops, end their sessions.
+    # A session ends if Docker kills its container, or if the Hub stops its server.
     (name,) = docker.run("ps", "--quiet", "--filter", f"name=jupyter-{ada}").split()
     docker.run("kill", name)
     wait_until(lambda: set(owners(machine)) == {bob}, "the end of the killed container's session")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``examples/containers`` against the code; ``test_docker.py`` runs them."""
+"""``examples/containers`` agrees with the code; ``test_docker.py`` runs these files."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def hub(monkeypatch):
     return config, found
 
 
-def test_the_brokers_file_has_sockets_for_users():
+def test_the_brokers_file_enables_sockets_for_users():
     assert load_settings([EXAMPLES / "user_sockets.py"]).user_sockets
 
 
-def test_servers_get_the_folder_of_their_user_read_only(hub):
+def test_servers_get_their_users_folder_read_only(hub):
     config, _ = hub
     assert config.DockerSpawner.volumes == {
         f"{MACHINE_SOCKET.parent}/users/{{raw_username}}": {
@@ -55,7 +55,7 @@ def test_the_hub_refuses_the_names_that_the_broker_refuses(hub, name):
             check(spawner)
 
 
-def test_the_compose_file_starts_that_hub(hub):
+def test_the_compose_file_starts_the_hub_of_the_example(hub):
     compose = yaml.safe_load((EXAMPLES / "compose.yaml").read_text())
     assert compose.keys() == {"services", "networks", "volumes"}
     service = compose["services"]["hub"]

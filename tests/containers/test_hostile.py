@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Attacks from inside containers, and what they may cost a kernel in another user's container.
+"""Attacks from inside containers, and their effect on a kernel in another user's container.
 
-An attacker is root in its container, and knows the number, the session and the token of the other
-kernel. The short form makes most attacks at the same time, the long form each of them alone.
+An attacker is root in its container, and knows the process number, the session and the token of
+the other kernel. The short form makes most attacks at the same time. The long form makes each
+attack alone.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ pytestmark = [
     pytest.mark.skipif(bool(namespaces.refusal()), reason=namespaces.refusal() or "none"),
 ]
 
-#: The attacks: what each one does is in ``attacks.py`` and ``benchmarks/attack.py``. With each, the
-#: broker's answers that are right; `busy` is right in every case. What must hold for the victim,
-#: for the broker and for what the attacker reaches is the same for all: see :func:`attacked`.
+#: The attacks. ``attacks.py`` and ``benchmarks/attack.py`` say what each one does. The values are
+#: the broker's answers that are right for the attack; `busy` is always right. :func:`attacked`
+#: checks the victim, the broker and what the attacker reaches; these checks are the same for all
+#: attacks.
 ATTACKS = {
     # Floods of connections.
     "churn": "",
     "slow": "",
     "descriptors": "",
-    # Floods of requests, read and not read.
+    # Floods of requests, whose answers are read or not read.
     "ping": "ok",
     "status": "ok",
     "journal": "ok",
@@ -52,11 +54,11 @@ ATTACKS = {
     "unread": "",
     "unread_pages": "ok",
     "early": "ok abuse not-launched duplicate unknown-session too-many",
-    # Malformed lines, and those whose refusals could fill log and journal.
+    # Malformed lines, and lines whose refusals could fill the log and the journal.
     "rubbish": "bad-request protocol too-long abuse",
     "unfinished": "",
     "refused": "over-device",
-    # A damaged page, and one that names others' processes.
+    # A damaged page, and a page that names processes of others.
     "damage": "ok limit no-memory no-page unknown-session",
     "false_processes": "ok",
     # Forged names and tokens.
@@ -67,8 +69,8 @@ ATTACKS = {
     "reads": "ok",
 }
 
-#: The short form: the attacks of each user. They share its budget, so those that need many answers
-#: are apart.
+#: The short form: the attacks of each user. All attacks of a user share its budget, so attacks
+#: that need many answers belong to different users.
 TEAMS = {
     "mallory": ["status", "journal_of_nobody", "rubbish", "refused"],
     "trudy": ["churn", "open_close", "opens"],
@@ -79,13 +81,14 @@ TEAMS = {
 #: The name of the victim's notebook.
 SECRET = "secret-notebook.ipynb"
 
-#: Most seconds of a release and of the return of the state, 0.3 s without an attack.
+#: Most seconds for a release and the return of the state. Without an attack they take 0.3 s.
 WAIT = 3.0
 
-#: Most bytes that the journal may grow by in an attack of seconds: it empties its log at 16 MiB.
+#: Most bytes by which the journal may grow in an attack of some seconds. The broker empties the
+#: journal's log at 16 MiB.
 MOST_JOURNAL = 20_000_000
 
-#: What the victim keeps.
+#: Fields of the victim's session that no attack may change.
 KEPT = ("owner", "label", "group", "request", "pid", "guard", "agent", "priority")
 
 
@@ -114,7 +117,7 @@ class Victim:
                       "start_time": identify(pid).start_time}  # fmt: skip
 
     def live(self):
-        """Give the slice back, take it again and check each byte; return the seconds."""
+        """Release the slice, take it again and check each byte; return the seconds."""
         begun = time.monotonic()
         self.kernel.run("%gpu release")
         wait_until(
@@ -132,7 +135,7 @@ def victim(site):
 
 @pytest.fixture
 def machine(site):
-    """The machine, without the attackers' containers when the test has ended."""
+    """The machine; when the test ends, it closes the attackers' containers."""
     kept = [*site.boxes]
     yield site
     for box in site.boxes:
@@ -160,7 +163,7 @@ def tell(process, line):
 
 
 def peak(machine):
-    """Return the most bytes that the broker has ever had resident."""
+    """Return the broker's highest resident memory so far, in bytes."""
     text = Path(f"/proc/{machine.process.pid}/status").read_text()
     return int(text.partition("VmHWM:")[2].split()[0]) * 1024
 
@@ -170,9 +173,10 @@ def journal(machine):
 
 
 def attacked(machine, victim, teams, *, rounds, seconds):
-    """Attack while the victim makes ``rounds``, at least so long; assert what must hold then.
+    """Attack for ``rounds`` of the victim, and for at least ``seconds``; assert all promises.
 
-    The attacks go on until the victim has been served so often: no service means no end.
+    The attacks go on until the victim has been served ``rounds`` times: without service, the test
+    does not end.
     """
     victim.live()
     quiet, log, rows = resident(machine), machine.log.stat().st_size, journal(machine)
@@ -180,7 +184,7 @@ def attacked(machine, victim, teams, *, rounds, seconds):
     attacks = [begin(machine, user, kinds, victim) for user, kinds in teams.items()]
     begun, waits = time.monotonic(), []
     while len(waits) < rounds or time.monotonic() - begun < seconds:
-        waits.append(victim.live())  # its bytes are right
+        waits.append(victim.live())  # this checks the victim's bytes
         with suppress(subprocess.TimeoutExpired):
             attacks[0].wait(0.1)
     assert [process.poll() for process in attacks] == [None] * len(attacks), "they go on"
@@ -193,16 +197,16 @@ def attacked(machine, victim, teams, *, rounds, seconds):
 
     assert [kind for kind, one in seen.items() if not one["sent"] and not one["codes"]] == []
 
-    # The attackers reached nothing, and each of their requests had a right answer.
+    # The attackers reached nothing, and the broker answered each of their requests rightly.
     assert {kind: one["reached"] for kind, one in seen.items() if one["reached"]} == {}
     wrong = {kind: {*one["codes"]} - {*ATTACKS[kind].split(), "busy"} for kind, one in seen.items()}
     assert {kind: codes for kind, codes in wrong.items() if codes} == {}
-    # The victim waited little (LATE: for a slow machine), and is what it was.
+    # The victim waited only shortly (LATE is for a slow machine), and its session has not changed.
     assert 0 < max(waits) < WAIT + LATE, waits
     after = machine.session(victim.session)
     assert {name: after[name] for name in KEPT} == {name: victim.before[name] for name in KEPT}
     assert [s["granted_bytes"] for s in after["slices"]] == [64 * kit.MiB]
-    # The broker took little memory, log and disk, and has freed what the attackers had.
+    # The broker took little memory, log and disk, and has freed the attackers' files and sessions.
     assert peak(machine) < MOST
     assert machine.log.stat().st_size - log < MOST_LOG * len(seen)
     assert journal(machine) - rows < MOST_JOURNAL
@@ -225,8 +229,8 @@ def test_no_attack_harms_another_container(machine, victim, kind):
     attacked(machine, victim, {"mallory": [kind]}, rounds=20, seconds=5.0)
 
 
-def test_long_queue_of_one_container_is_behind_the_others(machine, victim):
-    """Both GPUs are in use, and six kernels of another user wait already when the victim asks."""
+def test_long_queue_of_one_container_does_not_delay_another(machine, victim):
+    """Both GPUs are in use, and six kernels of the attacker already wait when the victim asks."""
     attackers = begin(machine, "mallory", ["queue"], victim)
     said = attackers.stdout.readline()
     assert said == "holds\n", said
@@ -242,6 +246,6 @@ def test_long_queue_of_one_container_is_behind_the_others(machine, victim):
 
 
 def queue(machine):
-    """Return the owners of the sessions that wait, the first one first."""
+    """Return the owners of the waiting sessions, in the order of the queue."""
     found = [s for s in machine.status()["sessions"] if s["state"] == "queued"]
     return [s["owner"] for s in sorted(found, key=lambda s: s["queue_position"])]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels in Podman's containers, of images with different Pythons and C libraries."""
+"""Kernels in Podman's containers, from images with different Pythons and C libraries."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 from .kit import running
 from .podman import PodmanBox, images, sweep
 from .test_containers import (  # noqa: F401  - the same tests, with the fixtures of this module
-    test_container_cannot_touch_what_is_anothers,
+    test_container_cannot_reach_another_users_session,
     test_container_in_a_user_namespace_is_served,
+    test_container_without_memory_for_a_suspend_keeps_its_slice,
     test_containers_with_one_user_id_share_gpus,
     test_doctor_says_what_a_container_lacks,
-    test_memory_limit_of_a_container_is_seen_through,
-    test_user_without_a_folder_is_served_no_more,
+    test_user_is_not_served_after_the_folder_is_removed,
 )
 
-#: The line in the log of a kernel for which an image is too old.
+#: By image that is too old: the line in its kernel's log.
 TOO_OLD = {
     "bullseye": "Pooled GPU kernels need Python 3.10 or newer, and this image has 3.9",
 }
@@ -43,13 +43,13 @@ def site():
 
 
 def of_image(name):
-    """Return the class of containers of an image."""
+    """Return a class of containers that use this image."""
     return type("ImageBox", (PodmanBox,), {"image": name})
 
 
 @pytest.fixture(params=[name for name in images() if name not in TOO_OLD])
 def machine(site, request):
-    """The machine without a container and a user; each test runs with each image."""
+    """The machine, without any container or user; each test runs with each image."""
     site.kind = of_image(request.param)
     yield site
     site.clear()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Containers that an account starts without root, with the folder of the machine's broker."""
+"""Containers that a user's account starts without root, with the folder of the machine's broker."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.service.kit import CELLS, PYTHON, UserCells
 
 from .kit import Box, running
 
-#: User ids without accounts.
+#: User ids that have no accounts.
 ADA, BOB = 21_003, 21_004
 
 
 def as_account(uid):
-    """Return words before a command that run it as a user without any right of root."""
+    """Return the words that run the command after them as a user without any privilege."""
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
 
 
@@ -48,7 +48,7 @@ pytestmark = [
 
 
 class RootlessBox(Box):
-    """A container of an account, whose user id is root's in it."""
+    """A container that an account starts. The account's user id is root's inside."""
 
     def __init__(self, machine, uid):
         super().__init__(machine, uid=uid)
@@ -88,9 +88,9 @@ def test_accounts_share_one_gpu_from_their_own_containers(machine):
     assert ada.run("import os; print(os.getuid(), os.getpid() < 20)") == "0 True"
     ada.run("%gpu 300MiB")
     ada.run(FILL % 7)
-    bob.run(FILL % 9)  # one GPU, and room for one: the first kernel is suspended
+    bob.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
     found = {session["owner"]: session for session in machine.status()["sessions"]}
-    assert found.keys() == {f"uid-{ADA}", f"uid-{BOB}"}  # of the machine, not of the container
+    assert found.keys() == {f"uid-{ADA}", f"uid-{BOB}"}  # ids on the machine, not inside
     assert found[f"uid-{ADA}"]["suspended_bytes"] > 0
     machine.kill()
     assert machine.started

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The program that starts a kernel in a container: which images it refuses, and in which words."""
+"""The program that starts a kernel in a container: the images that it refuses, and its messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unknown(_name):
     raise ValueError("unrecognized configuration name")
 
 
-#: The line about an image without glibc.
+#: The line that refuses an image without glibc.
 NO_GLIBC = "this image has no glibc (musl?), and the guard needs it; use an image of Debian"
 
 
@@ -36,7 +36,7 @@ NO_GLIBC = "this image has no glibc (musl?), and the guard needs it; use an imag
         (unknown, NO_GLIBC),
     ],
 )
-def test_image_whose_c_library_cannot_load_the_guard(monkeypatch, tmp_path, libc, why):
+def test_image_is_refused_if_its_c_library_is_unsuitable(monkeypatch, tmp_path, libc, why):
     needs = tmp_path / "libcuda.so.1"
     needs.write_bytes(b"\0GLIBC_2.2.5\0GLIBC_2.34\0GLIBC_2.9\0")
     monkeypatch.setattr(os, "confstr", libc)
@@ -74,7 +74,7 @@ def test_good_image_starts_the_kernel_with_the_mounted_package(started, tmp_path
     assert environment == {"PYTHONPATH": f"{tmp_path}/python:/mine"}
 
 
-def test_other_image_gets_a_kernel_without_gpu_and_one_line(started, monkeypatch, capsys):
+def test_unsuitable_image_starts_a_kernel_without_gpu(started, monkeypatch, capsys):
     monkeypatch.setattr(os, "confstr", unknown)
     command, environment = started()
     assert command[1:] == ["-m", "ipykernel_launcher", "-f", "file.json"]

@@ -89,7 +89,9 @@ class Target:
         self.root = procfs.identify(self.pid)
 
     async def do(self, name, *arguments, timeout=60):
-        """Return what function ``name`` of the target returns; raise RuntimeError if it raised."""
+        """Call function ``name`` in the target; return its result, or raise
+        RuntimeError if it failed.
+        """
         self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
         line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
         answer = json.loads(line)

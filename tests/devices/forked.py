@@ -13,19 +13,20 @@ from contextlib import suppress
 from jupyter_gpupool.devices import child
 from tests.broker import forks
 
-#: The real function.
+#: asyncio's own function.
 _execute = asyncio.create_subprocess_exec
 
 
 async def create_subprocess_exec(*command, **options):
-    """Fork a command that ``forks`` can run; execute any other."""
+    """Fork a command that ``forks`` can run; execute any other command."""
     env = options.get("env") or os.environ
     piped = options.get("stdin") == options.get("stdout") == asyncio.subprocess.PIPE
     if not (piped and options.get("start_new_session") and forks.can_run(command, env)):
         return await _execute(*command, **options)
     command = [*command]
     if command[1] == str(child.SCRIPT):
-        # A child ends if its parent is not the process named here. The service names itself.
+        # A child ends if its parent is not the process named here. The service would name itself,
+        # but the parent of a forked child is another process.
         assert command[4] == str(os.getpid()), command
         command[4] = str(forks.parent())
     stdin, write = os.pipe()
@@ -40,7 +41,9 @@ async def create_subprocess_exec(*command, **options):
 
 
 class Forked:
-    """A forked process with the used part of :class:`asyncio.subprocess.Process`."""
+    """A forked process, with the part of :class:`asyncio.subprocess.Process` that
+    the service uses.
+    """
 
     def __init__(self, process):
         self.pid = process.pid
@@ -76,7 +79,7 @@ class Forked:
         finally:
             self.stdin.close()
             self._transport.close()
-        await asyncio.sleep(0)  # until the transports are closed
+        await asyncio.sleep(0)  # time for the transports to close
         return self.returncode
 
     def _end(self):

@@ -1,6 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A CUDA process under test: reads one JSON request per line, answers with one JSON line.
+"""A CUDA process under test: it reads one JSON request per line, and answers each with one JSON
+line.
 
 It runs as a script on NVIDIA's own bindings and imports nothing of jupyter_gpupool.
 """
@@ -87,7 +88,7 @@ def spawn():
 
 
 def relay(request):
-    """Have the newest child answer ``request``."""
+    """Pass ``request`` to the newest child, and return the child's answer."""
     child = children[-1]
     child.stdin.write(json.dumps(request).encode() + b"\n")
     child.stdin.flush()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions that swap and migrate on two devices while the service's children are killed."""
+"""Sessions are suspended and migrate on two devices while the test kills the service's children."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ async def swap(machine, service, uuids, number, rounds, rng):
 
 
 async def kill(service, rng):
-    """Kill children of the service during calls, without end.
+    """Kill children of the service during calls, until the task is cancelled.
 
-    Spare a child that is starting: on a busy machine no child would ever be ready.
+    Spare a child that is starting: otherwise, on a busy machine, no child would ever become ready.
     """
     children = [service._sampler.child, *service._workers.children.values()]
     while True:
@@ -70,6 +70,7 @@ async def test_no_byte_is_lost_while_children_are_killed(emulated, rounds):
         finally:
             killer.cancel()
             await asyncio.wait({killer})
-        # Nothing here reaps the killed children of the target processes.
+        # In the target processes, nothing reaps their killed children, so NVML may list them for
+        # a while.
         while sum(sample.used for sample in await service.sample()):
             await asyncio.sleep(0.05)

@@ -117,7 +117,7 @@ async def test_only_the_list_counts_while_other_processes_change(emulated):
 
 
 @pytest.mark.parametrize("size", [0, 4 * MiB])
-async def test_small_rest_of_a_suspended_process_delays_nothing(emulated, size):
+async def test_small_rest_of_a_suspended_process_causes_no_delay(emulated, size):
     """suspend-keeps: NVML still lists the suspended process, with no memory or a few MiB."""
     machine = emulated(ONE)
     machine.faults.set("suspend-keeps", bytes=size)
@@ -130,7 +130,7 @@ async def test_small_rest_of_a_suspended_process_delays_nothing(emulated, size):
         assert await target.do("digest", 1) == digest
 
 
-async def test_suspend_succeeds_though_nvml_forgets_the_process_late(emulated, monkeypatch):
+async def test_suspend_succeeds_if_nvml_drops_the_process_late(emulated, monkeypatch):
     """nvml-lag: the service waits for NVML's list for a bounded time, and its result is right."""
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampler.FREED_TIMEOUT", 0.2)
     machine = emulated(ONE)
@@ -189,7 +189,8 @@ async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
         await beginning(service, first, "checkpoint", task)
         monitor = service._sampler.child.pid
         samples = asyncio.create_task(service.sample())
-        # The service leaves another session running rather than locked for the length of the copy.
+        # The service does not keep another session locked for the length of the copy, but lets it
+        # run.
         outcome = await service.suspend(other.root, [second], session="s2")
         assert outcome.status == "drain"
         assert "copying for another kernel" in outcome.message
@@ -205,7 +206,7 @@ async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_sample_asked_for_before_a_copy_may_outlast_the_copy(emulated, monkeypatch):
+async def test_sample_that_began_before_a_copy_may_outlast_the_copy(emulated, monkeypatch):
     machine = emulated(ONE)
     async with machine.started(sample_timeout=0.3) as (service, _):
         sampler, late = service._sampler, asyncio.Event()
@@ -314,7 +315,9 @@ async def test_memory_that_rises_and_falls_is_not_progress(monkeypatch, op, size
 
 
 async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
-    """restore-keeps-state: the driver's state of the process counts, not the failure."""
+    """restore-keeps-state: after a failure, the service goes by the driver's
+    state of the process.
+    """
     machine = emulated(TWO)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -331,7 +334,9 @@ async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
 
 
 async def test_restore_without_room_can_keep_the_state(emulated):
-    """restore-keeps-state: the resume names no need, so the driver tries it without room."""
+    """restore-keeps-state: the resume does not say how much room it needs, so the
+    driver tries it.
+    """
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
     async with (
@@ -420,7 +425,7 @@ async def test_suspend_that_cannot_be_undone_is_kept_and_retried(emulated, waiti
         assert await target.child("digest", 2) == theirs
 
 
-async def test_undone_suspend_is_not_restored_without_room(emulated, waiting):
+async def test_undone_suspend_is_restored_only_with_enough_room(emulated, waiting):
     """A restore without room is fatal: the process stays suspended until the memory is free."""
     machine = emulated("1x256MiB,context=16MiB")
     _, until = waiting
@@ -492,7 +497,7 @@ async def test_state_survives_a_device_that_fails_in_a_resume(emulated):
         first, second = (d.uuid for d in devices)
         digest = await filled(target)
         need = (await suspended(service, target, first)).freed[first]
-        no_room = service._workers.operation  # the check for room comes before the loss
+        no_room = service._workers.operation  # the check for room, then the loss
 
         def losing(*arguments, **options):
             operation = no_room(*arguments, **options)
@@ -545,7 +550,9 @@ async def test_state_is_known_if_a_device_fails_as_a_suspend_ends(emulated):
 
 
 async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiting):
-    """lock-ignores-timeout: the service gives up, and unlocks when the lock succeeds after all."""
+    """lock-ignores-timeout: the service stops waiting, and unlocks the process if
+    the lock succeeds later.
+    """
     _, until_async = waiting
     machine = emulated(ONE)
     async with (
@@ -559,7 +566,7 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
         assert outcome.status == "drain", outcome
         again = await service.suspend(target.root, [uuid], session=SESSION)
         assert again.status == "drain", again
-        # The target's work ends, the lock succeeds, and the service unlocks the process.
+        # The target's work ends, so the lock succeeds, and the service unlocks the process.
         machine.faults.clear()
         assert await target.do("digest", 1) == digest
         await until_async(lambda: not service._workers.settling)

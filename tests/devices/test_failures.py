@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Workers that die or hang, target processes that stop or end, devices that are lost."""
+"""Workers die or hang, target processes stop or end, and devices are lost."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def answer_started(service, uuid, op):
 # ------------------------------------------------------------------ workers
 
 
-async def test_worker_killed_during_a_suspend_loses_nothing(emulated, waiting):
+async def test_worker_killed_during_a_suspend_loses_no_state(emulated, waiting):
     """The driver completes the checkpoint after its caller's death, so the session is suspended."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -62,7 +62,7 @@ async def test_worker_killed_during_a_suspend_loses_nothing(emulated, waiting):
         assert await target.do("digest", 1) == digest
 
 
-async def test_worker_killed_during_a_resume_loses_nothing(emulated):
+async def test_worker_killed_during_a_resume_loses_no_state(emulated):
     """The driver leaves the process locked after its caller's death; the next worker unlocks it."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -81,7 +81,7 @@ async def test_worker_killed_during_a_resume_loses_nothing(emulated):
 
 
 async def test_resume_sends_its_worker_two_requests(emulated, monkeypatch):
-    """Each request wakes another process, which takes longer than the driver's work."""
+    """Each request must wake another process, which takes longer than the driver's work."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -175,7 +175,7 @@ async def test_driver_that_never_answers_is_hung_in_bounded_time(emulated):
         machine.faults.set("hang")
         assert await service.driver_state(target.root, session=SESSION) == "hung"
         outcome = await service.suspend(target.root, [devices[0].uuid], session=SESSION)
-        assert outcome.status == "drain"  # no operation had begun
+        assert outcome.status == "drain"  # no operation had begun on the process
         machine.faults.clear()
         assert await service.driver_state(target.root, session=SESSION) == "running"
 
@@ -244,8 +244,8 @@ async def test_close_waits_for_a_child_that_was_replaced(monkeypatch):
     assert first.done()
 
 
-async def test_cancelled_start_ends_the_process_it_was_making(monkeypatch):
-    """asyncio left the pipes open, so a broker that was stopped logged an error."""
+async def test_cancelled_start_ends_the_process_that_it_started(monkeypatch):
+    """Before, asyncio left the pipes open, so a stopped broker logged an error."""
     execute, begun, made = asyncio.create_subprocess_exec, asyncio.Event(), []
 
     async def late(*command, **options):
@@ -266,10 +266,11 @@ async def test_cancelled_start_ends_the_process_it_was_making(monkeypatch):
 
 @pytest.mark.parametrize("guard", [False, True])
 async def test_close_ends_a_self_test_without_a_caller(emulated, monkeypatch, guard):
-    """The self-test continues after its caller was cancelled, and with the guard it starts a second
-    one.
+    """The self-test goes on after the cancellation of its caller, and with the guard it starts
+    another self-test.
 
-    If its process had not ended, the log had an error once the event loop was closed.
+    Before, the process of the self-test went on, so the log had an error after the event loop was
+    closed.
     """
     machine, begun, made = emulated("1x1GiB,context=16MiB"), asyncio.Event(), []
     execute = asyncio.create_subprocess_exec
@@ -322,8 +323,8 @@ async def test_children_end_with_their_parent(emulated, waiting):
         # The children have their own sessions, so ^C in a terminal does not reach them.
         assert os.getsid(child.pid) == child.pid
     sampler, worker, _ = (os.getpriority(os.PRIO_PROCESS, child.pid) for child in children)
-    # The sampler is nicer than a worker, because a kernel's request is more urgent than a sample.
-    # The tests may run at 19 themselves, which is the maximum.
+    # The sampler has a higher nice value than a worker, because a kernel's request is more urgent
+    # than a sample. The tests themselves may run at 19, the maximum.
     assert sampler == min(worker + NICE, 19)
     policies = [os.sched_getscheduler(child.pid) for child in children]
     assert policies == [os.SCHED_BATCH, os.SCHED_OTHER, os.SCHED_OTHER]
@@ -376,7 +377,7 @@ async def test_stopped_target_is_not_resumed(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_target_stopped_during_a_suspend_runs_once_continued(emulated, waiting):
+async def test_target_that_stops_during_a_suspend_runs_after_cont(emulated, waiting):
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with (
@@ -402,7 +403,7 @@ async def test_target_stopped_during_a_suspend_runs_once_continued(emulated, wai
         assert await service.driver_state(target.root, session=SESSION) == "running"
 
 
-async def test_target_that_ends_during_a_suspend_is_gone(emulated):
+async def test_target_that_ends_during_a_suspend_counts_as_gone(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -418,7 +419,7 @@ async def test_target_that_ends_during_a_suspend_is_gone(emulated):
         assert (await service.sample())[0].used == 0
 
 
-async def test_end_of_a_child_during_a_suspend_does_not_matter(emulated):
+async def test_end_of_a_child_during_a_suspend_causes_no_failure(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -486,9 +487,10 @@ async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
 # ------------------------------------------------------------------ devices and NVML
 
 
-async def test_lost_device_is_reported_once_for_each_sign(emulated, waiting):
-    """The signs are the Xid, and a failed sample if NVML cannot read the device before the Xid
-    arrives."""
+async def test_lost_device_is_reported_once_by_each_sign(emulated, waiting):
+    """One sign is the Xid. The other sign is a failed sample, if NVML cannot read
+    the device before the Xid arrives.
+    """
     machine = emulated("2x1GiB,context=16MiB")
     _, until_async = waiting
     async with machine.started() as (service, devices):
@@ -546,7 +548,7 @@ async def test_resume_names_an_origin_that_no_longer_exists(emulated):
         assert "GPU-removed" in resumed.message
 
 
-async def test_suspended_process_that_is_killed_leaves_nothing(emulated):
+async def test_suspended_process_that_is_killed_leaves_no_memory(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -601,7 +603,7 @@ async def test_free_memory_is_used_if_nvml_lists_no_process(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_nvml_that_hangs_is_bounded_and_replaced(emulated):
+async def test_hanging_nvml_is_replaced_in_bounded_time(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
         machine.started(sample_timeout=2.0) as (service, devices),
@@ -623,7 +625,7 @@ async def test_nvml_that_hangs_is_bounded_and_replaced(emulated):
         assert "NVML did not answer" in outcome.message
 
 
-async def test_replaced_monitor_still_watches(emulated, waiting):
+async def test_new_monitor_watches_for_lost_devices(emulated, waiting):
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with machine.started() as (service, devices):
@@ -642,7 +644,7 @@ def users_of(machine, device):
     return {holder.process.pid for holder in holders(files, device.index)[0]}
 
 
-async def test_device_is_set_aside_although_nvml_does_not_answer(emulated):
+async def test_device_is_set_aside_even_if_nvml_does_not_answer(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started(sample_timeout=1.0) as (service, (away, kept)):
         await service.sample()
@@ -652,7 +654,7 @@ async def test_device_is_set_aside_although_nvml_does_not_answer(emulated):
         assert not users_of(machine, away)
 
 
-async def test_device_tested_without_its_peer_can_still_migrate(emulated):
+async def test_device_tested_while_its_peer_was_away_can_migrate(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (service, (away, kept)):
         await service.stand_down("paused", [away.uuid])
@@ -663,7 +665,9 @@ async def test_device_tested_without_its_peer_can_still_migrate(emulated):
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, waiting, lost):
-    """The other device may be lost as well: then the next sampler must not look for it either."""
+    """The other device may be lost, too: in that case the next sampler must not
+    look for that device either.
+    """
     _, until_async = waiting
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started(sample_timeout=30.0) as (service, (away, kept)):
@@ -678,12 +682,12 @@ async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, wait
         await service.stand_down("paused", [away.uuid])
         assert [sample.uuid for sample in await under_way] == [kept.uuid]
         assert not users_of(machine, away)
-        # The next sampler was not asked about the paused device, so it did not open the device's
-        # file.
+        # The next sampler had no order to watch the paused device, so it did not open the
+        # device's file.
         assert service._sampler.child.generation == processes + 1
 
 
-async def test_process_that_starts_as_a_device_is_set_aside_ends(emulated, waiting):
+async def test_process_started_while_a_device_is_set_aside_ends(emulated, waiting):
     _, until_async = waiting
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (service, (away, kept)):

@@ -23,13 +23,13 @@ def numbers(environ, rows=ROWS):
         ({}, ALL),
         ({"CUDA_VISIBLE_DEVICES": "3"}, [3]),
         ({"CUDA_VISIBLE_DEVICES": "2,0"}, [0, 2]),
-        ({"CUDA_VISIBLE_DEVICES": "1,9,2"}, [1]),  # as in the driver, 9 ends the list
+        ({"CUDA_VISIBLE_DEVICES": "1,9,2"}, [1]),  # the list ends before 9, as in the driver
         ({"CUDA_VISIBLE_DEVICES": "GPU-2222"}, [2]),
         ({"CUDA_VISIBLE_DEVICES": "gpu-2222AAAA,GPU-0000"}, [0, 2]),
         ({"SLURM_JOB_GPUS": "1,2"}, [1, 2]),
         ({"SLURM_JOB_GPUS": "1-3"}, [1, 2, 3]),
         ({"SLURM_STEP_GPUS": "2", "SLURM_JOB_GPUS": "1,2"}, [2]),
-        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_GPUS": "3"}, [0]),  # Slurm sets both
+        ({"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_GPUS": "3"}, [0]),  # Slurm sets both variables
         ({"GPU_DEVICE_ORDINAL": "1"}, [1]),
         ({"NVIDIA_VISIBLE_DEVICES": "all"}, ALL),
         ({"NVIDIA_VISIBLE_DEVICES": "void"}, ALL),
@@ -47,12 +47,14 @@ def test_variables_leave_out_the_gpus_that_they_do_not_name(environ, expected):
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_GPUS", "NVIDIA_VISIBLE_DEVICES"])
-def test_numbers_beyond_the_visible_gpus_limit_nothing(name):
-    """A job with cgroups, or a container, sees only the machine's GPUs 5 and 7, as 0 and 1."""
+def test_numbers_beyond_the_visible_gpus_exclude_no_gpu(name):
+    """A job with cgroups, or a container, sees only the machine's GPUs 5 and 7,
+    and sees them as 0 and 1.
+    """
     assert numbers({name: "5,7"}, ROWS[:2]) == ([0, 1], "")
 
 
-def test_gpu_numbers_are_those_of_the_device_files():
+def test_numbers_of_slurm_are_numbers_of_device_files():
     rows = [{**row, "minor": row["index"] + 4} for row in ROWS]
     assert numbers({"SLURM_JOB_GPUS": "5,6"}, rows)[0] == [1, 2]
 
@@ -68,7 +70,7 @@ def test_gpu_numbers_are_those_of_the_device_files():
         ({"SLURM_JOB_GPUS": "8"}, "names none of the GPUs of this machine"),
     ],
 )
-def test_variable_that_names_no_gpu_gives_none(environ, words):
+def test_variable_that_names_no_gpu_gives_the_broker_none(environ, words):
     found, limit = numbers(environ)
     assert found == []
     assert words in limit

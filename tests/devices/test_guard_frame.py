@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The self-test under the guard: what passes, and each check that can fail."""
+"""The self-test under the guard: what it accepts, and each check that can fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def guard_library():
 @pytest.fixture(autouse=True)
 def place(monkeypatch):
     """Put pages into a folder of this test; fail if a page or folder is left."""
-    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # short, for a socket
+    with tempfile.TemporaryDirectory(prefix="gpupool-") as folder:  # a socket needs a short path
         monkeypatch.setattr(guard_frame, "_SHM", Path(folder))
         yield Path(folder)
         assert [*Path(folder).iterdir()] == []
@@ -58,7 +58,7 @@ async def test_guard_that_passes_gives_its_tier(emulated):
     assert [(sample.used, sample.processes) for sample in samples] == [(0, ()), (0, ())]
 
 
-async def test_guard_is_tested_only_on_request(emulated):
+async def test_guard_is_not_tested_if_the_service_has_none(emulated):
     async with emulated().started() as (service, devices):
         assert {device.tier for device in devices} == {"unguarded"}
         assert service.guard_problem == "c.GPUPool.guard is False."
@@ -102,7 +102,7 @@ async def test_full_device_is_guarded_only_after_a_test(emulated):
 # ------------------------------------------------------------------ each check can fail
 
 
-async def test_driver_does_not_pass_as_the_guard(emulated, monkeypatch, tmp_path):
+async def test_driver_is_not_mistaken_for_the_guard(emulated, monkeypatch, tmp_path):
     shutil.copytree(library_dir(), tmp_path / "lib")
     monkeypatch.setattr(install, "_LIB", tmp_path / "lib")
     async with emulated().started(guard=True) as (service, devices):
@@ -121,12 +121,12 @@ async def test_guard_fails_if_it_refuses_no_allocation(emulated, monkeypatch):
 
 
 async def test_guard_fails_if_it_does_not_count_memory(emulated, monkeypatch):
-    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # the grant covers all of this
+    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # within the grant
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "it counted 4194304 of 16777216 bytes" in why(device)
 
 
-async def test_guard_fails_if_its_gate_does_not_close(emulated, monkeypatch):
+async def test_guard_fails_the_test_if_its_gate_does_not_close(emulated, monkeypatch):
     set_gate = Page.set_gate
     monkeypatch.setattr(
         Page,
@@ -178,11 +178,12 @@ async def test_device_is_unguarded_without_room_for_the_page(emulated, monkeypat
         assert device.tier_reason.startswith("The guard cannot be used. [Errno 20]")
 
 
-def test_folders_for_temporary_files_may_be_read_only(monkeypatch, place):
+def test_self_test_needs_only_one_writable_temporary_folder(monkeypatch, place):
     def none():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
-    monkeypatch.setattr(tempfile, "gettempdir", none)  # each is tried, and the answer kept
+    # Gettempdir tries each folder, and keeps its answer.
+    monkeypatch.setattr(tempfile, "gettempdir", none)
     folder = guard_frame._folder()
     assert folder.parent == place
     folder.rmdir()
@@ -214,7 +215,7 @@ async def test_known_device_keeps_its_tier_while_the_guard_exists(emulated, monk
     async with machine.started(guard=True) as (_, (device,)):
         pass
     known = {device.uuid: device}
-    machine.faults.set("checkpoint-refused")  # from now on a self-test would fail
+    machine.faults.set("checkpoint-refused")  # after this, a self-test would fail
     async with machine.service(guard=True) as service:
         assert await service.start(known) == [device]
     async with machine.service() as service:
@@ -243,7 +244,8 @@ async def test_problem_names_a_device_tested_without_the_guard(emulated):
 
 async def test_broker_inside_a_session_tests_like_one_outside(emulated, tmp_path):
     machine = emulated("1x1GiB,context=16MiB")
-    outer = Page.create(tmp_path / "outer", "outer", os.geteuid())  # closed: its session waits
+    # Closed: the outer session waits.
+    outer = Page.create(tmp_path / "outer", "outer", os.geteuid())
     try:
         folder = install.guard_directory(tmp_path)
         machine.env |= install.session_environment(folder, outer.path, machine.env)

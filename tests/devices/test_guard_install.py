@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where the guard's library is, the links to it, and environments with and without it."""
+"""The place of the guard's library, the links to it, and environments with and
+without the guard.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def links(folder):
 # ------------------------------------------------------------------ the library
 
 
-def test_library_is_the_one_beside_the_package(lib):
+def test_library_is_in_the_folder_of_the_package(lib):
     assert library() == lib / "libcuda.so.1"
 
 
@@ -74,7 +76,7 @@ def test_folder_has_a_link_for_each_name_of_the_driver(lib, base):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
-def test_every_user_can_read_the_folder_whatever_the_umask(lib, base):
+def test_every_user_can_read_the_folder_with_any_umask(lib, base):
     old = os.umask(0o077)
     try:
         folder = guard_directory(base)
@@ -166,7 +168,7 @@ def test_other_entries_of_a_session_follow_the_guard(lib, base):
     }
 
 
-def test_environment_without_the_guard_is_the_original(lib, base):
+def test_environment_without_the_guard_equals_the_original(lib, base):
     users = {"LD_PRELOAD": "/jemalloc.so", "LD_LIBRARY_PATH": "/a:/b", "PATH": "/bin"}
     session = session_environment(guard_directory(base), base / "page", users)
     inside = {**users, **session, "GPUPOOL_VISIBLE": "GPU-1", "GPUPOOL_REAL_LIBCUDA": "/x"}
@@ -175,7 +177,7 @@ def test_environment_without_the_guard_is_the_original(lib, base):
     assert without_guard(bare) == {"PATH": "/bin"}
 
 
-def test_entries_of_an_ended_broker_are_removed_too():
+def test_entries_of_a_dead_brokers_folder_are_removed_too():
     gone = {
         "LD_PRELOAD": "/dev/shm/gone/gpupool-guard/libcuda.so.1 /jemalloc.so",
         "LD_LIBRARY_PATH": "/dev/shm/gone/gpupool-guard/:/a",
@@ -197,5 +199,5 @@ def test_entries_of_the_packages_own_folder_are_removed_too(lib):
         {"LD_LIBRARY_PATH": ""},
     ],
 )
-def test_environment_without_the_guard_is_unchanged(env):
+def test_environment_that_has_no_guard_stays_unchanged(env):
     assert without_guard(env) == env

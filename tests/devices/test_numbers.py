@@ -28,7 +28,7 @@ def bystander():
     process.wait(60)
 
 
-async def test_self_test_proves_whose_pids_nvml_lists(emulated):
+async def test_self_test_shows_which_namespace_nvml_lists(emulated):
     async with emulated(MACHINE).started() as (service, _):
         assert service.numbers is True
     other = emulated(MACHINE)
@@ -36,7 +36,7 @@ async def test_self_test_proves_whose_pids_nvml_lists(emulated):
     async with other.started() as (service, devices):
         assert service.numbers is False
         assert all(device.can_suspend for device in devices), devices
-        # The cost of a context then comes from the device's free memory.
+        # In this case the service takes the cost of a context from the device's free memory.
         assert [service.context_bytes(device.uuid) for device in devices] == [16 * MiB] * 2
 
 
@@ -51,7 +51,7 @@ async def test_later_service_knows_the_pids_without_a_self_test(emulated):
 
 
 @pytest.mark.parametrize("collides", [False, True], ids=["nobody's number", "a living process's"])
-async def test_session_moves_although_nvml_lists_other_pids(emulated, bystander, collides):
+async def test_session_is_suspended_although_nvml_lists_other_pids(emulated, bystander, collides):
     machine = emulated(MACHINE)
     machine.faults.set("nvml-host-pids", **({"number": bystander.pid} if collides else {}))
     async with machine.started() as (service, devices), machine.target() as target:
@@ -60,7 +60,7 @@ async def test_session_moves_although_nvml_lists_other_pids(emulated, bystander,
         digest = await target.do("fill", 64 * MiB, 1)
         (sample, _) = await service.sample()
         (listed,) = sample.processes
-        # No process has this negative pid, so a look-up finds none.
+        # The service makes the pid negative: no process has it, so a look-up finds none.
         assert listed == ProcessMemory(-abs(listed.pid), 80 * MiB)
         assert listed.pid == (-bystander.pid if collides else -(target.pid + (1 << 22)))
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
@@ -74,7 +74,7 @@ async def test_session_moves_although_nvml_lists_other_pids(emulated, bystander,
     assert bystander.poll() is None
 
 
-async def test_process_that_is_not_listed_has_nothing_to_free(emulated):
+async def test_process_that_nvml_does_not_list_has_nothing_to_free(emulated):
     """The service once waited for free memory until the time-out, and reported that nothing was
     freed."""
     machine = emulated(MACHINE)
@@ -113,7 +113,7 @@ def make_numbers(monkeypatch):
     [(True, None, True), (False, None, None), (False, True, True), (True, False, False)],
     ids=["initial namespace", "nothing is known", "found before", "found before to be others'"],
 )
-def test_only_the_initial_namespace_proves_without_a_self_test(
+def test_only_the_initial_namespace_is_proof_without_a_self_test(
     make_numbers, initial, known, proven
 ):
     judge = make_numbers(initial=initial, known=known)
@@ -123,7 +123,7 @@ def test_only_the_initial_namespace_proves_without_a_self_test(
     assert listed == (os.getpid() if proven else -os.getpid())
 
 
-def test_listed_program_is_proof_and_an_empty_list_is_not(make_numbers):
+def test_listed_program_is_a_proof_and_an_empty_list_is_none(make_numbers):
     judge = make_numbers(initial=False)
     judge.learn(sample(), sample(), 5)
     judge.learn(sample(5), sample(5), 5)
@@ -140,7 +140,7 @@ def test_pids_without_a_process_revoke_the_proof(make_numbers):
     judge.settle()
     for _ in range(sampler.ABSENT - 1):
         assert judge.translate(sample(os.getpid(), gone)).processes[0].pid == os.getpid()
-    judge.translate(sample(os.getpid()))  # the process in the earlier samples had just ended
+    judge.translate(sample(os.getpid()))  # so far, the process in the samples could have just ended
     for _ in range(sampler.ABSENT):
         last = judge.translate(sample(os.getpid(), gone))
     assert [process.pid for process in last.processes] == [-os.getpid(), -gone]

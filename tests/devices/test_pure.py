@@ -26,7 +26,7 @@ def test_displaced_device_takes_the_freed_place():
     }
 
 
-def test_chain_of_devices_is_closed():
+def test_chain_of_moved_devices_is_closed_to_a_cycle():
     found = checkpoint.complete_mapping(("a", "b"), ("b", "c"), ("a", "b", "c", "d"))
     assert found == {"a": "b", "b": "c", "c": "a", "d": "d"}
 
@@ -113,7 +113,7 @@ def test_freed_bytes_are_unknown_without_a_sample():
     assert freed_bytes([sample(10)], None, {1}) == {}
 
 
-def test_children_inherit_no_misleading_variables():
+def test_children_inherit_no_misleading_variable():
     env = interpreter.child_environment(
         {"CUDA_VISIBLE_DEVICES": "", "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "HOME": "/h"}
     )

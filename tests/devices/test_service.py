@@ -22,12 +22,12 @@ from tests.emulated import device_files
 MiB = 1 << 20
 SESSION = "s1"
 
-#: One device for tests that need no second: the service tests each device at its start.
+#: One device, for tests that need no second one: the service tests each device at its start.
 ONE = "1x1GiB,context=16MiB"
 
 
 def held(samples, uuid, pid):
-    """Return the bytes that NVML lists for a process, 0 if it does not list it."""
+    """Return the bytes that NVML lists for a process; 0 if NVML does not list it."""
     sample = next(sample for sample in samples if sample.uuid == uuid)
     return sum(process.bytes or 0 for process in sample.processes if process.pid == pid)
 
@@ -95,7 +95,7 @@ async def test_full_device_is_untested_and_trusted_to_suspend(emulated):
             assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
             assert "no room" in full.tier_reason
             assert (free.can_suspend, free.can_migrate) == (True, False)
-            # The service checks for room before it tries, and on the right device.
+            # Before its test, the service checks for room, and does so on the right device.
             assert f"no room on another GPU: Device {full.uuid}" in free.tier_reason
             outcome = await service.suspend(target.root, [full.uuid], session=SESSION)
             assert outcome.status == "suspended", outcome.message
@@ -113,7 +113,7 @@ async def test_known_devices_are_not_tested_again(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (_, devices):
         pass
-    machine.faults.set("checkpoint-refused")  # from now on a self-test would fail
+    machine.faults.set("checkpoint-refused")  # after this, a self-test would fail
     async with machine.service() as service:
         first = devices[0]
         found = await service.start(known={first.uuid: first, "GPU-gone": first})
@@ -205,7 +205,7 @@ async def test_suspended_session_resumes_on_another_device(emulated):
         samples = await service.sample()
         assert held(samples, last, target.pid) == there.freed[first]
         assert held(samples, first, target.pid) == 0
-        # And back again.
+        # Now the session moves back.
         back = await service.suspend(target.root, [last], session=SESSION)
         assert back.freed == {last: there.freed[first]}
         resumed = await service.resume(
@@ -235,12 +235,12 @@ async def test_session_without_a_context_has_nothing_to_suspend(emulated):
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
-        # The bindings are imported, and may have loaded the library, but cuInit was not called.
+        # The bindings are imported, and may have loaded the library, but nobody called cuInit.
         assert (outcome.status, outcome.cuda, outcome.freed) == ("nothing", False, {})
         assert await service.driver_state(target.root, session=SESSION) == "none"
 
 
-async def test_lack_of_room_is_found_before_anything_is_touched(emulated):
+async def test_lack_of_room_is_found_before_any_driver_call(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -348,7 +348,7 @@ async def test_one_refusal_undoes_the_whole_session(emulated, victim):
 # ------------------------------------------------------------------ refusals
 
 
-async def test_managed_memory_pins_and_the_process_lives_on(emulated):
+async def test_managed_memory_pins_a_process_that_then_runs_on(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -363,7 +363,7 @@ async def test_managed_memory_pins_and_the_process_lives_on(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_work_that_does_not_drain_is_left_running(emulated):
+async def test_process_whose_work_does_not_drain_is_left_running(emulated):
     machine = emulated(ONE)
     async with (
         machine.started(lock_timeout=0.1) as (service, devices),
@@ -398,7 +398,7 @@ async def test_unknown_device_is_named(emulated):
             await service.suspend(ProcessId(1, 1), ["GPU-nowhere"], session=SESSION)
 
 
-async def test_retest_of_a_missing_gpu_says_how_it_comes_back(emulated):
+async def test_retest_of_a_missing_gpu_says_how_to_get_it_back(emulated):
     async with emulated("1x1GiB").started() as (service, _):
         with pytest.raises(DriverError, match="pause the whole pool and resume it"):
             await service.retest("GPU-nowhere")
@@ -408,9 +408,9 @@ async def test_retest_of_a_missing_gpu_says_how_it_comes_back(emulated):
 
 
 @pytest.mark.parametrize("pids", [True, False], ids=["listed", "not-listed"])
-async def test_cost_of_a_context_is_what_the_driver_charges(emulated, pids):
+async def test_cost_of_a_context_equals_what_the_driver_takes(emulated, pids):
     machine = emulated("2x1GiB,context=48MiB")
-    if not pids:  # as in a container: only free memory shows the cost
+    if not pids:  # as in a container, where only free memory shows the cost
         machine.faults.set("nvml-missing-pids")
     async with machine.started() as (service, devices):
         for device in devices:

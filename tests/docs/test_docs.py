@@ -70,7 +70,7 @@ def test_every_gpu_command_is_documented():
         assert any(f"`{part.strip()}`" in text for part in usage.split(", or ")), name
 
 
-def test_out_of_memory_example_is_what_the_kernel_prints():
+def test_out_of_memory_example_equals_the_kernels_message():
     """By default a kernel may grow to the whole GPU."""
     assert GPUPool().default_limit is None
     gib = 1 << 30
@@ -124,7 +124,7 @@ def test_pictures_are_well_formed_and_load_nothing_else(path):
     assert "http" not in path.read_text().replace("http://www.w3.org/2000/svg", "")
 
 
-def test_the_pages_build_without_a_warning(tmp_path):
+def test_the_documentation_builds_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="the docs extra is not installed")
     pytest.importorskip("myst_parser", reason="the docs extra is not installed")
     pytest.importorskip("pydata_sphinx_theme", reason="the docs extra is not installed")

@@ -13,7 +13,8 @@ from .child import Hung
 from .libraries import CUDA, NVML, found_by_loader
 from .record import record, written
 
-#: NVIDIA's cuInit and nvmlInit, run as root, make this file even where the kernel has no driver.
+#: As root, NVIDIA's cuInit and nvmlInit make this file even on a machine whose kernel has no
+#: driver.
 CONTROL = Path("/dev/nvidiactl")
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Calls every function: once with zeros, once with a zeroed buffer for each argument."""
+"""Calls every function with zeros, with a zeroed buffer, and with one argument zero at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .child import ask
 BEFORE, AFTER, OTHERS = "before init", "after a failed init", "all others"
 BUT_ONE = "buffer but for one"
 
-#: Functions not called with ``--anywhere``: with a device they may succeed.
+#: Functions that the recorder does not call with ``--anywhere``: with a device they may succeed.
 INITIALISING = ("cuInit", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
 
 #: The recorder sets this many arguments of a function to zero, one at a time.
 ARGUMENTS = 6
 
-#: Address and size of the zeroed buffer that every pointer argument points to. A driver that takes
-#: the address for a count or for flags reads its lower half, so the address must be the same in
-#: each record.
+#: Address and size of the zeroed buffer to which every argument points. A driver that uses the
+#: address as a count or as flags reads its lower half, so the address must be the same in each
+#: record.
 _BUFFER, _SIZE = 0x10_1234_5670, 1 << 16
 
 #: MAP_FIXED_NOREPLACE of mmap(2): map at exactly this address, and fail if it is in use.
@@ -45,9 +45,9 @@ def zeroed() -> int:
 
 
 def call(path: str, first: str, name: str, how: str) -> int:
-    """Return the result of one function; all arguments are zero, or all the zeroed buffer.
+    """Return the result of one function. All arguments are zero, or all point to the zeroed buffer.
 
-    Unless ``first`` is empty, this function is called before.
+    If ``first`` is not empty, the function of this name is called before.
     """
     library = ctypes.CDLL(path)
     if first:
@@ -57,7 +57,9 @@ def call(path: str, first: str, name: str, how: str) -> int:
 
 
 def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
-    """Return a function's results with one argument after the other zero, the rest the buffer."""
+    """Return a function's results for each argument in ``which`` set to zero; the
+    rest is the buffer.
+    """
     function, buffer, results = getattr(ctypes.CDLL(path), name), zeroed(), []
     for zero in which:
         ctypes.memset(buffer, 0, _SIZE)
@@ -70,7 +72,7 @@ def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
 def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]:
     """Yield each result other than ``usual``, and "NAME NUMBER" of the argument that was zero."""
     results = ask(but_for_one, path, name, range(ARGUMENTS))
-    if isinstance(results, str):  # a call ended the child: use a child for each
+    if isinstance(results, str):  # a call ended the child, so use a child for each call
         each = [ask(but_for_one, path, name, [zero]) for zero in range(ARGUMENTS)]
         results = [said if isinstance(said, str) else said[0] for said in each]
     for number, result in enumerate(map(str, results), 1):
@@ -81,8 +83,8 @@ def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]
 def asked(name: str, kind: str, *, anywhere: bool = True) -> bool:
     """Return whether the recorder calls a function; a call must not initialise or name a process.
 
-    Never call a debugger's functions, which would wait for a debugger or end the process, nor
-    nvmlErrorString, whose result is no number.
+    The recorder never calls a debugger's functions, which would wait for a debugger or end the
+    process. It does not call nvmlErrorString either, whose result is no number.
     """
     if name.startswith("cudbg") or name == "nvmlErrorString":
         return False

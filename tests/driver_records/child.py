@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs each question in a child process: a crash of the library is an answer, too."""
+"""Runs each question in a child process, so that a crash of the library is an answer, too."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-#: Seconds for an answer. cuInit takes 0.1 s to look for devices.
+#: Seconds to wait for an answer. cuInit takes 0.1 s to look for devices.
 BOUND = 60.0
 
 
 class Hung(Exception):
-    """A question had no answer within the time-out; the text is the question."""
+    """A question got no answer within the time-out; the text of the error is the question."""
 
 
 def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> Any:
-    """Return the result of ``question(*arguments)`` in a child; "signal N" or "exit N" if it ends.
+    """Return the result of ``question(*arguments)`` in a child; "signal N" or "exit N" if the
+    child ends.
 
     Raises
     ------
@@ -61,7 +62,9 @@ def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> 
 
 
 def _answer(out: int, question: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Run in the child: answer and end. Text that the library or glibc prints is not an answer."""
+    """Run in the child: answer, and end. The answer does not contain text that
+    the library prints.
+    """
     try:
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

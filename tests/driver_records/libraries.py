@@ -20,7 +20,7 @@ def found_by_loader() -> tuple[str, str]:
     Raises
     ------
     RuntimeError
-        If there is none.
+        If there are no libraries.
     """
     return ask(_loaded_from, CUDA), ask(_loaded_from, NVML)
 
@@ -32,7 +32,9 @@ def _loaded_from(name: str) -> str:
 
 
 def _mappings() -> list[list[str]]:
-    """Return the memory mappings of this process: start, end, access, and last the path, if any."""
+    """Return this process's memory mappings: start, end, access, and in the last
+    place the path, if any.
+    """
     return [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
 
 

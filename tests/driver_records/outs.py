@@ -7,12 +7,12 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-#: The value of an out parameter before a call; another value after it shows that the call wrote.
+#: The value of an out parameter before a call. Another value after the call shows a write.
 UNTOUCHED = 77
 
 
 def said(out: Any) -> Any:
-    """Return the value of an out parameter for the record; an address becomes a fixed word."""
+    """Return the value of an out parameter for the record; a fixed word replaces an address."""
     if out.value == UNTOUCHED:
         return "untouched"
     if isinstance(out, ctypes.c_void_p):

@@ -19,7 +19,7 @@ DEFAULT, LEGACY, PER_THREAD = FLAGS = range(3)
 #: The answer for a function that exists only in later versions.
 MISSING = "0/2"
 
-#: Result, address and status if the driver refuses the version and writes nothing.
+#: The result, address and status of a driver that refuses the version and writes nothing.
 _REFUSED = (1, UNTOUCHED, UNTOUCHED)
 
 
@@ -42,11 +42,11 @@ def forms(
 ) -> dict[str, str]:
     """Return, by name, what cuGetProcAddress_v2 returns with ``flags``, and from which version on.
 
-    ``"2000:~ 3020:~_v2"`` is: the exported function of that very name from version 2000 on, that
-    with _v2 from 3020 on, and before 2000 no address, CUDA_SUCCESS and status 2 ("a later version
-    has it"). Another answer is written as RESULT/STATUS, and an address that is none of the
-    exported ones as "not-exported". Names that are unknown at every version are left out, and so is
-    the refusal of all versions from ``refused`` on.
+    ``"2000:~ 3020:~_v2"`` means: from version 2000 on, the driver returns the exported function
+    of this name; from 3020 on, the one with _v2; and before 2000, no address, CUDA_SUCCESS and
+    status 2 ("a later version has it"). Another answer has the form RESULT/STATUS. An address
+    that belongs to no exported function has the form "not-exported". The result does not contain
+    names that are unknown at every version, and the refusal of all versions from ``refused`` on.
     """
     library = ctypes.CDLL(path)
     call = library.cuGetProcAddress_v2
@@ -79,7 +79,7 @@ def _form(answer: tuple[int, int | None, int], name: str, at: dict[Any, str]) ->
 
 
 def steps(text: str, name: str) -> list[tuple[int, str]]:
-    """Return the versions of an entry of :func:`forms`, each with its function or RESULT/STATUS."""
+    """Return an entry of :func:`forms` as pairs of a version and its function or RESULT/STATUS."""
     changes = [change.partition(":") for change in text.split()]
     return [(int(since), what.replace("~", name)) for since, _, what in changes]
 
@@ -103,8 +103,7 @@ def get(library: Any, name: Any, version: int, flags: int = 0, form: str = "v2")
 def older_form(path: str, names: list[str]) -> list[str]:
     """Return the questions to which the four-argument form gives another address.
 
-    Where the newer form returns no address, the older one must return 500 and not write the
-    address.
+    If the newer form returns no address, the older form must return 500 and write no address.
     """
     library = ctypes.CDLL(path)
     out, found = ctypes.c_void_p(), []
@@ -122,9 +121,10 @@ def older_form(path: str, names: list[str]) -> list[str]:
 
 
 def together(tables: list[dict[str, str]]) -> dict[str, str | list[str]]:
-    """Merge the tables for the flags 0, 1 and 2; a name whose texts are equal has one text.
+    """Merge the tables for the flags 0, 1 and 2; a name has one text if its texts are equal.
 
-    Two texts are for calls without and with per-thread streams; three texts are for each flag.
+    If it has two texts, they are for calls without and with per-thread streams. If it has three
+    texts, they are for the three flags.
     """
     found: dict[str, str | list[str]] = {}
     for name in sorted(set().union(*tables)):

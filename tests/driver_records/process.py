@@ -10,9 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: Time-out of one record in seconds. Thousands of processes load the driver: 6 s of processor time,
-#: which took more than 110 s on two slow processors with eight test workers. A single question that
-#: hangs ends the record sooner (``child.BOUND``).
+#: Time-out of one record in seconds. Thousands of processes load the driver. This costs 6 s of
+#: processor time, and took more than 110 s on two slow processors with eight test workers. A
+#: single question that hangs ends the record sooner (``child.BOUND``).
 BOUND = 270
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Single questions to the libraries: the text of each, and the call that it makes."""
+"""Single questions to the libraries: each has a text, and a call that asks it."""
 
 from __future__ import annotations
 
@@ -212,7 +212,9 @@ def _nvml_without_device() -> Iterator[tuple[str, Question]]:
 
 
 def of_cuda(missing: bool) -> Iterator[tuple[str, Question]]:
-    """Yield the questions to libcuda.so.1; without a device, also those that need its absence."""
+    """Yield the questions to libcuda.so.1; if ``missing``, also those that need a
+    missing device.
+    """
     yield from _cuda_anywhere()
     if missing:
         yield from _cuda_without_device()
@@ -226,10 +228,10 @@ def of_nvml(missing: bool) -> Iterator[tuple[str, Question]]:
 
 
 def put(path: str, text: str, question: Question) -> Any:
-    """Ask a library one question. An error message shows ``text`` if no answer comes."""
+    """Ask a library one question. If no answer comes, the error message shows ``text``."""
     return question(ctypes.CDLL(path))
 
 
 def answers(path: str, questions: Iterable[tuple[str, Question]]) -> dict[str, Any]:
-    """Ask each question in a child of its own; return the answers by the question's text."""
+    """Ask each question in its own child; return the answers by the question's text."""
     return {text: ask(put, path, text, question) for text, question in questions}

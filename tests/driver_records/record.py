@@ -21,16 +21,17 @@ def record(
 ) -> dict[str, Any]:
     """Return the record of two libraries.
 
-    ``device`` None means ``--anywhere``. ``every`` False skips the calls of every single function.
+    ``device`` None means ``--anywhere``. With ``every`` False, the record has no calls of single
+    functions.
 
     Raises
     ------
     Hung
         If a question has no answer.
     LookupError
-        If ``device`` is False and cuInit does not say that there is none.
+        If ``device`` is False and cuInit does not report a missing device.
     RuntimeError
-        If a library cannot be asked.
+        If a question to a library fails.
     """
     missing = device is False
     if missing and ask(calls.call, cuda, "", "cuInit", "zero") != 100:
@@ -98,7 +99,7 @@ def written(found: dict[str, Any]) -> str:
             lines[-1] += f'"{name}", '
         return "[\n    " + "\n    ".join(map(str.rstrip, lines)).rstrip(",") + "]"
 
-    # Innermost lists, long or short.
+    # Lists that contain no list, long lists first, then short ones.
     text = re.sub(r'\[(\s*"[\w ]+",){4,}\s*"[\w ]+"\s*\]', filled, text)
     for _ in range(2):
         text = re.sub(r"\[\n[^\[\]{}]{,300}?\]", joined, text)

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Code that the tests run inside kernels: it uses NVIDIA's bindings and numpy, not the pool.
+"""Code that the tests run inside kernels. It uses NVIDIA's bindings and numpy, but not the pool.
 
-Every byte of device memory depends on its place, on a key and on the kernel's seed. A check finds
-a page that was lost, was swapped with another, or has bytes of another kernel or an older write.
+Every byte of device memory depends on its address, on a key and on the kernel's seed. So a check
+finds a page that was lost, a page that was swapped with another page, and bytes of another kernel
+or of an older write.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def setup(seed: int, mib: int, key: int = 0) -> str:
     return f"SEED = {seed}\n{DEFINE}\nblock = Block({mib}).allocate().write({key})\n"
 
 
-#: A cell that occupies its lease until the file appears (or two minutes have passed).
+#: A cell that keeps its lease busy until the file appears (or two minutes have passed).
 BUSY = """
 import time as _time
 from pathlib import Path as _Path

@@ -28,7 +28,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(scope="session")
 def kernelspec():
-    """Check that Jupyter finds the kernelspec and its provisioner; no test works without them."""
+    """Check that Jupyter finds the kernelspec and its provisioner: without them, no test works."""
     try:
         spec = KernelSpecManager().get_kernel_spec(KERNEL_NAME)
     except NoSuchKernel:
@@ -39,14 +39,14 @@ def kernelspec():
 
 @pytest.fixture(scope="session")
 def installed(kernelspec):
-    """Fail on a machine with a real driver, where these tests may not run."""
+    """Fail on a machine with a real driver, on which these tests may not run."""
     if real_driver_present():
         pytest.fail("The end-to-end tests emulate devices, and this machine has an NVIDIA driver.")
 
 
 @pytest.fixture(scope="module")
 def rested():
-    """Return the pools of this file in which the last test left nothing behind."""
+    """Return the pools of this file that the next test may use."""
     pools: list[Pool] = []
     yield pools
     for pool in pools:
@@ -56,17 +56,17 @@ def rested():
 
 @pytest.fixture
 def pool(installed, rested, monkeypatch, request):
-    """Return ``make(machine, **config) -> Pool``: a broker for one test at a time.
+    """Return ``make(machine, **config) -> Pool``: one test at a time uses its broker.
 
-    At the end everything that the test started must end by itself, with nothing still granted.
-    If the broker is as good as new, the next test of the file may use it.
+    At the end, everything that the test started must end without being killed, and nothing may
+    still be granted. If the broker is as good as new, the next test of the file may use it.
     """
     made: list[Pool] = []
 
     def make(machine: str = "2x1638MiB,context=64MiB", **config) -> Pool:
         pool = next((p for p in rested if p.asked == (machine, config)), None)
         if pool is None:
-            folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
+            folder = Path(tempfile.mkdtemp(prefix="gp"))  # a socket needs a short path
             pool = Pool(folder, machine, config)
             made.append(pool)
             pool.take_environment(monkeypatch)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which packages users have in their environments, and whether this package can join them there.
+"""Packages that users have in their environments, and whether this package can join them there.
 
 ``python -m tests.e2e.frameworks`` writes the table of docs/admins.md. It fetches only metadata.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-#: As users type them after ``pip install``. PyTorch: the newest wheel of each release.
+#: Words as users type them after ``pip install``. For PyTorch: the newest wheel of each release.
 FRAMEWORKS = (
     *(f"torch=={version}.*" for version in ("2.6", "2.7", "2.8", "2.9", "2.10", "2.11")),
     *(f"torch=={version}.*" for version in ("2.12", "2.13", "2.14")),
@@ -39,7 +39,7 @@ PYTHON = "3.12"
 
 
 def uv(folder: Path) -> list[str]:
-    """Return the command of uv, installed into ``folder`` where there is none."""
+    """Return the command of uv; install uv into ``folder`` if it is not available."""
     if found := shutil.which("uv"):
         return [found]
     pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -53,7 +53,7 @@ def resolve(command: list[str], *requirements: str, extra: str = "") -> dict[str
     Raises
     ------
     ValueError
-        With the resolver's own message if there is no solution.
+        If there is no solution; the message is the resolver's own.
     """
     with tempfile.TemporaryDirectory() as folder:
         wanted = Path(folder, "wanted.in")

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The base of the end-to-end tests: a private broker, real kernels, and independent observers.
 
-The tests use public interfaces only: the broker is a separate process, jupyter_client starts
-kernels from the installed kernelspec, NVML in a child process (``sampler.py``) tells the truth
-about device memory, and all else comes from the broker's public answers.
+The tests use public interfaces only. The broker is a separate process. jupyter_client starts
+kernels from the installed kernelspec. NVML in a child process (``sampler.py``) reports the true
+use of device memory. Everything else comes from the broker's public answers.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ MiB = 1 << 20
 #: Deadline of a wait for something that takes well under a second on an idle machine.
 PATIENCE = 60.0
 
-#: Seconds between two checks of a condition, at first and at last: most checks ask the broker. No
-#: test depends on this pause to be right.
+#: Seconds between two checks of a condition: the first value at the beginning, the second value
+#: later. Most checks send a request to the broker. No test needs these pauses for its result.
 LOOK, SELDOM = 0.02, 0.1
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -59,7 +59,9 @@ class Late(AssertionError):
 def _look(
     condition: Callable[[], Any], what: str, timeout: float, show: Callable[[], Any] | None
 ) -> Callable[[], Any]:
-    """Return a function that returns the condition's value, and fails if it is false too late."""
+    """Return a function that returns the condition's value, and fails if the
+    value is false too late.
+    """
     deadline = time.monotonic() + timeout
 
     def look() -> Any:
@@ -73,7 +75,9 @@ def _look(
 
 
 def _pauses() -> Iterator[float]:
-    """Yield the pauses between checks: a tenth of the time so far."""
+    """Yield the pauses between checks: a tenth of the time so far, but at least
+    LOOK and at most SELDOM.
+    """
     begun = time.monotonic()
     while True:
         yield min(max(LOOK, (time.monotonic() - begun) / 10), SELDOM)
@@ -99,7 +103,7 @@ async def until(
     timeout: float = PATIENCE,
     show: Callable[[], Any] | None = None,
 ) -> Any:
-    """:func:`wait_for` that lets other tasks run."""
+    """Like :func:`wait_for`, but let other tasks run meanwhile."""
     look = _look(condition, what, timeout, show)
     pauses = _pauses()
     while not (value := look()):
@@ -109,7 +113,7 @@ async def until(
 
 @dataclass
 class Cell:
-    """What one executed cell sent and how it ended."""
+    """What one executed cell sent, and how the cell ended."""
 
     status: str
     text: str = ""
@@ -135,7 +139,7 @@ class Cell:
 
 
 class Kernel:
-    """A real kernel on the Pooled GPU kernelspec, and the client to run cells in it."""
+    """A real kernel of the Pooled GPU kernelspec, and the client that runs cells in it."""
 
     def __init__(self, pool: Pool, label: str) -> None:
         self.pool = pool
@@ -160,8 +164,8 @@ class Kernel:
         options = dict(provisioner or {})
         if memory is not None:
             options["memory"] = memory
-        # Sockets in our folder: a TCP port is chosen before it is bound, and another process may
-        # take it in between (other tests start kernels at the same time).
+        # The kernel uses sockets in our folder. A TCP port is chosen before it is bound, and in
+        # between another process may take it: other tests start kernels at the same time.
         self.manager = AsyncKernelManager(
             kernel_name=KERNEL_NAME,
             transport="ipc",
@@ -170,7 +174,7 @@ class Kernel:
                 {"GPUPoolProvisioner": options, **({"GPUPool": server} if server else {})}
             ),
         )
-        # This stays open: jupyter_client hands the same files to a restarted kernel.
+        # This file stays open: jupyter_client passes it to a restarted kernel, too.
         name = f"kernel-{self.label.replace(' ', '-')}.log"
         self._log = os.open(self.pool.folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         await self.manager.start_kernel(
@@ -233,7 +237,7 @@ class Kernel:
         return cell
 
     def kill(self) -> None:
-        """SIGKILL the kernel process, as the OOM killer would."""
+        """Kill the kernel process with SIGKILL, as the OOM killer would."""
         os.kill(self.pid, signal.SIGKILL)
 
     async def interrupt(self) -> None:
@@ -244,7 +248,7 @@ class Kernel:
         await self.client.wait_for_ready(timeout=PATIENCE)
 
     async def stop(self, now: bool = False) -> None:
-        """Shut the kernel down; idempotent."""
+        """Shut the kernel down; a second call does nothing."""
         if self in self.pool.kernels:
             self.pool.kernels.remove(self)
         if self._log >= 0:
@@ -261,7 +265,7 @@ class Kernel:
 
 
 class Pool:
-    """One private broker with its folder, and the questions that a test asks it."""
+    """One private broker with its folder, and methods for a test's questions to it."""
 
     def __init__(self, folder: Path, machine: str, config: dict[str, Any]) -> None:
         self.folder = folder
@@ -276,24 +280,26 @@ class Pool:
             "linger": 600.0,
             **config,
         }
-        # Most tests are about slices of one size, which do not grow.
+        # Most tests use slices of one size, which do not grow.
         self.config.setdefault("default_limit", self.config.get("default_memory", "4GiB"))
-        #: What the test asked for: another test that asks for the same may use this pool.
+        #: The options of the test: another test with the same options may use this pool.
         self.asked = (machine, config)
         self.mark = uuid.uuid4().hex
         self.kernels: list[Kernel] = []
         self.samplers: list[Sampler] = []
         self._client: Client | None = None
-        #: Whether no other test may use it, even if its status looks good.
+        #: Whether another test may not use this pool, even if its status looks good.
         self.disturbed = False
-        #: For the current test: what was there at its start, and the journal's last row.
+        #: For the current test: the processes and files at its start, and the journal's last row.
         self._before: Any = None
         self._after = 0
-        #: The variables with which kernels find the driver; empty for a real driver.
+        #: The variables through which kernels find the driver; empty for a real driver.
         self.driver_env: dict[str, str] = {}
 
     def take_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Let this process and its children find this pool, and no file of the user."""
+        """Make this process and its children find this pool, and hide the user's
+        own files from them.
+        """
         for name in ("GPUPOOL_EMULATE", "EMUCUDA_STATE", "GPUPOOL_SESSION"):
             monkeypatch.delenv(name, raising=False)
         for name in ("config", "runtime", "ipython", "data"):
@@ -304,30 +310,35 @@ class Pool:
         monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(self.folder / "runtime"))
         monkeypatch.setenv("IPYTHONDIR", str(self.folder / "ipython"))
         monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
-        # The start of a kernel is most of the CPU time of most tests.
+        # The start of a kernel takes most of the CPU time of most tests, so kernels are forked.
         monkeypatch.setattr(launcher, "Popen", forks.kernels)
 
     # ------------------------------------------------------------------ the broker
 
     def write_config(self) -> None:
-        """Write the configuration where a provisioner that starts a broker finds it."""
+        """Write the configuration to the folder where a provisioner that starts a
+        broker looks for it.
+        """
         folder = self.folder / "config"
         folder.mkdir(exist_ok=True)
         text = json.dumps({"GPUPool": self.config})
         (folder / "jupyter_server_config.json").write_text(text)
 
     def start_broker(self) -> None:
-        """Start the broker, or find it running; return when it answers."""
+        """Start the broker if it does not run; return when it answers."""
         ensure_broker({"GPUPool": self.config}, str(self.socket))
 
     def begin(self) -> None:
-        """Start the broker, for the first test. Brokers that a test starts are executed."""
+        """Start the broker for the first test, by a fork. The brokers that tests
+        start are executed.
+        """
         self.write_config()
         with forks.instead_of_launches():
             self.start_broker()
-        # The only public way to learn how a kernel reaches the driver: open a session for a moment.
+        # This is the only public way to learn how a kernel reaches the driver: open a session for
+        # a short time.
         answer = self.call("open", kernel_id="e2e-probe", label="probe")
-        # Without the guard: the sampler needs its own view.
+        # The variables must not contain the guard, because the sampler needs its own view.
         env = without_guard(answer["env"])
         names = ("EMUCUDA_MACHINE", "EMUCUDA_STATE", "LD_LIBRARY_PATH")
         self.driver_env = {name: env[name] for name in names if name in env}
@@ -335,7 +346,7 @@ class Pool:
         self._before = self._there()
 
     def again(self) -> None:
-        """Begin another test: ignore all that happened before."""
+        """Begin another test: ignore everything that happened before."""
         self._after = self.call("journal", limit=0)["seq"]
 
     def _there(self) -> tuple[Any, ...]:
@@ -346,7 +357,7 @@ class Pool:
         return processes, files, *(path.read_text() for path in self.folder.glob("config/*.json"))
 
     def rests(self) -> bool:
-        """Return whether the broker is as good as a new one, and all else has ended.
+        """Return whether the broker is as good as a new one, and everything else has ended.
 
         The test has passed, its kernels have ended, and the broker grants no memory.
         """
@@ -363,7 +374,7 @@ class Pool:
             return False
         for path in self.folder.iterdir():
             if path.name in ("config", "state") or path.name.startswith("b."):
-                continue  # files of the broker and its machine
+                continue  # the files of the broker and of its machine
             if path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -391,7 +402,9 @@ class Pool:
         return self.call("status")
 
     def peek(self, kernel_id: str) -> Any:
-        """Return a session for a failure message, or the reason why there is none; never raise."""
+        """Return a session for a failure message, or the reason why there is no
+        session; never raise.
+        """
         try:
             return self.session_of(kernel_id)
         except BrokerUnavailable as error:
@@ -415,9 +428,10 @@ class Pool:
         return list(self.status()["devices"])
 
     def kill_broker(self, *, for_good: bool = False) -> None:
-        """SIGKILL the broker, and return when the process is gone.
+        """Kill the broker with SIGKILL, and return when the process is gone.
 
-        With ``for_good``, as if it had ended in order: no kernel starts it again.
+        With ``for_good``, also remove the record of its start, as an orderly end does: no kernel
+        starts the broker again.
         """
         if for_good:
             record = startrecord.read_record(self.socket)
@@ -429,14 +443,14 @@ class Pool:
         wait_for(lambda: not runs(process), "the killed broker to be gone")
 
     def workers(self) -> list[psutil.Process]:
-        """Return the suspend workers: the broker's children that make checkpoint calls."""
+        """Return the suspend workers: the broker's child processes that make checkpoint calls."""
         broker = psutil.Process(self.status()["pid"])
         return [p for p in broker.children() if "child_programs worker" in command_of(p)]
 
     # ------------------------------------------------------------------ kernels
 
     async def kernel(self, label: str = "notebook", **options: Any) -> Kernel:
-        """Start a kernel and return it ready for cells."""
+        """Start a kernel; return it when it is ready for cells."""
         kernel = Kernel(self, label)
         try:
             return await kernel.start(**options)
@@ -455,7 +469,7 @@ class Pool:
             return list(sampler.first()["devices"])
 
     def check_ledger(self) -> dict[str, Any]:
-        """Return the status; fail if it breaks any of the pool's promises about bytes."""
+        """Return the status; fail if it breaks a promise of the pool about bytes."""
         status = self.status()
         granted: dict[str, int] = {}
         for session in status["sessions"]:
@@ -481,7 +495,7 @@ class Pool:
         return status
 
     def check_nothing_left(self) -> None:
-        """Fail if anything is still granted, held or accounted for without a kernel."""
+        """Fail if any memory is still granted, in use or accounted for without a kernel."""
         wait_for(lambda: not self.sessions(), "no session left", show=self.sessions)
         wait_for(
             lambda: all(d["memory_granted"] == 0 for d in self.devices()),
@@ -493,14 +507,14 @@ class Pool:
             devices = self.look()
             return [d for d in devices if d["processes"] or d["used"] > d["reserved"]]
 
-        # A real driver needs a moment after a process was killed.
+        # A real driver needs a moment after the end of a killed process.
         wait_for(lambda: not accounted(), "nothing left for the driver to account for",
                  show=accounted)  # fmt: skip
 
     # ------------------------------------------------------------------ the end
 
     def stop(self, check: bool = True) -> None:
-        """End the kernels and samplers of a test; fail if they leave anything."""
+        """End the kernels and samplers of a test; fail if they leave anything behind."""
         for sampler in list(self.samplers):
             sampler.stop()
         if self.kernels:
@@ -509,7 +523,9 @@ class Pool:
             self.check_nothing_left()
 
     def end(self, check: bool = True) -> None:
-        """End everything that this pool started; fail if something does not end by itself."""
+        """End everything that this pool started; fail if a process does not end
+        without being killed.
+        """
         problems: list[str] = []
         try:
             self.stop(check)
@@ -517,7 +533,7 @@ class Pool:
             if self._client is not None:
                 self._client.close()
             broker.terminate()
-            # First check this process alone: a search of all processes takes much longer.
+            # First check this process alone: a search through all processes takes much longer.
             wait_for(lambda: not runs(broker), "the broker's end", show=self.logs)
         except (BrokerUnavailable, AssertionError, psutil.Error) as error:
             problems.append(str(error))
@@ -546,7 +562,7 @@ class Pool:
 
 
 def runs(process: psutil.Process) -> bool:
-    """Return whether a process has not ended; reap a child of ours that has."""
+    """Return whether a process still runs; reap it if it is a child of ours that has ended."""
     try:
         if process.status() != psutil.STATUS_ZOMBIE:
             return True
@@ -563,9 +579,10 @@ def reap(pid: int) -> None:
 
 
 class Sampler:
-    """NVML's view of the devices; a child process samples it while the test runs.
+    """NVML's view of the devices, which a child process samples while the test runs.
 
-    ``sampler.py`` describes a line. With ``brief``: one sample and no broker.
+    ``sampler.py`` describes a line of the samples. With ``brief``, the child takes one sample
+    without the broker.
     """
 
     def __init__(self, pool: Pool, *, brief: bool = False, hertz: float = 20.0) -> None:
@@ -598,7 +615,7 @@ class Sampler:
         self.stop()
 
     def samples(self) -> list[dict[str, Any]]:
-        """Return all samples so far (call after :meth:`stop` for a complete list)."""
+        """Return all samples so far; the list is complete after :meth:`stop`."""
         if not self._path.exists():
             return []
         lines = self._path.read_text().splitlines(keepends=True)
@@ -613,7 +630,7 @@ class Sampler:
         return dict(wait_for(look, "a first NVML sample")[0])
 
     def stop(self) -> None:
-        """End the child; fail if it failed; idempotent."""
+        """End the child, and fail if it failed; a second call does nothing."""
         if self not in self.pool.samplers:
             return
         self.pool.samplers.remove(self)
@@ -622,7 +639,7 @@ class Sampler:
         assert code == 0, f"the NVML sampler failed: {self._log.read_text()}"
 
     def check(self, at_least: int) -> dict[str, Any]:
-        """Stop, and fail if one sample shows more bytes than exist or than the pool granted.
+        """Stop, and fail if a sample shows more bytes than exist, or more than the pool granted.
 
         Return figures about the samples.
         """
@@ -644,8 +661,8 @@ class Sampler:
                 for pid, used in device["processes"].items():
                     if pid in sample["steady"]:
                         compared += 1
-                        # The context of a landing process is in the room that each GPU keeps for
-                        # that, and in no grant.
+                        # Each GPU keeps room for the context of a landing process. No grant
+                        # contains that context.
                         lands = device["uuid"] in sample["landing"].get(pid, ())
                         allowed = limits.get(pid) or (self._landing if lands else 0)
                         assert used <= allowed, (

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Run the example notebooks as different clients do, and compare what each cell shows.
 
-The committed outputs come from a run alone on an empty pool. After a change of a notebook, write
-them again::
+The committed outputs come from a run of one notebook at a time on an empty pool. After a change
+of a notebook, write its outputs again::
 
     python -m tests.e2e.notebooks NAME ...
 """
@@ -26,7 +26,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "examples" / "notebooks"
 
-#: Three slices fit on a device, and more than six notebooks run at a time.
+#: Three slices fit on a device, and more than six notebooks run at the same time.
 MACHINE = "2x8GiB,context=64MiB"
 CONFIG = {"default_memory": 2 << 30}
 
@@ -45,10 +45,10 @@ def read(name: str) -> Any:
 
 
 def shown(notebook: Any) -> list[tuple[str, dict[str, str]]]:
-    """Return each code cell's id with what a user sees below it, by kind.
+    """Return each code cell's id, and the outputs that a user sees below the cell, by kind.
 
-    Whether standard output or standard error comes first is chance, with any kernel. A display that
-    was cleared again (at the end of a wait) shows nothing.
+    With any kernel, it is chance whether standard output or standard error comes first. A display
+    that the kernel has cleared (at the end of a wait) shows nothing.
     """
     cells = []
     for cell in notebook.cells:
@@ -80,8 +80,8 @@ def _emptied(name: str) -> Any:
 def _client(name: str, connection: Path, think: Callable[[], float]) -> Any:
     """Return an nbclient that runs a notebook in its own kernel.
 
-    A failing cell does not end the run: its output is the error. ``think`` gives the seconds that a
-    user reads between two cells.
+    A failing cell does not end the run: its output is the error. ``think`` returns the seconds
+    for which a user reads between two cells.
     """
     from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
@@ -104,7 +104,9 @@ def _named(label: str) -> dict[str, str]:
 
 
 def _kernel(client: Any, label: str) -> Any:
-    """Run the client's kernel; ``cleanup_kc`` makes nbclient end it, though we own its manager."""
+    """Run the client's kernel. With ``cleanup_kc``, nbclient ends it, though the
+    manager is ours.
+    """
     return client.async_setup_kernel(cleanup_kc=True, env=_named(label))
 
 
@@ -115,7 +117,7 @@ def at_once() -> float:
 async def by_nbclient(
     name: str, connection: Path, label: str, think: Callable[[], float] = at_once
 ) -> Any:
-    """Run a notebook from its first to its last cell; return it with its outputs."""
+    """Run a notebook from its first to its last cell; return the notebook with its outputs."""
     client = _client(name, connection, think)
     async with _kernel(client, label):
         for index, cell in enumerate(client.nb.cells):
@@ -126,7 +128,7 @@ async def by_nbclient(
 async def with_restart(
     name: str, connection: Path, label: str, think: Callable[[], float] = at_once
 ) -> Any:
-    """Run a notebook up to its middle, restart the kernel, run all of it."""
+    """Run a notebook up to its middle, restart the kernel, and run the whole notebook."""
     client = _client(name, connection, think)
     cells = list(enumerate(client.nb.cells))
     async with _kernel(client, label):
@@ -156,7 +158,7 @@ async def by_papermill(
 
 
 async def _nudge(client: Any) -> None:
-    """Ask for the kernel's information until both channels bring a message."""
+    """Request the kernel's information until each of the two channels brings a message."""
     heard: set[str] = set()
     deadline = asyncio.get_running_loop().time() + CELL_TIMEOUT
     while heard != {"shell", "iopub"}:
@@ -203,7 +205,7 @@ async def by_argv(
     client.load_connection_file(str(connection))
     client.start_channels()
     try:
-        # Not wait_for_ready: without a manager it takes a starting kernel for a dead one.
+        # wait_for_ready does not work without a manager: it takes a starting kernel for a dead one.
         await _nudge(client)
         for cell in notebook.cells:
             if cell.cell_type == "code":
@@ -219,7 +221,7 @@ async def by_argv(
     return notebook
 
 
-#: Which client runs which notebook; nbclient runs the others.
+#: The client that runs each of these notebooks; nbclient runs the other notebooks.
 CLIENTS = {
     "first_steps": by_argv,
     "restart_and_run_all": with_restart,

@@ -40,7 +40,7 @@ static int fill(void)
     return call("cuMemcpyHtoD_v2", address, (uint64_t)host, WORDS * 8);
 }
 
-/* 0, an error of the driver, or -1 for wrong bytes. */
+/* Returns 0, an error of the driver, or -1 if bytes are wrong. */
 int use_gpu(void)
 {
     int error;

@@ -43,14 +43,14 @@ def look(handles: list[Any]) -> list[dict[str, Any]]:
 
 
 class Broker:
-    """Return the broker's answer, if there is one: a test may kill the broker at any moment."""
+    """The connection to the broker, made when needed: a test may kill the broker at any moment."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.client: Client | None = None
 
     def leases(self) -> dict[str, tuple[Any, ...]] | None:
-        """Return pid -> (state, granted bytes, devices, landing), None while there is no broker."""
+        """Return pid -> (state, granted bytes, devices, landing); None while there is no broker."""
         try:
             if self.client is None or self.client.closed:
                 self.client = Client(self.path)

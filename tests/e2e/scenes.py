@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Starts that several end-to-end tests share, and the states that they wait for."""
+"""Starts of kernels that several end-to-end tests share, and waits for their states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import asyncio
 from . import cells
 from .kit import until
 
-#: MiB of a test's array: several chunks, but little to copy.
+#: MiB of a test's array. It needs several chunks, but is quick to copy.
 DATA = 16
 
 
@@ -33,7 +33,7 @@ async def suspended(kernel):
 
 
 async def release(pool, kernel):
-    """Suspend the kernel, and wait for it."""
+    """Suspend the kernel, and wait until its state is in host memory."""
     pool.call("release", session=kernel.session()["id"])
     return await suspended(kernel)
 
@@ -54,10 +54,10 @@ async def with_blocks(pool, label):
 
 
 def said(cell):
-    """Return all that a cell showed."""
+    """Return all outputs that a cell showed."""
     return cell.text + cell.evalue + " ".join(cell.displays)
 
 
 def play(scenario, within=280):
-    """Run a coroutine to its end, ``within`` so many seconds."""
+    """Run a coroutine to its end; fail after ``within`` seconds."""
     asyncio.run(asyncio.wait_for(scenario, within))

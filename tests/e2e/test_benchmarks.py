@@ -52,9 +52,11 @@ def check_anonymous(name, text):
         assert secret not in text, f"{name} names {secret}"
 
 
-def test_places_show_what_the_broker_told_while_read():
-    """A wait counts in steps of 10 s after the first ones; a page may be a second behind."""
-    from benchmarks.ui_contended import figure, figures_between  # imports a browser's client
+def test_figures_in_the_browser_may_lag_behind_the_broker():
+    """The first ten seconds of a wait count singly, later ones in steps of 10 s.
+    A page may be a second behind the broker.
+    """
+    from benchmarks.ui_contended import figure, figures_between  # imports a browser client
 
     assert figure("1. 77aa33 asks for 6 GiB, no estimate yet: 6 GiB is needed") == ""
     assert figure("1. 77aa33 asks for 6 GiB, waiting for 4 s, no estimate yet") == "4 s"
@@ -80,7 +82,7 @@ def moved(at, session, old, new, group):
 
 
 def shown(*, leaves):
-    """A crowd's kernel has its slice from 100 s on, somebody asks at 104 s."""
+    """A kernel of the crowd has its slice from 100 s on. The kernel of ann asks at 104 s."""
     return [
         moved(99.0, "c", "queued", "attaching", "crowd"),
         moved(100.0, "c", "attaching", "active", "crowd"),
@@ -96,15 +98,15 @@ def shown(*, leaves):
 @pytest.mark.parametrize(
     ("leaves", "owed"), [(104.0, 0.0), (106.5, 2.5), (110.0, 6.0), (125.0, 6.0)]
 )
-def test_wait_owes_a_time_slice_its_rest_at_most(leaves, owed):
+def test_wait_owes_at_most_the_rest_of_a_time_slice(leaves, owed):
     (wait,) = waits(shown(leaves=leaves), "crowd", 10.0)
     assert (wait.group, wait.asked, wait.owed) == ("ann", 104.0, owed)
     took = leaves + 0.2 - 104.0
     assert beyond([(90.0, 0.0), (104.0, took), (130.0, 1.0)], [wait]) == [0.0, took - owed, 1.0]
 
 
-def test_wait_that_loses_its_turn_owes_one_time_slice_only():
-    """The place that a time slice leaves goes to another kernel of the crowd."""
+def test_wait_that_loses_its_turn_owes_only_one_time_slice():
+    """When the time slice ends, another kernel of the crowd gets the place."""
     rows = shown(leaves=110.0)[:-2]
     rows += [
         moved(110.1, "q", "queued", "attaching", "crowd"),

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A user's own broker that is killed comes back by itself, and no cell notices."""
+"""If a user's own broker is killed, its kernels start another broker, and no cell fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SLICE = 512 * MiB
 
 
 def pid_of_broker(pool):
-    """Return the broker's process if a broker answers, else None."""
+    """Return the id of the broker's process if a broker answers, else None."""
     try:
         return pool.status()["pid"]
     except BrokerUnavailable:
@@ -37,14 +37,14 @@ def pid_of_broker(pool):
 
 
 async def killed_and_back(pool):
-    """Kill the broker; return when a broker that no test started answers."""
+    """Kill the broker; return when a broker answers that no test has started."""
     old = pool.status()["pid"]
     os.kill(old, signal.SIGKILL)
     await until(lambda: (reap(old), pid_of_broker(pool) not in (None, old))[1], "the next broker")
 
 
 async def storm(pool, kills):
-    """Run three kernels, busy, waiting and suspended, and kill the broker under them."""
+    """Run a busy, a waiting and a suspended kernel, and kill the broker while they exist."""
     flag = pool.folder / "go"
     away = await with_blocks(pool, "away")
     (await away.run("block = Block(128).allocate().write(7)")).check()
@@ -60,7 +60,8 @@ async def storm(pool, kills):
     await state(busy, "active")
     await state(waiting, "queued")
     assert {s["label"] for s in pool.sessions()} == {"away", "busy", "waiting"}
-    # The suspended one continues in the middle of its cell, whichever kernel has the slice.
+    # The suspended kernel continues in the middle of its cell, even if other kernels have the
+    # slice.
     back = asyncio.create_task(away.run("block.verify().write(8).compute().verify()"))
     await state(away, "queued")
     await killed_and_back(pool)
@@ -73,7 +74,7 @@ async def storm(pool, kills):
     await pool.stop_kernels()
 
 
-def test_broker_is_killed_under_busy_waiting_suspended_kernels(pool):
+def test_broker_killed_under_kernels_in_three_states_returns(pool):
     play(storm(pool(ONE, default_memory=SLICE), 2))
 
 
@@ -84,7 +85,7 @@ def test_the_broker_is_killed_ten_times_in_a_row(pool):
 
 @pytest.mark.parametrize("attach", ["lazy", "cell"])
 def test_suspended_kernel_continues_after_its_broker_was_killed(pool, attach):
-    """No other process can notice: there is no other kernel, server or command."""
+    """No other process can notice the death: there is no other kernel, server or command."""
     pool = pool(ONE, default_memory=SLICE, attach=attach)
 
     async def scenario():
@@ -102,7 +103,7 @@ def test_suspended_kernel_continues_after_its_broker_was_killed(pool, attach):
 
 
 def test_lost_broker_is_started_again_without_an_agent(pool):
-    """The kernel has no agent that could start one, like a kernel that is not IPython."""
+    """The kernel has no agent that could start a broker, like a kernel that is not IPython."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -118,7 +119,7 @@ def test_lost_broker_is_started_again_without_an_agent(pool):
         environ = Path(f"/proc/{broker}/environ").read_bytes()
         assert b"GPUPOOL_SESSION" not in environ
         assert b"gpupool-guard" not in environ
-        # The new broker learns of the kernel's end, and does not end with it.
+        # The new broker notices the kernel's end, and continues after it.
         await kernel.stop(now=True)
         assert pool.status()["pid"] == broker
 
@@ -126,8 +127,10 @@ def test_lost_broker_is_started_again_without_an_agent(pool):
 
 
 @pytest.mark.parametrize("agent", [True, False], ids=["agent", "guard"])
-def test_broker_returns_although_its_files_are_deleted(pool, agent):
-    """The broker that could restore the files beside the socket is dead."""
+def test_broker_returns_even_if_its_files_are_deleted(pool, agent):
+    """The broker that could restore the files beside the socket is dead, so its
+    kernels must start another.
+    """
     pool = pool(ONE, default_memory=SLICE, idle_timeout=3601)
 
     async def scenario():
@@ -145,7 +148,7 @@ def test_broker_returns_although_its_files_are_deleted(pool, agent):
         assert pool.status()["pid"] != old
         assert pool.status()["settings"]["idle_timeout"] == 3601
         assert startrecord.record_path(pool.socket).exists()
-        # A broker that is told to end leaves no file from which kernels start it again.
+        # When a broker ends on request, it leaves no file from which kernels start it again.
         await release(pool, kernel)
         broker = psutil.Process(pool.status()["pid"])
         broker.terminate()
@@ -234,13 +237,13 @@ def test_an_interrupt_ends_the_wait_for_a_broker(pool):
 
 
 def begun(pool):
-    """Return when the running broker began to serve, on its own clock."""
+    """Return when the running broker began to serve, according to its own clock."""
     return [r["time"] for r in pool.journal() if r["kind"] == "broker-start"][-1]
 
 
 @pytest.mark.parametrize("victim", ["broker", "worker", "monitor"])
 def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
-    """Before, a new broker granted no slice for ten seconds: kernels starved."""
+    """Before, a new broker granted no slice for ten seconds, so kernels starved."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -261,7 +264,8 @@ def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
         session = waiting.session()["id"]
         (granted,) = [r["time"] for r in pool.journal(session=session) if r["kind"] == "attach"]
         print(f"served {granted - killed:.2f} s after the {victim} was there again")
-        # The promise is 5 s, on a machine that has a core for it. With the bug it took over 10 s.
+        # The promise is 5 s, on a machine that has a free core for this. With the bug it took
+        # over 10 s.
         assert granted - killed < 5.0 + 4.0
         (await holder.run("block.verify()")).check()
         await pool.stop_kernels()
@@ -270,7 +274,9 @@ def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
 
 
 def journaled(pool, kernel):
-    """Return since when the kernel is idle by the journal, None where it is not."""
+    """Return the time since which the kernel is idle in the journal; None if it
+    is not idle there.
+    """
     (path,) = pool.folder.glob("state/journal-*.sqlite")
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         (row,) = db.execute("SELECT record FROM sessions WHERE id = ?", [kernel.session()["id"]])
@@ -278,8 +284,8 @@ def journaled(pool, kernel):
     return record["idle_since"] if record["state"] == "idle" else None
 
 
-def test_idle_time_of_a_kernel_survives_deaths_of_the_broker(pool):
-    """Before, each start of a broker restarted the idle time: no waiting kernel was ever served."""
+def test_idle_time_of_a_kernel_survives_kills_of_the_broker(pool):
+    """Before, each new broker restarted the idle time, so no waiting kernel was ever served."""
     pool = pool(ONE, default_memory=SLICE, reclaim_after=3600)
 
     async def scenario():
@@ -290,7 +296,7 @@ def test_idle_time_of_a_kernel_survives_deaths_of_the_broker(pool):
             await until(lambda: journaled(pool, kernel) == since, "the journal to have it")
             await killed_and_back(pool)
             assert (await state(kernel, "idle"))["idle_since"] == since
-        # A kernel that used its GPU after the death of the broker was not idle.
+        # A kernel that used its GPU after the broker's death counts as active then, not as idle.
         os.kill(pool.status()["pid"], signal.SIGSTOP)
         broker = psutil.Process(int((pool.folder / "b.sock.lock").read_text().split()[0]))
         (await kernel.run("block.verify()")).check()

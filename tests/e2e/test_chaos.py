@@ -1,15 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""SIGKILL, at random moments, to every kind of process that takes part.
+"""SIGKILL at random moments, to every kind of process that takes part.
 
-Five notebooks, of which four fit on the two devices (in the short form three on one), work without
-pause: each checks all its bytes in every cell. Meanwhile, each round kills something: the broker, a
-suspend worker, a kernel that is attached, waiting, suspended or moving, a Jupyter Server with a
-kernel. After each round the notebooks must have made progress without a wrong byte, and nothing of
-a killed process may remain.
+Five notebooks work without pause, and four of them fit on the two devices. In the short form,
+there are three notebooks, and two of them fit on the one device. In every cell, each notebook
+checks all its bytes. Meanwhile, each round kills something: the broker, a suspend worker, a
+Jupyter Server with a kernel, or a kernel that is attached, waiting, suspended or moving. After
+each round, the notebooks must have made progress without a wrong byte, and nothing of a killed
+process may remain.
 
-A failure prints its seed; ``GPUPOOL_CHAOS_SEED=... pytest tests/e2e/test_chaos.py`` repeats the
-same kills at the same moments (other things on the machine still differ).
+A failure prints its seed. ``GPUPOOL_CHAOS_SEED=... pytest tests/e2e/test_chaos.py`` repeats the
+same kills at the same moments, but other processes on the machine still differ.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from tests.broker import forks
 from . import cells
 from .kit import LOOK, MiB, Sampler, command_of, reap, until
 
-#: Devices, and notebooks: one more than fits. The short form has one device.
+#: The devices, and the number of notebooks: one more than fits. The short form has one device.
 SHORT, LONG = ("1x640MiB,context=32MiB", 3), ("2x640MiB,context=32MiB", 5)
 
-#: MiB that each notebook has on its device, in the short and in the long form.
+#: MiB of each notebook on its device, in the short and in the long form.
 SMALL, LARGE = 24, 96
 
-#: Two fit on a device.
+#: The size of a slice: two fit on a device.
 SLICE = 256 * MiB
 
-#: What a round kills; the short form does each once.
+#: The things that a round may kill; the short form kills each once.
 KINDS = (
     "broker",
     "worker",
@@ -57,8 +58,9 @@ KINDS = (
 )
 
 
-#: How users work, by policy: the configuration, and the longest pause between two cells. With the
-#: guard a kernel is idle when its device is; the broker checks that four times a second.
+#: How users work under each policy: the configuration, and the bounds of the pause between two
+#: cells. With the guard, a kernel is idle when its device is idle; the broker checks that four
+#: times a second.
 POLICIES = {
     "cell": ({"attach": "cell"}, (0.0, 0.3)),
     "lazy": ({"attach": "lazy", "quiet_after": 0.1, "max_swap_overhead": 0.0}, (0.3, 1.0)),
@@ -66,7 +68,7 @@ POLICIES = {
 
 
 class Notebook:
-    """A notebook that no kill may disturb: it works until told to stop, and counts its checks."""
+    """A notebook that no kill may disturb. It works until it must stop, and counts its checks."""
 
     def __init__(self, pool, number, rng, data):
         self.pool, self.number, self.rng, self.data = pool, number, rng, data
@@ -74,7 +76,7 @@ class Notebook:
         self.kernel = None
         self.checks = 0
         self.refused = []
-        #: Set to a path: the next cell lasts until that file exists.
+        #: If set to a path, the next cell lasts until that file exists.
         self.busy_until = None
         self.stopping = False
 
@@ -104,13 +106,15 @@ class Notebook:
                 half_done = False
                 continue
             if self.attach == "lazy":
-                # Without a broker, a call that needs the slice back fails, anywhere in the code.
+                # Without a broker, a call that needs the slice back fails, at any place in the
+                # code.
                 assert "CUDA_ERROR_SYSTEM_NOT_READY" in cell.evalue, cell.traceback
                 assert str(self.pool.socket) in cell.text, cell
                 self.refused.append((time.monotonic(), cell.evalue))
                 half_done = half_done or "write" in code
                 continue
-            # Without a broker, a cell that needs its slice back may fail. Then it has not run.
+            # Without a broker, a cell that needs its slice back may fail. In that case it has not
+            # run.
             assert cell.ename != "AssertionError", cell.traceback
             assert str(self.pool.socket) in cell.evalue + cell.traceback, (
                 f"{cell.ename}: {cell.evalue}"
@@ -120,7 +124,7 @@ class Notebook:
                 key -= 1
 
     async def get_on(self, cells_more=2):
-        """Wait until the notebook has run ``more`` cells that checked every byte."""
+        """Wait until the notebook has run ``cells_more`` more cells that checked every byte."""
         target = self.checks + cells_more
         await until(
             lambda: self.checks >= target,
@@ -162,7 +166,7 @@ class Chaos:
         await asyncio.sleep(self.rng.uniform(0.0, most))
 
     async def play(self, kind):
-        """Play one round: kill, then check that all recovers."""
+        """Play one round: kill, then check that everything recovers."""
         self.round += 1
         before = {n.number: n.kernel.pid for n in self.notebooks}
         begun = time.monotonic()
@@ -216,7 +220,7 @@ class Chaos:
         await self.revive()
 
     async def revive(self):
-        """Start a broker on the state that the killed one left."""
+        """Start a broker on the state that the killed broker left."""
         begun = time.monotonic()
         await asyncio.to_thread(self.pool.start_broker)
         self.figure("broker restart, seconds", time.monotonic() - begun)
@@ -227,7 +231,7 @@ class Chaos:
         worker.kill()
 
     async def monitor(self):
-        """The child that reads NVML: without it nothing can be granted or resumed."""
+        """Kill the child that reads NVML: without it, the broker can grant and resume nothing."""
         await self.moment()
         broker = psutil.Process(self.pool.status()["pid"])
         found = [p for p in broker.children() if "child_programs monitor" in command_of(p)]
@@ -235,7 +239,7 @@ class Chaos:
         found[0].kill()
 
     async def broker_and_workers(self):
-        """Kill all of it at once, while two servers want a broker at the same moment."""
+        """Kill broker and children together; then two servers start a broker at the same moment."""
         await self.moment()
         status = self.pool.status()
         children = psutil.Process(status["pid"]).children()
@@ -345,7 +349,7 @@ class Server:
             command = [
                 *(sys.executable, "-m", "jupyter_server", "--no-browser", "--allow-root"),
                 *("--ServerApp.port=0", "--IdentityProvider.token=e2e"),
-                "--LanguageServerManager.autodetect=False",  # it starts Node, npm and R
+                "--LanguageServerManager.autodetect=False",  # this would start Node, npm and R
                 f"--GPUPoolProvisioner.memory={SLICE} B",
                 f"--ServerApp.root_dir={self.pool.folder}",
             ]
@@ -374,7 +378,7 @@ class Server:
                 )
                 break
             except ConnectionRefusedError:
-                # The server writes where it will listen before it listens.
+                # The server prints its address before it listens there.
                 assert time.monotonic() < deadline, self.log.read_text()
                 await asyncio.sleep(LOOK)
         self.kernel_id = json.loads(answer.body)["id"]
@@ -395,7 +399,7 @@ class Server:
             client.stop_channels()
 
     async def ready(self, client):
-        """Wait for the kernel; a client that did not start it may take a slow start for a death."""
+        """Wait for the kernel. A client that did not start it may take a slow start for a death."""
         deadline = time.monotonic() + 60
         while True:
             try:

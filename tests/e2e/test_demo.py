@@ -17,12 +17,12 @@ from tests.marks import MARK, marked
 
 from .kit import LOOK, wait_for
 
-#: The most resident bytes that all processes of the demo may take together.
+#: Most resident bytes of all processes of the demo together.
 BUDGET = 4 << 30
 
 
 def resident(mark: str) -> int:
-    """Return the proportional set size of all marked processes: shared pages count once."""
+    """Return the proportional set size of all marked processes, which counts shared pages once."""
     total = 0
     for process in marked(mark):
         try:
@@ -47,7 +47,7 @@ def test_demo_attaches_suspends_and_restores_elsewhere(installed, tmp_path):
         peak, deadline = 0, time.monotonic() + 240
         while process.poll() is None and time.monotonic() < deadline:
             peak = max(peak, resident(mark))
-            time.sleep(LOOK * 15)  # a look at all processes of the machine takes 20 ms and more
+            time.sleep(LOOK * 15)  # a look at all processes of the machine takes at least 20 ms
         if process.poll() is None:
             process.kill()
         process.wait()

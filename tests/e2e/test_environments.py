@@ -23,7 +23,8 @@ from .kit import KERNEL_NAME
 
 ROOT = Path(__file__).parents[2]
 
-#: Runs in every Python process that finds it on PYTHONPATH: imports of NVIDIA's packages fail.
+#: Each Python process that finds this module on PYTHONPATH runs it: imports of NVIDIA's packages
+#: fail.
 BLOCK = """
 import sys
 
@@ -36,7 +37,8 @@ class Blocker:
 sys.meta_path.insert(0, Blocker)
 """
 
-#: Two notebooks on a GPU that has room for one. The Python without the packages runs this code.
+#: Two notebooks on a GPU that has room for only one. The Python without the packages runs this
+#: code.
 NOTEBOOKS = """
 import sys, tempfile
 from jupyter_client import KernelManager
@@ -106,7 +108,7 @@ def folder():
 
 @pytest.fixture
 def blocked(folder):
-    """Return variables for processes that cannot import NVIDIA's packages, with a configuration."""
+    """Return a configuration, and variables for processes that cannot import NVIDIA's packages."""
     (folder / "block").mkdir()
     (folder / "block" / "sitecustomize.py").write_text(BLOCK)
     (folder / "config").mkdir()
@@ -141,7 +143,7 @@ def blocked(folder):
 
 
 def second_environment(folder: Path) -> Path:
-    """Make an environment that sees the packages of this one; return its interpreter."""
+    """Make an environment that shares this one's packages; return its interpreter."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python3*/site-packages")
@@ -206,7 +208,7 @@ def test_device_processes_run_in_the_configured_python(monkeypatch, tmp_path):
     of_prefix = second_environment(tmp_path / "prefix" / "share" / "gpupool" / "devices")
     assert interpreter.choose() == str(of_prefix)
     assert interpreter.choose(str(of_user)) == str(of_user)
-    of_prefix.unlink()  # its Python was removed
+    of_prefix.unlink()  # this interpreter was removed
     assert interpreter.choose() == str(of_user)
 
 
@@ -237,8 +239,10 @@ def test_message_describes_an_interpreter_that_does_not_work(tmp_path):
     assert interpreter.ask(str(script)).problem == "It does not work: no such library."
 
 
-def test_requirements_are_the_same_everywhere():
-    """Compare the extra, the input of the lock file, and what the device processes check."""
+def test_requirements_of_devices_are_the_same_in_all_files():
+    """Compare the extra, the input of the lock file, and the versions that device
+    processes check.
+    """
     text = (ROOT / "pyproject.toml").read_text()
     wanted = [name + spec for name, spec in interpreter.RANGES.items()]
     assert f"devices = {json.dumps(wanted)}" in text

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What real notebooks do besides one array: children, threads, streams; and what faults do."""
+"""Real notebooks use more than one array: children, threads and streams. The
+tests also inject faults.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from .test_lifecycle import MACHINE, SLICE
 
 @pytest.fixture
 def pool(pool):
-    """Make cells hold the slice while they run, with or without CUDA; see also ``test_lazy``."""
+    """Make cells keep the slice while they run, with or without CUDA; see also ``test_lazy``."""
     return partial(pool, attach="cell")
 
 
@@ -119,7 +121,7 @@ def test_children_of_a_kernel_move_with_it(pool):
         (await kernel.run(cells.setup(1, 48))).check()
         (await kernel.run(CHILD.format(define=cells.DEFINE, mib=48))).check()
         session = await release(pool, kernel)
-        # Two contexts of 32 MiB and two blocks.
+        # These are two contexts of 32 MiB and two blocks.
         assert session["suspended_bytes"] >= 160 * MiB, session
         assert all(d["memory_foreign"] == 0 for d in pool.devices())
         (await kernel.run("block.verify(); ask_child()")).check()
@@ -130,7 +132,7 @@ def test_children_of_a_kernel_move_with_it(pool):
     play(scenario())
 
 
-def test_child_that_outlives_its_kernel_is_counted(pool):
+def test_memory_of_a_child_that_outlives_its_kernel_is_counted(pool):
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE)
 
     async def scenario():
@@ -142,7 +144,8 @@ def test_child_that_outlives_its_kernel_is_counted(pool):
         (await kernel.run(code)).check()
         child = int((await kernel.run("print(child.pid)")).check().text)
         other = await pool.kernel("other")
-        # It would end when its stdin closes, but it is stopped (SIGSTOP) and keeps its memory.
+        # The child would end when its stdin closes, but it is stopped (SIGSTOP) and keeps its
+        # memory.
         os.kill(child, 19)
         kernel.kill()
         await until(lambda: kernel.session() is None, "the killed kernel's session to end")
@@ -174,10 +177,11 @@ assert not problems, problems
 """
 
 
-def test_thread_is_held_after_its_cell_and_continues_later(pool):
-    """GPU work between cells must only wait: it must not fail or see other bytes.
+def test_thread_waits_after_its_cell_and_continues_later(pool):
+    """GPU work between cells may have to wait, but it must not fail or see other bytes.
 
-    Without the guard the broker cannot see it; with the guard it counts as use (``test_lazy``).
+    Without the guard, the broker cannot see this work. With the guard, it counts as use
+    (``test_lazy``).
     """
     pool = pool(MACHINE, default_memory=SLICE, guard=False)
     thread = """
@@ -239,7 +243,7 @@ block.verify()
     play(scenario())
 
 
-def test_kernel_that_cannot_be_suspended_is_pinned_and_goes_on(pool):
+def test_kernel_that_cannot_be_suspended_is_pinned_and_continues(pool):
     pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB, managed_memory="allow")
 
     async def scenario():
@@ -256,7 +260,7 @@ def test_kernel_that_cannot_be_suspended_is_pinned_and_goes_on(pool):
         assert session["wait_reason"]
         (await pinned.run("block.verify()")).check()
         assert pinned.session()["granted_bytes"] == 400 * MiB
-        # The end of the pinned kernel gives the slice to the waiting one.
+        # When the pinned kernel ends, the waiting kernel gets the slice.
         await pinned.stop()
         (await cell).check()
         await pool.stop_kernels()
@@ -264,30 +268,30 @@ def test_kernel_that_cannot_be_suspended_is_pinned_and_goes_on(pool):
     play(scenario())
 
 
-def test_kernels_killed_by_their_user_leave_nothing(pool):
-    """The user restarts it at every stage: attached, waiting, suspended, during a move."""
+def test_kernels_restarted_by_their_user_leave_nothing_behind(pool):
+    """The user restarts the kernel while it is attached, waiting, suspended, or moving."""
     pool = pool("1x640MiB,context=32MiB", default_memory=400 * MiB)
     flag = pool.folder / "go"
 
     async def scenario():
         kernel, other = await pool.kernel("restarted"), await pool.kernel("other")
         (await kernel.run(cells.setup(1, DATA))).check()
-        await kernel.restart()  # attached
+        await kernel.restart()  # while the kernel is attached
         (await kernel.run(cells.setup(2, DATA))).check()
         await release(pool, kernel)
-        await kernel.restart()  # suspended
+        await kernel.restart()  # while it is suspended
         busy = asyncio.create_task(other.run(cells.setup(3, DATA) + cells.busy(flag)))
         await state(other, "active")
         cell = asyncio.create_task(kernel.run("1"))
         await state(kernel, "queued")
         cell.cancel()
         await asyncio.gather(cell, return_exceptions=True)
-        await kernel.restart(now=True)  # waiting
+        await kernel.restart(now=True)  # while it waits
         flag.touch()
         (await busy).check()
         (await kernel.run(cells.setup(4, DATA))).check()
         pool.call("release", session=kernel.session()["id"])
-        await kernel.restart(now=True)  # moving, or just moved
+        await kernel.restart(now=True)  # while it moves, or just after
         (await kernel.run(cells.setup(5, DATA) + "block.verify()")).check()
         (await other.run("block.verify()")).check()
         pool.check_ledger()
@@ -301,7 +305,7 @@ def test_kernels_killed_by_their_user_leave_nothing(pool):
 
 
 def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
-    """Its bytes leave no room for headroom, and there is no larger device."""
+    """The kernel's bytes leave no room for headroom, and there is no larger device."""
     pool = pool("1x192MiB,context=32MiB", default_memory=192 * MiB)
 
     async def scenario():
@@ -334,8 +338,10 @@ def test_two_full_slices_share_a_device_again_after_a_suspend(pool):
     play(scenario())
 
 
-def test_overuse_restores_its_own_state_and_harms_no_neighbour(pool):
-    """Without the guard nothing stops an allocation; the ledger must not promise those bytes."""
+def test_overuse_keeps_its_own_state_and_harms_no_neighbour(pool):
+    """Without the guard, nothing stops an allocation. The ledger must not promise
+    those bytes to others.
+    """
     pool = pool("1x160MiB,context=32MiB", default_memory=64 * MiB, guard=False)
 
     async def scenario():
@@ -401,7 +407,7 @@ def test_failed_resume_loses_only_its_own_session(pool):
     play(scenario())
 
 
-# The broker gives a worker two minutes for a copy before it ends the worker.
+# The broker waits two minutes for a worker's copy before it ends the worker.
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("op", ["lock", pytest.param("checkpoint", marks=pytest.mark.long)])
 def test_hung_worker_is_replaced_and_the_notebook_goes_on(pool, op):

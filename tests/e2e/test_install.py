@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The wheel, in an environment that has never seen this checkout."""
+"""The wheel, installed in an environment without this checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 
 def command(*arguments, cwd=None, env=None, check=True):
-    """Run a command outside this checkout; return its result; fail if it fails."""
+    """Run a command outside this checkout; return its result, and fail if the command fails."""
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -41,7 +41,9 @@ def command(*arguments, cwd=None, env=None, check=True):
 
 
 def source(folder: Path) -> Path:
-    """Copy all files that git does not ignore, so that the wheel builds its own libraries."""
+    """Copy all files that git does not ignore, so that the build of the wheel
+    compiles its own libraries.
+    """
     names = command("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in names.stdout.split():
         if (ROOT / name).is_file():

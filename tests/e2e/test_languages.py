@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels without Python in them: the guard alone attaches, suspends and resumes them.
+"""Kernels without Python: the guard alone attaches, suspends and resumes them.
 
-The "kernel" is a bash script that starts a compiled program, from a kernelspec with the pool's
-provisioner, through jupyter_client. It does not need to speak the Jupyter protocol.
+The "kernel" is a bash script that starts a compiled program. jupyter_client starts the script
+from a kernelspec with the pool's provisioner. The script does not need to speak the Jupyter
+protocol.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .test_lazy import ONE, QUIET, SLICE
 
 SOURCE = Path(__file__).with_name("program.c")
 
-#: What the program has on the device: its block and the context.
+#: Bytes of the program on the device: its block and the context.
 PROGRAM = 128 * MiB
 
 COMPILERS = {
@@ -46,7 +47,7 @@ for (n in 1:1000) {{
 
 
 class Program:
-    """One such kernel; ``use(n)`` makes it use the GPU for the n-th time."""
+    """One kernel without Python; ``use(n)`` makes it use the GPU for the n-th time."""
 
     def __init__(self, pool, name, command):
         self.pool, self.label = pool, name
@@ -98,7 +99,7 @@ class Program:
 
 @pytest.fixture
 def program(pool, monkeypatch):
-    """Return ``make(pool, language)``."""
+    """Return ``make(pool, language)``, which starts a kernel in that language."""
 
     def make(pool, language):
         monkeypatch.setenv("JUPYTER_DATA_DIR", str(pool.folder / "data"))
@@ -138,7 +139,7 @@ def test_program_without_python_is_suspended_and_resumes(pool, program, language
             session = await state(kernel, "idle")
             assert session["used_bytes"] == PROGRAM
             assert session["granted_bytes"] == SLICE
-            # Another kernel needs the device.
+            # Another kernel needs the device, so the program is suspended.
             other = await pool.kernel("other")
             (await other.run(cells.setup(2, DATA))).check()
             session = await suspended(kernel)

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Policy ``lazy``, the default: a CUDA call brings a slice; without calls it goes if needed."""
+"""Policy ``lazy``, the default: a kernel gets a slice at a CUDA call, and may
+lose it between calls.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ from .kit import MiB, Sampler, until
 from .scenes import DATA, occupied, play, release, said, state, suspended, with_blocks
 
 ONE = "1x640MiB,context=32MiB"
-SLICE = 400 * MiB  # two do not fit
+SLICE = 400 * MiB  # a GPU has no room for two of these
 
-#: Seconds after which a kernel that makes no CUDA call counts as idle, in these tests.
+#: In these tests, a kernel without a CUDA call for this many seconds counts as idle.
 QUIET = 0.3
 
 
@@ -66,14 +68,14 @@ def test_cpu_work_leaves_suspended_state_and_sends_nothing(pool, mib):
     play(scenario())
 
 
-def test_kernel_without_cuda_sends_only_its_greeting(pool):
+def test_kernel_without_cuda_sends_only_its_first_messages(pool):
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
         kernel = await pool.kernel()
         for n in range(5):
             (await kernel.run(PANDAS.format(n=n))).check()
-        # Calls that need no device need no lease either.
+        # These calls need no device, so they need no lease.
         (
             await kernel.run(
                 "from cuda.bindings import driver\n"
@@ -136,7 +138,7 @@ tensors = [Tensor() for _ in range(20)]
 
 
 def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
-    """The collection does not wait and asks for no lease; at the resume the memory is free."""
+    """The collection neither waits nor asks for a lease. At the resume, the memory is free."""
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -185,7 +187,7 @@ block.verify()
 
 
 def test_graph_capture_is_not_preempted(pool):
-    """The recording makes no call for longer than ``quiet_after``, and holds no lock."""
+    """The recording makes no call for longer than ``quiet_after``, and the process has no lock."""
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -220,7 +222,7 @@ def test_graph_capture_is_not_preempted(pool):
 # ---------------------------------------------------------------------- coming and going
 
 
-def test_running_cell_yields_its_slice_and_continues(pool):
+def test_running_cell_loses_its_slice_and_continues(pool):
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -352,7 +354,7 @@ get_ipython().kernel.comm_manager.register_target("test", opened)
 
 
 async def interrupted_sleep(notebook):
-    """Return the seconds that the interrupt of a cell takes that only sleeps."""
+    """Return the seconds until an interrupt ends a cell that only sleeps."""
     cell = asyncio.create_task(notebook.run("import time; print('asleep'); time.sleep(60)"))
     await until(lambda: "asleep" in notebook.latest.text, "the cell to sleep")
     begun = time.monotonic()
@@ -361,7 +363,7 @@ async def interrupted_sleep(notebook):
     return time.monotonic() - begun
 
 
-def test_waiting_call_is_shown_in_its_cell_and_interruptible(pool):
+def test_waiting_call_shows_its_wait_and_can_be_interrupted(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -387,8 +389,9 @@ def test_waiting_call_is_shown_in_its_cell_and_interruptible(pool):
             assert "you stopped the wait for a GPU slice" in done.text
             await state(waiting, "detached")
             assert waiting.session()["queue_position"] is None
-        # The promise is 0.2 s. A machine with other work needs longer for any interrupt: that of a
-        # sleeping cell, in the same kernel, is taken off, and the least of five counts.
+        # The promise is 0.2 s. On a busy machine, any interrupt takes longer. So the time of an
+        # interrupt of a sleeping cell, in the same kernel, is subtracted, and the least of five
+        # values counts.
         print(f"interrupts took {seconds} s, of sleeping cells {plain} s")
         assert min(seconds) < min(plain) + 0.2, (seconds, plain)
         cell = asyncio.create_task(waiting.run("block = Block(64).allocate().write(1)"))
@@ -441,7 +444,7 @@ worker.start()
 """
 
 
-def test_an_interrupt_ends_the_wait_of_a_worker_thread_too(pool):
+def test_an_interrupt_also_ends_the_wait_of_a_worker_thread(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -464,7 +467,7 @@ def test_an_interrupt_ends_the_wait_of_a_worker_thread_too(pool):
     play(scenario())
 
 
-def test_cell_is_interruptible_while_an_older_thread_waits(pool):
+def test_cell_can_be_interrupted_while_an_older_thread_waits(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Policy ``lazy``: deaths while a call waits, and what the children of a kernel share."""
+"""Policy ``lazy``: processes that die while a call waits, and limits that a
+kernel's children share.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from .kit import MiB, until
 from .scenes import occupied, play, release, said, state, with_blocks
 from .test_lazy import ONE, SLICE
 
-#: MiB of a test's array; tests here compare such sizes with slices.
+#: MiB of a test's array; these tests compare such sizes with sizes of slices.
 DATA = 128
 
 # ---------------------------------------------------------------------- after a death
@@ -44,7 +46,8 @@ def test_waiting_call_fails_within_5_s_without_a_broker(pool):
         assert done.text.count("GPU pool:") == 1
         print(f"the call ended {took:.2f} s after the broker")
         # The promise is 5 s (guard/test_wait has the guard's own clock). A slow machine takes
-        # longer to end the broker before these 5 s, and to report the cell's error after them.
+        # longer to end the broker before these 5 s, and to report the cell's error after these 5
+        # s.
         assert took < 5.0 + 20.0, took
         assert not work.done(), "a kernel with a slice continues"
         pool.start_broker()
@@ -153,7 +156,7 @@ def test_killed_child_returns_its_bytes_to_the_slice(pool):
             "assert child.stdout.readline() == 'ready\\n'\n"
         )
         (await kernel.run(start)).check()
-        # Two contexts of 32 MiB and two blocks of 128.
+        # These are two contexts of 32 MiB and two blocks of 128 MiB.
         assert kernel.session()["used_bytes"] == 320 * MiB
         (await kernel.run(FAILS.format(mib=128))).check()
         (await kernel.run("child.kill(); child.wait()")).check()
@@ -250,7 +253,7 @@ def test_next_allocation_uses_the_new_size(pool):
         shown = " ".join((await kernel.run("%gpu details")).check().displays)
         assert "352 MiB of 448 MiB" in shown, shown
         assert "on: CUDA calls wait" in shown
-        # A size below the use is refused.
+        # A size below the current use is refused.
         refused = await kernel.run("%gpu 96MiB")
         assert not refused.ok
         assert "352 MiB" in said(refused), said(refused)
@@ -332,7 +335,7 @@ def test_children_see_the_device_of_the_slice_after_a_move(pool):
             for n, (k, f) in enumerate(zip(others, flags, strict=True))
         ]
         where = [(await state(k, "active"))["device"] for k in others]
-        # The device that this kernel did not use becomes free.
+        # End the cell on the device that this kernel has not used.
         free = next(n for n, device in enumerate(where) if device != home)
         flags[free].touch()
         (await work[free]).check()
@@ -353,7 +356,7 @@ def test_children_see_the_device_of_the_slice_after_a_move(pool):
     play(scenario())
 
 
-def test_killed_kernel_leaves_the_queue_and_its_page_goes(pool):
+def test_killed_kernel_leaves_the_queue_and_its_page_is_removed(pool):
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -390,7 +393,7 @@ print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=Tru
 
 
 def test_notebooks_survive_a_logout_that_deletes_files(pool):
-    """logind deletes them; a kernel of the next login finds the same broker."""
+    """At the logout, logind deletes the files. A kernel of the next login finds the same broker."""
     pool = pool(ONE, default_memory=SLICE)
     flag = pool.folder / "go"
 
@@ -414,7 +417,7 @@ def test_notebooks_survive_a_logout_that_deletes_files(pool):
         (await cell).check()
         for kernel in (waiting, busy, idle):
             (await kernel.run("block.verify()")).check()
-        # The session has a new process: the guard serves it and limits it.
+        # The session has a new process; the guard serves and limits that process.
         for size, result in ((8 * MiB, 0), (2 * SLICE, 2)):
             done = await idle.run(ALLOCATING % size)
             assert done.check().text.split() == ["0", "0", "0", str(result)], done

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What one user of a notebook sees of the pool, in the order of a working day."""
+"""What a user of one notebook sees of the pool, in the order of a working day."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SLICE = 256 * MiB
 
 @pytest.fixture
 def pool(pool):
-    """Make cells hold the slice while they run, with or without CUDA; see also ``test_lazy``."""
+    """Make cells keep the slice while they run, with or without CUDA; see also ``test_lazy``."""
     return partial(pool, attach="cell")
 
 
 class Watch:
-    """Return the states of a session from the journal and from samples of the status."""
+    """Collects the states of a session from the journal and from samples of the status."""
 
     def __init__(self, pool, kernel):
         self.pool, self.kernel = pool, kernel
@@ -69,7 +69,7 @@ def test_kernel_without_cuda_gets_no_slice_under_manual(pool):
 
 
 def test_cells_do_not_wait_for_the_broker_under_manual(pool):
-    """The broker is stopped (SIGSTOP): a cell that asked it for anything would wait."""
+    """The broker is stopped (SIGSTOP): a cell that sent it a request would wait."""
     pool = pool(ONE, attach="manual", default_memory=SLICE)
 
     async def scenario():
@@ -88,8 +88,10 @@ def test_cells_do_not_wait_for_the_broker_under_manual(pool):
     play(scenario())
 
 
-def test_kernel_without_cuda_returns_its_lease_under_cell(pool):
-    """Under ``cell`` the lease begins with the cell: the agent does not know the cell's code."""
+def test_kernel_without_cuda_gives_its_lease_back_under_cell(pool):
+    """Under ``cell``, the lease begins with the cell, because the agent does not
+    know the cell's code.
+    """
     pool = pool(ONE, default_memory=SLICE, idle_timeout=0.5)
 
     async def scenario():
@@ -138,7 +140,8 @@ def test_keep_postpones_the_idle_timeout(pool):
 
     async def scenario():
         kernel = await pool.kernel()
-        # In one cell: between two cells the kernel might be idle long enough to be suspended.
+        # This is one cell, because between two cells the kernel could be idle long enough to be
+        # suspended.
         code = cells.setup(6, DATA) + "import time; print(time.time())\n%gpu keep 2s\n"
         cell = (await kernel.run(code)).check()
         assert "stays for 2 s" in cell.text, cell
@@ -192,7 +195,7 @@ def test_release_during_a_cell_waits_for_its_end(pool):
 # ---------------------------------------------------------------------- sizes
 
 
-def test_attached_kernel_grows_and_too_much_is_refused(pool):
+def test_attached_kernel_grows_and_an_excess_is_refused(pool):
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -219,7 +222,9 @@ def test_attached_kernel_grows_and_too_much_is_refused(pool):
 
 
 def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
-    """Two share a device; one asks for more than it has left, and the other device is free."""
+    """Two kernels share a device. One asks for more than the device has left, and
+    the other device is free.
+    """
     pool = pool(MACHINE, default_memory=SLICE)
 
     async def scenario():
@@ -252,7 +257,7 @@ def test_notebook_is_restored_on_the_other_device(pool):
         home = (await mine.run("device()")).check().text.strip().strip("'")
         session = await state(mine, "idle")
         assert session["device"] == home
-        # Other kernels occupy both devices: this kernel has to leave.
+        # Other kernels occupy both devices, so this kernel must lose its slice.
         flag, flag2 = pool.folder / "go", pool.folder / "go2"
         (await other.run(cells.setup(4, DATA))).check()
         third = await pool.kernel("third")
@@ -261,7 +266,7 @@ def test_notebook_is_restored_on_the_other_device(pool):
             for k, f in ((other, flag), (third, flag2))
         ]
         await suspended(mine)
-        # The device that this kernel did not use becomes free.
+        # End the cell on the device that this kernel has not used.
         where = {k: (await state(k, "active"))["device"] for k in (other, third)}
         assert sorted(where.values()) == sorted(d["uuid"] for d in pool.devices())
         free = next(k for k, uuid in where.items() if uuid != home)
@@ -332,7 +337,7 @@ def test_interrupted_waiting_cell_does_not_run(pool):
     play(scenario())
 
 
-def test_kernel_over_its_quota_waits_and_says_so(pool):
+def test_kernel_over_its_quota_waits_and_shows_the_reason(pool):
     pool = pool(ONE, default_memory=SLICE, quotas={"*": {"memory": 300 * MiB}})
     flag = pool.folder / "go"
 
@@ -403,8 +408,9 @@ def test_restarted_broker_recovers_kernels_in_every_state(pool):
         away, idle, busy, waiting = kernels
         for number, kernel in enumerate((away, idle)):
             (await kernel.run(cells.setup(number, DATA))).check()
-        # Otherwise either may yield: the pool asks the first, which has been idle for longer, but
-        # on a busy machine its agent may not answer within a second, and that counts as a refusal.
+        # Without this, either kernel may be suspended: the pool first asks the kernel that has
+        # been idle for longer, but on a busy machine its agent may not answer within a second,
+        # and that counts as a refusal.
         (await idle.run("%gpu keep 10m")).check()
         (await busy.run(cells.setup(2, DATA))).check()
         await suspended(away)
@@ -439,8 +445,8 @@ def test_restarted_broker_recovers_kernels_in_every_state(pool):
     play(scenario())
 
 
-def test_a_provisioner_starts_a_broker_where_there_is_none(pool):
-    """The next kernel starts a broker for the kernels that outlived the last one."""
+def test_provisioner_starts_a_broker_if_none_runs(pool):
+    """The next kernel starts a broker, which also serves the kernels of the killed broker."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A notebook runs another one (nbclient, papermill), and has to start the broker for that."""
+"""A notebook runs another notebook (nbclient, papermill), and must start the broker for that."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_broker_outlives_the_notebook_that_started_it(pool):
         outer = await pool.kernel("outer")
         (await outer.run(cells.setup(1, DATA))).check()
         await state(outer, "idle")
-        # This broker ended in order: no kernel starts it again without a reason.
+        # The old broker ends in an orderly way, so no kernel starts it again without a reason.
         old = psutil.Process(pool.status()["pid"])
         old.send_signal(signal.SIGTERM)
         await until(lambda: not pool.socket.exists(), "the broker's end")
-        # The inner notebook takes the slice of the outer one, whose cell makes no CUDA call.
+        # The inner notebook takes the slice of the outer notebook, whose cell makes no CUDA call.
         done = (await outer.run(RUN)).check()
         assert done.text.endswith("ran\n"), done
         pid = pool.status()["pid"]
@@ -45,7 +45,8 @@ def test_broker_outlives_the_notebook_that_started_it(pool):
         environ = broker.environ()
         assert "GPUPOOL_SESSION" not in environ
         assert pid not in [p.pid for p in psutil.Process(outer.pid).children(recursive=True)]
-        # Both continue: the outer one is suspended and restored by a broker that it started itself.
+        # Both continue: the broker suspends and restores the outer notebook, which itself started
+        # the broker.
         (await outer.run("block.verify()")).check()
         await release(pool, outer)
         (await outer.run("block.verify()")).check()

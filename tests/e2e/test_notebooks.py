@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The example notebooks all at once: each cell shows what it shows alone on an empty pool.
+"""The example notebooks, many at a time: each cell shows the same as alone on an empty pool.
 
-The committed outputs are those of the run alone, see ``notebooks.py``.
+The committed outputs are those of the runs alone, see ``notebooks.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.broker import forks
 from . import notebooks
 from .kit import LOOK
 
-#: Notebooks that differ most in what a kill can disturb; the long form runs all.
+#: The notebooks in which a kill can disturb the most different things; the long form runs all.
 SHORT = (
     *("background_thread", "first_steps", "give_back_and_go_on", "memory_pools"),
     *("restart_and_run_all", "subprocesses", "threads_and_garbage", "workers_by_fork"),
@@ -29,7 +29,7 @@ SHORT = (
 
 
 async def one(pool, name, label, room):
-    """Run a notebook when there is room; return (label, its cells, the cells of the run alone)."""
+    """Run a notebook when there is room; return (label, its cells, the cells of its run alone)."""
     async with room:
         run = notebooks.CLIENTS.get(name, notebooks.by_nbclient)
         rng = random.Random(label)
@@ -40,15 +40,16 @@ async def one(pool, name, label, room):
 
 
 def answers(pool):
-    """Return whether a kernel has started the broker again; this test does not."""
+    """Return the broker's process id if one answers. A kernel has started it, not this test."""
     with suppress(BrokerUnavailable):
         return pool.status()["pid"]
 
 
 def killer(pool, every, stop):
-    """End the broker with SIGKILL, again and again; return how often.
+    """End each broker with SIGKILL; return the number of kills.
 
-    Each broker lives for ``every`` seconds: ten that die before they serve a kernel are too many.
+    Each broker runs for ``every`` seconds. If ten brokers in a row served no kernel, the kernels
+    would not start another one.
     """
     killed = 0
     while not stop.wait(LOOK):
@@ -62,7 +63,7 @@ def killer(pool, every, stop):
 async def crowd(pool, names, at_once, kill_every):
     room, stop = asyncio.Semaphore(at_once), threading.Event()
     runs = [asyncio.create_task(one(pool, name, label, room)) for label, name in names]
-    # This runs in a thread, because the clients of the notebooks use the event loop.
+    # The killer runs in a thread, because the clients of the notebooks use the event loop.
     enemy = asyncio.create_task(asyncio.to_thread(killer, pool, kill_every, stop))
     try:
         done = await asyncio.gather(*runs)
@@ -72,7 +73,7 @@ async def crowd(pool, names, at_once, kill_every):
             run.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
         killed = await enemy
-    # After the end of all notebooks no kernel is left to start a killed broker again.
+    # After the end of all notebooks, no kernel remains that could start a killed broker again.
     with forks.instead_of_launches():
         await asyncio.to_thread(pool.start_broker)
     return done, killed
@@ -97,7 +98,7 @@ def test_cells_print_the_same_while_the_broker_is_killed(pool):
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_twelve_notebooks_at_a_time_show_the_same(pool):
+def test_twelve_notebooks_at_a_time_show_the_same_as_alone(pool):
     pool = pool(notebooks.MACHINE, **notebooks.CONFIG)
     names = [(f"{name}-{turn}", name) for turn in range(2) for name in notebooks.names()]
     done, killed = asyncio.run(crowd(pool, names, at_once=12, kill_every=8))

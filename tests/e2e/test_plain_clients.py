@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels of clients that start the argv of a kernelspec themselves, as VS Code does."""
+"""Kernels of clients that themselves start the argv of a kernelspec, as VS Code does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from . import cells
 from .kit import MiB, wait_for
 
 ONE = "1x512MiB,context=32MiB"
-SLICE = 320 * MiB  # two do not fit
+SLICE = 320 * MiB  # a GPU has no room for two of these
 DATA = 40
 
 SHARE = Path(__file__).parents[2] / "share" / "jupyter"
@@ -58,15 +58,16 @@ def test_kernels_of_plain_clients_share_a_gpu(pool, start):
     for number, kernel in enumerate((first, second)):
         assert "Error" not in kernel.run(cells.setup(number + 1, DATA))
     assert in_state(pool, first, "detached")["suspended_bytes"] >= DATA * MiB
-    # Each comes back in the other's place.
+    # Each kernel comes back in place of the other.
     for kernel in (first, second):
         assert "Error" not in kernel.run("block.verify().compute().verify()")
     assert session(pool, first)["resumes"] == session(pool, second)["resumes"] == 1
     assert "MiB" in first.run("%gpu")
     assert "GPU pool" not in first.stderr + second.stderr
-    # A client interrupts it by a signal to the process, and restarts it by an end and a start.
+    # A client interrupts the kernel by a signal to the process, and restarts it by an end and a
+    # start.
     running = second.client.execute(f"print('in', flush=True)\n{cells.busy(pool.folder / 'never')}")
-    # A kernel says that it is busy before it heeds interrupts.
+    # A kernel reports that it is busy before it handles interrupts.
     wait_for(lambda: "in" in second.printed(running), "the cell to run")
     second.process.send_signal(signal.SIGINT)
     assert second.reply(running)["content"]["ename"] == "KeyboardInterrupt"
@@ -96,8 +97,8 @@ sys.stdin.read()
 """
 
 
-def test_a_broker_that_the_launcher_starts_outlives_its_kernel(pool, start, monkeypatch):
-    """A kernel without IPython, and no broker runs before it."""
+def test_broker_started_by_the_launcher_outlives_its_kernel(pool, start, monkeypatch):
+    """The kernel does not use IPython, and no broker runs before it starts."""
     pool = pool(ONE, default_memory=SLICE)
     os.kill(pool.status()["pid"], signal.SIGTERM)
     wait_for(lambda: not pool.socket.exists(), "the broker to end")
@@ -117,7 +118,7 @@ def test_a_broker_that_the_launcher_starts_outlives_its_kernel(pool, start, monk
     assert found["label"].endswith(": Program (Pooled GPU)")
     broker = psutil.Process(pool.status()["pid"])
     assert kernel.pid not in [p.pid for p in broker.parents()]
-    assert psutil.Process(kernel.pid).children(recursive=True) == []  # no zombie either
+    assert psutil.Process(kernel.pid).children(recursive=True) == []  # and there is no zombie
     kernel.close()
     wait_for(lambda: pool.sessions() == [], "its session to end")
     assert broker.is_running()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What an admin configures, as users of notebooks see it."""
+"""The effect of an admin's configuration, as users of notebooks see it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ONE = "1x640MiB,context=32MiB"
 
 @pytest.fixture
 def pool(pool):
-    """Make cells hold the slice while they run, with or without CUDA; see also ``test_lazy``."""
+    """Make cells keep the slice while they run, with or without CUDA; see also ``test_lazy``."""
     return partial(pool, attach="cell")
 
 
-def test_a_cell_waits_no_longer_than_max_wait_and_says_why(pool):
+def test_a_cell_waits_at_most_max_wait_and_says_why(pool):
     pool = pool(ONE, default_memory=400 * MiB, max_wait=1.0, max_swap_overhead=0.0, quiet_after=0.2)
     flag = pool.folder / "go"
 
@@ -49,7 +49,7 @@ def test_a_cell_waits_no_longer_than_max_wait_and_says_why(pool):
     play(scenario())
 
 
-def test_the_higher_priority_class_goes_first(pool):
+def test_the_kernel_of_the_higher_class_is_served_first(pool):
     pool = pool(ONE, default_memory=400 * MiB)
     flag, order = pool.folder / "go", pool.folder / "order"
 
@@ -78,7 +78,7 @@ def test_the_higher_priority_class_goes_first(pool):
 
 
 def test_no_kernel_is_suspended_without_host_memory(pool):
-    """One suspended kernel fits in host memory, two do not."""
+    """Host memory has room for one suspended kernel, not for two."""
     pool = pool(ONE, default_memory=400 * MiB, host_memory="440MiB")
 
     async def scenario():
@@ -141,7 +141,7 @@ def test_only_the_devices_of_the_pool_are_used(pool):
     play(scenario())
 
 
-def test_manual_attaches_on_demand_and_stays_until_released(pool):
+def test_manual_attaches_on_demand_and_keeps_the_slice(pool):
     pool = pool(MACHINE, attach="manual", default_memory=SLICE)
 
     async def scenario():
@@ -154,7 +154,8 @@ def test_manual_attaches_on_demand_and_stays_until_released(pool):
         (await kernel.run(cells.setup(1, DATA) + "block.verify()")).check()
         (await kernel.run("%gpu release")).check()
         await suspended(kernel)
-        # No cell asks for the slice, so no kernel gets it; a cell without CUDA runs as usual.
+        # The cell does not ask for the slice, so the kernel gets none; a cell without CUDA runs
+        # as usual.
         (await kernel.run("1 + 1")).check()
         assert kernel.session()["granted_bytes"] == 0
         (await kernel.run("%gpu attach")).check()
@@ -208,7 +209,8 @@ def test_an_interrupted_wait_ends_at_once(pool):
             assert not (await cell).ok
             seconds.append(time.monotonic() - begun)
         print(f"interrupts took {[round(s, 3) for s in seconds]} s")
-        # The promise is 0.2 s; the minimum of five counts, because the machine has other work too.
+        # The promise is 0.2 s. The machine has other work, too, so the minimum of five values
+        # counts.
         assert min(seconds) < 0.2, seconds
         flag.touch()
         (await work).check()
@@ -218,7 +220,7 @@ def test_an_interrupted_wait_ends_at_once(pool):
 
 
 def _kind(descriptor):
-    """Return the target of a descriptor, without the number that differs between two of a kind."""
+    """Return the target of a descriptor, without the number that differs within a kind."""
     try:
         return re.sub(r"\[\d+\]$", "", str(descriptor.readlink()))
     except OSError:
@@ -236,9 +238,9 @@ def test_hundred_moves_leak_no_descriptor_and_no_memory(pool):
         everybody = [broker, *broker.children(recursive=True), psutil.Process(kernel.pid)]
 
         def descriptors():
-            """Return the open descriptors of each process: how many, by kind and path."""
+            """Return each process's open descriptors: the number of each kind and path."""
             found = [Counter(map(_kind, Path(f"/proc/{p.pid}/fd").iterdir())) for p in everybody]
-            # IPython saves its history from a thread at times.
+            # Sometimes a thread of IPython saves its history.
             return [
                 Counter({k: n for k, n in one.items() if "profile_default" not in k})
                 for one in found

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Running cells whose GPU is given to a kernel of a higher class: they wait, and go on."""
+"""Running cells whose GPU a kernel of a higher class takes: the cells wait, and then continue."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .kit import MiB, until
 from .scenes import DATA, play, said, state, suspended
 
 ONE = "1x640MiB,context=32MiB"
-SLICE = 400 * MiB  # two do not fit
+SLICE = 400 * MiB  # a GPU has no room for two of these
 
-#: A higher class may take the GPU of a running cell, at once.
+#: A higher class may take the GPU of a running cell at once.
 RULES = {
     "default_memory": SLICE,
     "quiet_after": 0.5,
@@ -24,8 +24,9 @@ RULES = {
     "preempt": ["class"],
 }
 
-#: A cell that writes, computes and reads all of its bytes until the file appears. It pauses for as
-#: long as it worked, much less than ``quiet_after``: the tests beside it need the processor, too.
+#: A cell that writes, computes and reads all of its bytes until the file appears. After each
+#: round it pauses for as long as the round took, which is much less than ``quiet_after``: tests
+#: that run at the same time need the processor, too.
 TOIL = """
 import time as _time
 from pathlib import Path as _Path
@@ -45,7 +46,7 @@ def toil(flag):
 
 
 async def at_work(pool, flag, **options):
-    """Return (kernel, its cell) that works on the only device."""
+    """Return a kernel and its cell, which works on the only device."""
     worker = await pool.kernel("worker", **options)
     (await worker.run(cells.setup(1, DATA))).check()
     cell = asyncio.create_task(worker.run(toil(flag), timeout=200))
@@ -55,7 +56,9 @@ async def at_work(pool, flag, **options):
 
 
 async def displaced(pool, flag, release, **options):
-    """Return (worker, its cell) that waits, and (urgent, its cell) that has its GPU."""
+    """Return the worker and its cell, which waits, and the urgent kernel and its
+    cell, which has the GPU.
+    """
     worker, cell = await at_work(pool, flag, **options)
     urgent = await pool.kernel("urgent", provisioner={"priority": "urgent"})
     code = cells.setup(2, DATA) + cells.computing(release)
@@ -69,7 +72,7 @@ async def displaced(pool, flag, release, **options):
 
 
 @pytest.mark.parametrize("attach", ["lazy", "cell"])
-def test_preempted_cell_says_so_and_goes_on_with_every_byte(pool, attach):
+def test_preempted_cell_shows_the_reason_and_continues(pool, attach):
     pool = pool(ONE, attach=attach, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 
@@ -102,7 +105,9 @@ def test_preempted_cell_says_so_and_goes_on_with_every_byte(pool, attach):
 
 @pytest.mark.parametrize("attach", ["lazy", "cell"])
 def test_interrupted_cell_keeps_its_data(pool, attach):
-    """Ctrl-C ends the wait of a preempted cell; its state comes back with the next call."""
+    """Ctrl-C ends the wait of a preempted cell. The kernel's state comes back
+    with the next call.
+    """
     pool = pool(ONE, attach=attach, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 
@@ -121,9 +126,9 @@ def test_interrupted_cell_keeps_its_data(pool, attach):
     play(scenario())
 
 
-def test_work_without_the_gpu_goes_on_meanwhile(pool):
-    """A cell that computes on the host does not notice the preemption; %gpu then says where the
-    state is.
+def test_work_without_the_gpu_continues_during_a_preemption(pool):
+    """A cell that computes on the host does not notice the preemption.
+    Afterwards, %gpu says where the state is.
     """
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
@@ -144,8 +149,10 @@ def test_work_without_the_gpu_goes_on_meanwhile(pool):
 
 
 @pytest.mark.parametrize("how", ["restart", "shutdown"])
-def test_preempted_kernel_ends_while_it_waits(pool, how):
-    """Its state in host memory goes with it; a restarted kernel waits for its turn as a new one."""
+def test_preempted_kernel_can_end_while_it_waits(pool, how):
+    """Its state in host memory is freed. After a restart, the kernel waits for
+    its turn as a new kernel.
+    """
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 
@@ -192,7 +199,7 @@ def test_kernel_killed_while_it_waits_leaves_no_host_memory(pool):
     play(scenario())
 
 
-def test_broker_killed_while_a_cell_waits(pool):
+def test_broker_is_killed_while_a_preempted_cell_waits(pool):
     """The next broker knows why the cell waits, and brings it back."""
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
@@ -216,7 +223,9 @@ def test_broker_killed_while_a_cell_waits(pool):
 
 
 def test_lone_kernel_has_the_whole_gpu_until_another_asks(pool):
-    """By default: nobody named a limit, and no allocation fails while the GPU has free memory."""
+    """This is the default: nobody has set a limit, and no allocation fails while
+    the GPU has free memory.
+    """
     pool = pool(ONE, default_memory=300 * MiB, default_limit=None, quiet_after=0.5)
     flag, release = pool.folder / "flag", pool.folder / "release"
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""This package beside users' packages: resolved from the index, and installed beside pins."""
+"""This package together with users' packages: resolved from the index, and installed with pins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def uv(tmp_path_factory):
 
 
 def newest(uv, framework):
-    """Return the version of ``framework`` that a resolver picks without this package."""
+    """Return the version of ``framework`` that the resolver chooses without this package."""
     done = subprocess.run(
         [
             *(*uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", "-"),
@@ -72,7 +72,7 @@ def test_device_environment_resolves_for_every_python(uv):
         assert interpreter.problem(dict(pairs)) == "", version
 
 
-def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
+def test_pool_works_with_the_pins_of_a_framework(tmp_path):
     """Server, broker and kernel have the versions that PyTorch 2.10 for CUDA 12.8 pins."""
     wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
     binaries = install(wheel, tmp_path / "venv")
@@ -91,7 +91,7 @@ def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
             "GPUPOOL_SOCKET": str(folder / "b.sock"),
             "JUPYTER_CONFIG_DIR": str(folder),
         }
-        # NOTEBOOKS expects a Python without the packages; here it has unsuitable ones.
+        # NOTEBOOKS expects a Python without the packages. Here it has unsuitable versions instead.
         code = NOTEBOOKS.replace('for name in ("cuda", "pynvml"):', "for name in ():")
         refused = command(binaries / "python", "-c", code, KERNEL_NAME, env=env, check=False)
         assert "Run: jupyter gpupool install-devices" in refused.stdout
@@ -99,7 +99,7 @@ def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
         assert str(tmp_path / "venv" / "share" / "gpupool" / "devices") in done.stdout
         done = command(binaries / "python", "-c", code, KERNEL_NAME, env=env)
         assert done.stdout.endswith("all bytes are right\n")
-        # Without a network: install wheels that were downloaded before.
+        # Now without a network: install wheels that were downloaded before.
         wheels = folder / "wheels"
         command(binaries / "jupyter", "gpupool", "install-devices", "--download", wheels, env=env)
         offline = ["install-devices", "--wheels", wheels, "--folder", folder / "devices"]
@@ -109,7 +109,7 @@ def test_pool_works_beside_the_pins_of_a_framework(tmp_path):
 
 
 def test_lowest_allowed_dependencies_work_together(uv, tmp_path):
-    """A server with the oldest versions that are allowed starts kernels, suspends and resumes."""
+    """A server with the oldest allowed versions starts kernels, suspends and resumes them."""
     wheel, _ = build(tmp_path, env={"GPUPOOL_NO_LABEXTENSION": "1"})
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)

@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, and no byte changes.
 
-The short form has smaller slices with a few bytes. Four fit at a time. Each kernel loops: it checks
-what the last round left on the device, frees it, allocates again, writes every byte, computes,
-checks. Between cells it is idle for a random time, as users are; then other kernels take its place.
+The short form has smaller slices with a few bytes. Four slices fit at a time. In each round, a
+kernel checks the data of its last round on the device, frees that, allocates again, writes every
+byte, computes, and checks. Between cells the kernel is idle for a random time, as with real
+users. Meanwhile other kernels take its place.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ block = Block({data}).allocate().write({key}).compute()
 
 
 async def person(kernel, data, rng, deadline, idle):
-    """Use one notebook until the deadline, at least four times; return the number of rounds."""
+    """Use one notebook until the deadline, for at least four rounds; return the
+    number of rounds.
+    """
     rounds = 0
     while rounds < 4 or time.monotonic() < deadline:
         (await kernel.run(ROUND.format(data=data, key=rounds), timeout=240)).check()
-        # The user thinks; meanwhile the kernel is idle and any other may take its slice.
+        # The user thinks. Meanwhile the kernel is idle, and any other kernel may take its slice.
         await asyncio.sleep(rng.uniform(*idle))
         (await kernel.run("block.verify()", timeout=240)).check()
         rounds += 1
@@ -66,7 +69,8 @@ async def soak(pool, memory, data, seconds, seed, idle):
 
 def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     machine, memory, data = size[0], size[1] * MiB, size[2]
-    # As often as possible: no protection after a move, and idle as soon as nothing runs.
+    # Slices move as often as possible: no protection after a move, and idle as soon as no call
+    # runs.
     pool = pool(
         machine,
         default_memory=memory,
@@ -83,7 +87,7 @@ def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     print(f"seed {seed}: rounds {rounds}, {suspends} suspends, {moves} migrations, {seen}")
     assert min(rounds) >= 2, f"a notebook made no progress: {rounds}"
     assert seen["compared"] > 0, "no NVML sample could be compared with what was granted"
-    # Only four of the eight fit: unless slices changed hands, this test checked nothing.
+    # Only four of the eight kernels fit: without suspends, this test would have checked nothing.
     assert suspends >= KERNELS, f"only {suspends} suspends"
     rows = pool.journal()
     assert not [row for row in rows if row["kind"] in ("lost", "failed")], rows

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real kernels on drivers that answer the open questions the other way.
+"""Real kernels on drivers whose behaviour differs in points that are not documented.
 
-The emulator's README lists them. Every process of a test (broker, workers, kernels) has these
-quirks from its environment.
+The emulator's README lists these points. Every process of a test (broker, workers, kernels) gets
+the quirks from its environment.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOODS = {
 
 
 @pytest.mark.parametrize("mood", MOODS.values(), ids=MOODS)
-def test_a_notebook_idles_yields_and_comes_back(pool, monkeypatch, mood):
+def test_a_notebook_idles_loses_its_slice_and_comes_back(pool, monkeypatch, mood):
     """One kernel is suspended, another takes the whole device, and the first is restored."""
     monkeypatch.setenv("EMUCUDA_FAULTS", mood)
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, idle_timeout=0.5, overuse="end")
@@ -52,7 +52,9 @@ def test_a_notebook_idles_yields_and_comes_back(pool, monkeypatch, mood):
 
 
 def test_a_notebook_that_cannot_be_moved_waits_for_its_gpu(pool, monkeypatch):
-    """migration-refused: the self-test finds it, so the broker does not even try to move state."""
+    """migration-refused: the self-test notices it, so the broker does not even
+    try to move state.
+    """
     monkeypatch.setenv("EMUCUDA_FAULTS", "migration-refused")
     pool = pool(MACHINE, default_memory=400 * MiB, attach="cell")
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Two users whose short cells take turns on one GPU: no cell waits for an idle GPU."""
+"""Two users run short cells in turns on one GPU: no cell waits while the GPU is idle."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .kit import MiB, until
 from .scenes import DATA, play, state
 
 ONE = "1x640MiB,context=32MiB"
-SLICE = 400 * MiB  # two do not fit
+SLICE = 400 * MiB  # a GPU has no room for two of these
 
 
 def swap(pool):
-    """Return the seconds that one suspend and one resume take, from the journal."""
+    """Return the seconds of one suspend and one resume, from the journal."""
     rows = pool.journal()
     out = [row["seconds"] for row in rows if row["kind"] == "suspend"]
     back = [row["detail"]["driver_seconds"] for row in rows if row["kind"] == "resume"]
@@ -25,9 +25,11 @@ def swap(pool):
 
 
 def test_short_cells_in_turns_wait_only_for_the_move(pool):
-    """The cell has ended and no call runs: the kernel is idle at once, whatever ``quiet_after`` is.
+    """When the cell has ended and no call runs, the kernel is idle at once, with any
+    ``quiet_after``.
 
-    The slice is not protected for a hundred times the cost of a move, as the share alone would do.
+    The slice is not protected for a hundred times the cost of a move, which ``max_swap_overhead``
+    alone would mean.
     """
     pool = pool(ONE, default_memory=SLICE, quiet_after=600.0, max_swap_overhead=0.01)
 
@@ -51,7 +53,7 @@ def test_short_cells_in_turns_wait_only_for_the_move(pool):
 def test_thread_that_outlives_its_cell_keeps_the_slice(pool):
     """The agent reports no running cell, but the thread's calls show that the slice is in use.
 
-    A thread that calls every few milliseconds can still get no processor for half a second.
+    Even a thread that makes a call every few milliseconds may get no processor for half a second.
     """
     quiet = 3.0
     pool = pool(ONE, default_memory=SLICE, quiet_after=quiet, max_swap_overhead=0.0)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A second server with another configuration joins the living broker, and tells its user."""
+"""A second server with another configuration joins the running broker, and tells its user so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_second_server_says_which_configuration_is_in_force(pool, caplog):
 
     play(scenario())
     assert sum("another configuration" in record.getMessage() for record in caplog.records) == 1
-    # The commands show that a file was changed after the start.
+    # The commands report that a file has changed since the broker's start.
     path.write_text(json.dumps({"GPUPool": {**pool.config, "idle_timeout": 7}}))
     status = command("status")
     assert "c.GPUPool.idle_timeout is 3600 s" in status, status

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``os.environ["CUDA_VISIBLE_DEVICES"] = "1"`` in a cell, the first line of many notebooks."""
+"""Many notebooks begin with ``os.environ["CUDA_VISIBLE_DEVICES"] = "1"``: that works in a cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from . import cells
 from .scenes import play
 
-#: As torch.cuda.device_count() counts before CUDA is initialised: from the variable and NVML.
+#: The code counts GPUs like torch.cuda.device_count() before CUDA is initialised: from the
+#: variable and NVML.
 COUNT = """
 import pynvml
 def count():
@@ -42,7 +43,7 @@ def test_index_beyond_the_slice_selects_its_own_gpu(pool, value):
         again = await kernel.run("block = Block(16).allocate().write(1).verify()\nprint(count())")
         assert "names a GPU" not in again.check().text
         assert again.text.strip() == "1"
-        # After the import the variable has no effect, and the message is the same.
+        # After the import, the variable has no effect, and the kernel shows the same message.
         late = (
             await kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '5'\nblock.verify()")
         ).check()

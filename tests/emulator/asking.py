@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Code for a process that suspends another process and reads its memory from NVML."""
+"""Code of a process that suspends another process and reads that process's memory from NVML."""
 
-#: Statements for ``machine.target().do``.
+#: Statements to pass to ``machine.target().do``.
 WORKER = """
 from cuda.core.checkpoint import Process
 import pynvml as n

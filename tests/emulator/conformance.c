@@ -1,16 +1,17 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What programs rely on in a CUDA driver, for whatever libcuda.so.1 the loader finds: the emulated
- * one in the test suite, a real one by hand. A difference between the two is an error of the
- * emulation.
+ * Behaviour of a CUDA driver on which programs rely. The program tests the libcuda.so.1 that the
+ * loader finds: in the test suite the emulated driver, and by hand a real one. A difference between
+ * the two is an error of the emulation.
  *
  *     cc -std=gnu11 -o conformance conformance.c -ldl && ./conformance [SKIP...]
  *
- * Prints TAP; the exit status is 0 if nothing failed. SKIP names cases to leave out. On hardware
- * that other people use, leave out at least "restore_without_room", which fills the device and
- * strands a process until it is killed, "sync_while_suspended" and "stream_query_while_suspended",
- * which crash one, and "stopped_target", which hangs a call. The program suspends only processes that it started.
+ * The program prints TAP. Its exit status is 0 if no case failed. SKIP names cases to leave out. On
+ * hardware that other people use, leave out at least four cases. "restore_without_room" fills the
+ * device, and leaves a process suspended until somebody kills it. "sync_while_suspended" and
+ * "stream_query_while_suspended" crash a process. "stopped_target" makes a call hang. The program
+ * suspends only processes that it has started.
  */
 #include "conformance_graphs.h"
 #include "conformance_sharing.h"
@@ -35,9 +36,9 @@ static void case_symbols(void)
     OK(cuGetProcAddress_v2("cuGpupoolNoSuchCall", &p, 12080, 0, &status));
     CHECK(!p && status == 1);
     OK(cuGetProcAddress_v2("cuMemAllocAsync", &p, 11010, 0, &status));
-    CHECK(!p && status == 2); /* a later version has it */
+    CHECK(!p && status == 2); /* only a later version has the call */
     IS(cuGetProcAddress_v2("cuMemAlloc", &p, 12080, 4, &status), 1);
-    OK(cuGetProcAddress_v2("cuMemcpyHtoD", &p, 12080, 2, &status)); /* per-thread stream */
+    OK(cuGetProcAddress_v2("cuMemcpyHtoD", &p, 12080, 2, &status)); /* flag 2: per-thread stream */
     CHECK(p != NULL);
 }
 
@@ -93,7 +94,8 @@ static void case_copies(void)
     OK(cuMemcpyDtoH_v2(back, b, sizeof out));
     CHECK(!memcmp(out, back, sizeof out));
     memset(back, 0, sizeof back);
-    OK(cuMemcpy((uint64_t)(uintptr_t)back, a + 4, sizeof out - 4)); /* unified addresses */
+    /* Host and device addresses are in one address space. */
+    OK(cuMemcpy((uint64_t)(uintptr_t)back, a + 4, sizeof out - 4));
     CHECK(!memcmp(out + 1, back, sizeof out - 4));
     OK(cuMemsetD32_v2(a, 0xdeadbeef, N / 2));
     OK(cuMemsetD16_v2(a, 0x1234, 2));
@@ -129,7 +131,7 @@ static void case_out_of_memory(void)
     size_t total = 0, free = 0, after = 0;
     uint64_t p = 0;
     OK(cuMemGetInfo_v2(&free, &total));
-    CHECK(free < total); /* the context takes memory */
+    CHECK(free < total); /* the context has taken memory */
     IS(cuMemAlloc_v2(&p, total + MIB), 2);
     OK(cuMemAlloc_v2(&p, 32 * MIB));
     OK(cuMemGetInfo_v2(&after, &total));
@@ -310,7 +312,7 @@ static void case_state_machine(void)
     size_t locked = free_memory();
     IS(op(&c, 'c', 0), 0);
     IS(state(&c), 2);
-    CHECK(free_memory() >= locked + 64 * MIB); /* the memory is free again */
+    CHECK(free_memory() >= locked + 64 * MIB); /* the suspend has freed the memory */
     IS(op(&c, 'c', 0), 401);
     IS(op(&c, 'u', 0), 401);
     IS(op(&c, 'l', 0), 401);
@@ -327,7 +329,7 @@ static void case_cuinit_is_enough(void)
     struct child c = start(NULL);
     CHECK(thread_id(&c) < 0);
     IS(ask(&c, "init"), 0);
-    CHECK(thread_id(&c) > 0); /* cuInit is enough, and a context is not needed */
+    CHECK(thread_id(&c) > 0); /* cuInit is enough: the thread needs no context */
     IS(state(&c), 0);
     IS(op(&c, 'l', 1000), 0);
     IS(op(&c, 'c', 0), 0);
@@ -337,7 +339,7 @@ static void case_cuinit_is_enough(void)
     IS(ask(&c, "alloc 4"), 0);
     IS(ask(&c, "verify"), 0);
     end(&c);
-    CHECK(op(&c, 'l', 1000) != 0); /* gone */
+    CHECK(op(&c, 'l', 1000) != 0); /* the process is gone */
 }
 
 static void case_lock_timeout(void)
@@ -347,7 +349,7 @@ static void case_lock_timeout(void)
     IS(ask(&c, "spin 1500"), 0);
     IS(op(&c, 'l', 200), 600);
     IS(state(&c), 0);
-    IS(op(&c, 'l', 10000), 0); /* the work drains */
+    IS(op(&c, 'l', 10000), 0); /* now the work can end in time */
     IS(op(&c, 'u', 0), 0);
     IS(ask(&c, "verify"), 0);
     end(&c);
@@ -399,7 +401,7 @@ static void case_kill_suspended(void)
     IS(ask(&c, "alloc 32"), 0);
     IS(op(&c, 'l', 5000), 0);
     IS(op(&c, 'c', 0), 0);
-    end(&c); /* SIGKILL */
+    end(&c); /* by SIGKILL */
     FREE_AGAIN(before);
 }
 
@@ -458,7 +460,7 @@ static void case_stopped_target(void)
     kill(caller, SIGKILL);
     waitpid(caller, NULL, 0);
     kill(c.pid, SIGCONT);
-    if (state(&c) == 1) /* the request may have succeeded */
+    if (state(&c) == 1) /* the request may still have locked the process */
         IS(op(&c, 'u', 0), 0);
     IS(state(&c), 0);
     IS(ask(&c, "verify"), 0);
@@ -476,11 +478,12 @@ static void case_restore_without_room(void)
     snprintf(command, sizeof command, "hold %zu", (size_t)(free_memory() / MIB - 40));
     IS(ask(&hog, command), 0);
     CHECK(op(&c, 'r', 0) != 0);
-    /* 580.159.04 says CHECKPOINTED, FAILED is reported of others; the process runs in neither case. */
+    /* The state is CHECKPOINTED with 580.159.04, and was reported as FAILED for other drivers. The
+     * process does not run in either state. */
     int after = state(&c);
     CHECK(after == 2 || after == 3);
     end(&hog);
-    CHECK(free_memory() > 256 * MIB); /* room again */
+    CHECK(free_memory() > 256 * MIB); /* now there is room again */
     int again = op(&c, 'r', 0);
     printf("# after a restore without room: state %d, and with room again a restore returns %d\n", after, again);
     CHECK(after == 2 || again != 0);

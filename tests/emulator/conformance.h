@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Checks and TAP output for the cases of conformance.c.
+ * Macros for checks, and the TAP output, for the cases of conformance.c.
  */
 #ifndef CONFORMANCE_H
 #define CONFORMANCE_H
@@ -35,8 +35,8 @@ static const char *skipped;
         }                                                            \
     } while (0)
 
-/* All memory is free again, except what a driver keeps for code that it loads at first use. A case
- * has to allocate more than that, or the check proves nothing. */
+/* Checks that all memory is free again. The driver may keep memory for code that it loads at first
+ * use. A case has to allocate more than that, or the check proves nothing. */
 #define OWN (16 * MIB)
 #define FREE_AGAIN(before) CHECK(free_memory() + OWN >= (before))
 
@@ -74,7 +74,8 @@ int main(int argc, char **argv)
         bool leave_out = false;
         for (int i = 1; i < argc; i++)
             leave_out = leave_out || !strcmp(argv[i], t->name);
-        wanted = wanted || !strcmp(t->name, "copies"); /* the cases above need no context */
+        wanted = wanted || !strcmp(t->name, "copies"); /* the cases before this one need no
+                                                        * context */
         number++;
         if (leave_out) {
             printf("ok %d - %s # SKIP by request\n", number, t->name);

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The driver as conformance.c calls it: its structures and entry points.
+ * The structures and entry points of the driver that conformance.c uses.
  */
 #ifndef CONFORMANCE_DRIVER_H
 #define CONFORMANCE_DRIVER_H
@@ -74,7 +74,7 @@ struct set_node {
     unsigned value, unit;
     size_t width, height;
 };
-struct handle { /* of memory, an event, a pointer of a pool */
+struct handle { /* handle of memory, of an event, or of a pointer into a pool */
     unsigned char bytes[64];
 };
 struct shape {

@@ -40,14 +40,14 @@ static void case_graph_work(void)
     struct kernel_node launch = {.function = add_kernel(), .grid = {4, 1, 1}, .block = {64, 1, 1}, .params = params};
     OK(cuGraphAddKernelNode_v2(&node, graph, &node, 1, &launch));
     OK(cuGraphAddKernelNode_v2(&node, child, NULL, 0, &launch));
-    IS(cuGraphAddEmptyNode(&node, graph, &node, 1), 1); /* a node of another graph */
-    add = 0;                                            /* they were copied */
+    IS(cuGraphAddEmptyNode(&node, graph, &node, 1), 1); /* this node belongs to another graph */
+    add = 0;                                            /* the node has a copy of the parameters */
     void *last = NULL;
     size_t two = 2;
     void *have[2];
     OK(cuGraphGetNodes(graph, have, &two));
     OK(cuGraphAddChildGraphNode(&last, graph, &have[1], 1, child));
-    OK(cuGraphDestroy(child)); /* it was copied, too */
+    OK(cuGraphDestroy(child)); /* the node has a copy of the child graph, too */
     OK(cuGraphChildGraphNodeGetGraph(last, &child));
     OK(cuGraphGetNodes(child, NULL, &nodes));
     IS(nodes, 1);
@@ -62,7 +62,7 @@ static void case_graph_work(void)
     OK(cuGraphGetNodes(graph, NULL, &nodes));
     IS(nodes, 6);
     OK(cuGraphInstantiateWithFlags(&run, graph, 0));
-    OK(cuGraphDestroy(graph)); /* the executable graph remains */
+    OK(cuGraphDestroy(graph)); /* the executable graph still exists */
     OK(cuGraphLaunch(run, stream));
     OK(cuGraphLaunch(run, stream));
     OK(cuStreamSynchronize(stream));
@@ -73,8 +73,8 @@ static void case_graph_work(void)
     OK(cuMemFree_v2(p));
 }
 
-/* A launch (or upload) takes memory; a free returns it to the device's graph pool, and a trim to the
- * device. */
+/* A launch or an upload takes memory. A free returns the memory to the device's graph pool. A trim
+ * returns it to the device. */
 static void case_graph_memory(void)
 {
     void *graph = NULL, *run = NULL, *again = NULL, *stream = NULL, *node = NULL;
@@ -93,7 +93,7 @@ static void case_graph_memory(void)
     OK(cuGraphAddMemcpyNode(&node, graph, &node, 1, &copy, current_context()));
     OK(cuGraphAddMemFreeNode(&node, graph, &node, 1, alloc.address));
     OK(cuGraphInstantiateWithFlags(&run, graph, 0));
-    CHECK(cuGraphInstantiateWithFlags(&again, graph, 0) != 0); /* one at a time */
+    CHECK(cuGraphInstantiateWithFlags(&again, graph, 0) != 0); /* only one may exist */
     OK(cuGraphUpload(run, stream));
     OK(cuStreamSynchronize(stream));
     CHECK(graph_figure(2) >= 32 * MIB);
@@ -105,7 +105,8 @@ static void case_graph_memory(void)
     CHECK(graph_figure(1) >= 32 * MIB);
     OK(cuGraphExecDestroy(run));
     OK(cuGraphDestroy(graph));
-    /* 580.159.04 on an H200 says 32 MiB here; the emulated driver counts what is allocated now. */
+    /* 580.159.04 on an H200 reports 32 MiB here. The emulated driver reports what is allocated
+     * now. */
     printf("# used by graphs after their end: %llu MiB\n", (unsigned long long)graph_figure(0) / MIB);
     OK(cuDeviceGraphMemTrim(0));
     IS(graph_figure(2), 0);
@@ -113,7 +114,7 @@ static void case_graph_memory(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
-/* Memory that its graph does not free. */
+/* The graph allocates memory and does not free it. */
 static void case_graph_memory_outlives(void)
 {
     void *graph = NULL, *run = NULL, *stream = NULL, *node = NULL;
@@ -127,7 +128,7 @@ static void case_graph_memory_outlives(void)
     OK(cuStreamSynchronize(stream));
     OK(cuMemsetD32_v2(alloc.address, 9, 16));
     CHECK(graph_figure(0) >= 32 * MIB);
-    CHECK(cuGraphLaunch(run, stream) != 0); /* the memory is still in use */
+    CHECK(cuGraphLaunch(run, stream) != 0); /* the memory of the first launch is still in use */
     OK(cuMemFreeAsync(alloc.address, stream));
     OK(cuGraphLaunch(run, stream));
     OK(cuStreamSynchronize(stream));
@@ -154,7 +155,8 @@ static void case_graph_out_of_memory(void)
     OK(cuGraphCreate(&graph, 0));
     for (int i = 0; i < 2; i++)
         OK(cuGraphAddMemAllocNode(&node, graph, NULL, 0, &alloc));
-    OK(cuGraphInstantiateWithFlags(&run, graph, 0)); /* the address is fixed, the memory not allocated */
+    OK(cuGraphInstantiateWithFlags(&run, graph, 0)); /* the address is fixed, but no memory is
+                                                      * allocated */
     IS(cuGraphLaunch(run, stream), 2);
     OK(cuStreamSynchronize(stream));
     OK(cuGraphExecDestroy(run));
@@ -163,7 +165,7 @@ static void case_graph_out_of_memory(void)
     printf("# after a launch without room: %zu MiB less free; used %llu, reserved %llu MiB\n",
            (before - free_memory()) / MIB, (unsigned long long)graph_figure(0) / MIB,
            (unsigned long long)graph_figure(2) / MIB);
-    /* The same driver gives the memory of the failed launch not back here. */
+    /* The same driver does not give the memory of the failed launch back here. */
     OK(cuStreamDestroy_v2(stream));
 }
 
@@ -192,7 +194,7 @@ static void case_capture(void)
     IS(state, 0);
     OK(cuGraphGetNodes(graph, NULL, &nodes));
     IS(nodes, 5);
-    CHECK(back[0] == 0); /* recorded but not executed */
+    CHECK(back[0] == 0); /* the work was recorded but not executed */
     OK(cuGraphInstantiateWithFlags(&run, graph, 0));
     OK(cuGraphLaunch(run, stream));
     OK(cuStreamSynchronize(stream));
@@ -231,16 +233,16 @@ static void case_capture_two_streams(void)
     CHECK(back[0] == 7 && back[N - 1] == 7);
     OK(cuGraphExecDestroy(run));
     OK(cuGraphDestroy(graph));
-    /* Captured work that no other node and no stream waits for. */
+    /* No other node and no stream waits for this captured work. */
     OK(cuStreamBeginCapture_v2(first, 0));
     OK(cuEventRecord(fork, first));
     OK(cuStreamWaitEvent(second, fork, 0));
     OK(cuMemsetD32Async(p, 5, N, second));
     IS(cuStreamEndCapture(first, &graph), 904);
     CHECK(graph == NULL);
-    OK(cuMemsetD32Async(p, 6, N, second)); /* the second stream is free again */
+    OK(cuMemsetD32Async(p, 6, N, second)); /* the second stream is no longer in capture */
     OK(cuStreamSynchronize(second));
-    /* A stream that joined cannot end the capture. */
+    /* A stream that only joined a capture cannot end it. */
     OK(cuStreamBeginCapture_v2(first, 0));
     OK(cuEventRecord(fork, first));
     OK(cuStreamWaitEvent(second, fork, 0));
@@ -258,13 +260,13 @@ static void case_capture_refusals(void)
     void *graph = NULL, *stream = NULL, *event = NULL;
     OK(cuStreamCreate(&stream, 1));
     OK(cuEventCreate(&event, 0));
-    IS(cuStreamBeginCapture_v2(NULL, 0), 900); /* the legacy stream */
+    IS(cuStreamBeginCapture_v2(NULL, 0), 900); /* NULL is the legacy stream */
     IS(cuStreamEndCapture(stream, &graph), 401);
     OK(cuStreamBeginCapture_v2(stream, 0));
     IS(cuStreamBeginCapture_v2(stream, 0), 401);
     OK(cuEventRecord(event, stream));
     IS(cuEventQuery(event), 907);
-    IS(cuStreamSynchronize(stream), 900); /* this call ends the capture */
+    IS(cuStreamSynchronize(stream), 900); /* this call breaks the capture */
     IS(cuMemsetD32Async(0, 0, 0, stream), 901);
     IS(cuStreamEndCapture(stream, &graph), 901);
     CHECK(graph == NULL);

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Cases of conformance.c about memory that other processes see, arrays of arrays, and host memory.
+ * Cases of conformance.c about memory that other processes share, arrays, and host memory.
  */
 #ifndef CONFORMANCE_SHARING_H
 #define CONFORMANCE_SHARING_H
@@ -33,7 +33,7 @@ static void case_ipc(void)
     OK(cuMemAlloc_v2(&p, 2 * MIB));
     put_pattern(p, 2 * MIB);
     OK(cuIpcGetMemHandle(&handle, p));
-    IS(cuIpcOpenMemHandle_v2(&other, handle, 1), 201); /* only in another process */
+    IS(cuIpcOpenMemHandle_v2(&other, handle, 1), 201); /* allowed only in another process */
     struct child c = start_with(&handle);
     IS(ask(&c, "ipc"), 0);
     IS(ask(&c, "verify"), 0);
@@ -48,9 +48,9 @@ static void case_ipc_event(void)
     struct handle handle;
     void *event = NULL, *other = NULL, *stream = NULL;
     OK(cuStreamCreate(&stream, 1));
-    OK(cuEventCreate(&event, 6)); /* without timing, for other processes */
+    OK(cuEventCreate(&event, 6)); /* flags: without timing, for other processes */
     OK(cuIpcGetEventHandle(&handle, event));
-    IS(cuIpcOpenEventHandle(&other, handle), 201); /* only in another process */
+    IS(cuIpcOpenEventHandle(&other, handle), 201); /* allowed only in another process */
     struct child c = start_with(&handle);
     IS(ask(&c, "query-event"), 0);
     IS(ask(&c, "record-event"), 0);
@@ -76,9 +76,9 @@ static void case_shared_vmm(void)
     OK(cuMemSetAccess(va, 2 * MIB, &access, 1));
     put_pattern(va, 2 * MIB);
     OK(cuMemExportToShareableHandle(&fd, handle, 1, 0));
-    OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, 1)); /* also in this process */
+    OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, 1)); /* in this process, too */
     OK(cuMemRelease(again));
-    int copy = dup(fd); /* a handle that a child inherits */
+    int copy = dup(fd); /* a descriptor that a child inherits */
     struct child c = start(NULL);
     sprintf(command, "vmm %d", copy);
     IS(ask(&c, command), 0);
@@ -120,7 +120,8 @@ static void case_shared_pool(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
-/* 580.159.04 suspends the exporter; refusals are reported for drivers before 610. It lives on in either case. */
+/* 580.159.04 suspends a process that has exported memory. For drivers before 610, refusals were
+ * reported. In both cases the process continues afterwards. */
 static void case_exported_memory(void)
 {
     struct child c = start(NULL);
@@ -142,7 +143,7 @@ static void case_mipmap(void)
     void *mipmap = NULL, *array = NULL;
     size_t before = free_memory();
     OK(cuMipmappedArrayCreate(&mipmap, &shape, 3));
-    CHECK(before - free_memory() >= 21 * MIB); /* 16 + 4 + 1 */
+    CHECK(before - free_memory() >= 21 * MIB); /* the levels have 16, 4 and 1 MiB */
     OK(cuMipmappedArrayGetLevel(&array, mipmap, 2));
     OK(cuArray3DGetDescriptor_v2(&level, array));
     CHECK(level.width == 256 && level.height == 256);
@@ -173,7 +174,7 @@ static void case_registered_memory(void)
     uint64_t device = 0;
     size_t before = free_memory();
     OK(cuMemHostRegister_v2(host, 32 * MIB, 0));
-    CHECK(before - free_memory() < 16 * MIB); /* host memory */
+    CHECK(before - free_memory() < 16 * MIB); /* host memory takes no device memory */
     IS(cuMemHostRegister_v2(host, 32 * MIB, 0), 712);
     OK(cuMemHostGetDevicePointer_v2(&device, host, 0));
     OK(cuMemsetD32_v2(device, 0x11111111, 4));

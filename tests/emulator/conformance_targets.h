@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Processes that conformance.c suspends: itself again, obeying one line at a time.
+ * Processes that conformance.c suspends. Each is the same program again: it reads commands, one on
+ * each line.
  */
 #ifndef CONFORMANCE_TARGETS_H
 #define CONFORMANCE_TARGETS_H
@@ -106,7 +107,7 @@ static int target_alloc(size_t mib)
     return result;
 }
 
-/* The handle that another process shares, as text in the environment. */
+/* The handle that another process shares. It is a text in the environment. */
 static struct handle target_handle(void)
 {
     struct handle h = {{0}};
@@ -148,7 +149,7 @@ static int target_export(void)
     return cuIpcGetMemHandle(&handle, target_memory);
 }
 
-/* The memory of a launched graph that does not free it. */
+/* The executable graph of a target. Its launch allocates memory and does not free it. */
 static void *target_run;
 
 static int target_graph(size_t mib)
@@ -201,7 +202,8 @@ static int target_event(void)
     return result ? result : cuEventSynchronize(event);
 }
 
-/* An event of the parent, recorded here behind a kernel of a minute. */
+/* Opens an event of the parent. "record-event" records the event after a kernel of three
+ * seconds. */
 static int target_shared_event(const char *how)
 {
     static void *event;
@@ -209,7 +211,7 @@ static int target_shared_event(const char *how)
     if (!event && !result)
         result = cuIpcOpenEventHandle(&event, target_handle());
     if (!result && !strcmp(how, "record-event"))
-        result = spin(NULL, 3000000000ull); /* a process that ends waits for its kernels */
+        result = spin(NULL, 3000000000ull); /* at its end a process waits for its kernels */
     if (!result)
         result = strcmp(how, "record-event") ? cuEventQuery(event) : cuEventRecord(event, NULL);
     return result;
@@ -221,7 +223,8 @@ static int target_reset(void)
     uint64_t p;
     int result = cuDevicePrimaryCtxReset_v2(0);
     if (!result)
-        result = cuCtxSetCurrent(before); /* the CUDA runtime does so, and retains it afterwards */
+        result = cuCtxSetCurrent(before); /* the CUDA runtime also does this, and retains the
+                                           * context afterwards */
     if (!result)
         result = cuMemAlloc_v2(&p, MIB) ? 0 : -3;
     if (!result)
@@ -380,7 +383,7 @@ static int thread_id(struct child *c)
     return cuCheckpointProcessGetRestoreThreadId(c->pid, &tid) ? -1 : tid;
 }
 
-/* Restores with every device replaced by the next one; `count` pairs are passed. */
+/* Restores a process with each device replaced by the next one. Passes `count` pairs of devices. */
 static int restore_elsewhere(struct child *c, int count)
 {
     unsigned char pairs[64][2][16];
@@ -401,7 +404,7 @@ static int restore_elsewhere(struct child *c, int count)
     return cuCheckpointProcessRestore(c->pid, &args);
 }
 
-/* Makes the call in a process of its own, which has no context and may be killed. */
+/* Makes the call in a separate process. This process has no context, and the test may kill it. */
 static pid_t fork_op(struct child *c, char which, unsigned timeout_ms)
 {
     pid_t pid = fork();

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Emulated machines, and child processes that use them.
 
-All code that uses the driver runs in a child with its own environment: the test process never loads
+All code that uses the driver runs in a child with its own environment. The test process never loads
 the driver.
 """
 
@@ -24,7 +24,7 @@ from emucuda import Faults, build, environment
 #: Seconds within which a child answers, unless it hangs.
 TIMEOUT = 60
 
-#: A child that executes the statements it receives and answers with repr(_).
+#: A child that executes the statements that it receives, and answers with repr(_).
 TARGET = r"""
 import ast, ctypes, hashlib, os, signal, sys
 import numpy as np
@@ -87,7 +87,7 @@ class Target:
         self.process.stdin.flush()
 
     def reply(self, timeout=TIMEOUT):
-        """Return ``_`` of the statements; raise TimeoutError or EOFError."""
+        """Return the value of ``_`` after the statements; raise TimeoutError or EOFError."""
         deadline = time.monotonic() + timeout
         while True:
             line, newline, rest = self._buffer.partition(b"\n")
@@ -105,23 +105,24 @@ class Target:
             self._buffer += data
 
     def attempt(self, code, timeout=TIMEOUT):
-        """Run statements; return ``_``, or ("failed", code) or ("raised", text)."""
+        """Run statements; return the value of ``_``, or ("failed", code) or ("raised", text)."""
         self.send(code)
         return self.reply(timeout)
 
     def do(self, code, timeout=TIMEOUT):
-        """Run statements that must not fail; return ``_``."""
+        """Run statements that must not fail; return the value of ``_``."""
         found = self.attempt(code, timeout)
         assert not isinstance(found, tuple) or found[:1] not in (("failed",), ("raised",)), found
         return found
 
     def hangs(self, seconds=0.3):
-        """Return whether the statements still run after ``seconds``."""
+        """Return whether the statements are still running after ``seconds``."""
         return not select.select([self.process.stdout], [], [], seconds)[0]
 
     def is_hung(self):
-        """Wait until the main thread is in the endless wait of the fault ``hang``."""
-        wait = re.compile(r"202 0x[0-9a-f]+ 0x80 0x0 0x0 ")  # futex: private, of 0, without an end
+        """Wait until the main thread is in the wait without end of the fault ``hang``."""
+        # The call is a futex wait: private, for the value 0, without a time-out.
+        wait = re.compile(r"202 0x[0-9a-f]+ 0x80 0x0 0x0 ")
         deadline = time.monotonic() + TIMEOUT
         while not wait.match(Path(f"/proc/{self.pid}/syscall").read_text()):
             assert time.monotonic() < deadline, "the call does not hang"
@@ -131,7 +132,8 @@ class Target:
     def signal(self, number):
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
-            # The call returns before every thread has stopped; one may still answer.
+            # The call returns before every thread has stopped, and a running thread may still
+            # answer.
             deadline = time.monotonic() + TIMEOUT
             while not self._stopped():
                 assert time.monotonic() < deadline, "it did not stop"
@@ -142,7 +144,7 @@ class Target:
         return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in stats)
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)  # no effect on a process that has ended
+        self.process.send_signal(signal.SIGKILL)  # this has no effect if the process has ended
         status = self.process.wait(TIMEOUT)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -160,7 +162,7 @@ class Emulated:
         self.children = []
 
     def target(self, *, within=(), **variables):
-        """Start a child; ``within`` is a command that runs it, such as ``unshare``."""
+        """Start a child. ``within`` is a command that runs the child, such as ``unshare``."""
         child = Target({**self.env, **variables}, within=within)
         self.children.append(child)
         return child

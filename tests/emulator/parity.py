@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Differences between the emulated driver and records of NVIDIA's libraries, and their reasons.
 
-``tests/driver_records`` makes the records, and holds those of several NVIDIA drivers.
+``tests/driver_records`` makes the records, and has those of several NVIDIA drivers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reason:
-    """A reason why some differences remain. A pattern must match the whole text; None matches any
-    text."""
+    """Why some differences remain. A pattern must match the whole text; None matches any text."""
 
     why: str
     section: str
@@ -56,8 +55,8 @@ _HANDLE = "The driver follows an invalid handle before it checks that it is init
 _AFTER = "A failed cuInit leaves the driver half initialised: calls check their handle."
 _LINKER = "The emulated linker refuses a bad handle, and the driver crashes."
 
-#: Known differences from the newest record, and from the newest one made without a device. A test
-#: checks that each exists.
+#: Known differences from two records: the newest one, and the newest one made without a device. A
+#: test checks that each difference exists.
 REASONS = (
     Reason(
         "The record made without a device is of CUDA 12.5.",
@@ -138,10 +137,10 @@ def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Diff
 def differences_without_device(
     real: dict[str, Any], newest: dict[str, Any], emulated: dict[str, Any]
 ) -> Iterator[Difference]:
-    """Yield the questions that only a record made without a device answers, and differently.
+    """Yield questions that only a record made without a device answers, with another answer.
 
-    ``newest`` is the record of a later driver, which had a device. Its answers before cuInit count
-    also after a failed cuInit where they differ from those of ``real``.
+    ``newest`` is the record of a later driver, made with a device. Where its answers before cuInit
+    differ from those of ``real``, they are also expected after a failed cuInit.
     """
     for section in ("arguments", "nvml_arguments"):
         for question in real[section].keys() - newest[section].keys():
@@ -163,7 +162,7 @@ def differences_without_device(
 
 
 def _common(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
-    """Yield the sections of calls with the functions that both records have."""
+    """Yield the sections of calls, and for each the functions that both records have."""
     yield "calls", functions(real) & functions(emulated)
     yield "nvml_calls", {*real["nvml_functions"]} & {*emulated["nvml_functions"]}
 
@@ -188,7 +187,7 @@ def _calls(
 def _procaddr(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
     """Yield each version from which a name has another form.
 
-    A form that the emulated driver lacks must have no address there.
+    If the emulated driver lacks a form, it must return no address for it.
     """
     here, tables = functions(emulated), (real["procaddr"], emulated["procaddr"])
     for name in sorted(tables[0].keys() & tables[1].keys()):

@@ -3,7 +3,8 @@
 """Runs PTX in the children of ``conftest.Target``."""
 
 #: Statements for a target. ``launch(text, name, grid, block, *arguments)`` copies arrays to the
-#: device and back; the other functions check instructions with it.
+#: device, launches the kernel, and copies the arrays back. The other functions use it to check
+#: instructions.
 LAUNCH = r'''
 import numpy as np
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The package ``emucuda`` without the product: ``python -m emucuda``, and its own wheel."""
+"""The package ``emucuda`` without jupyter_gpupool: ``python -m emucuda``, and its own wheel."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from emucuda import build
 
 FOLDER = Path(emucuda.__file__).parent
 
-#: A CUDA program that needs nothing but the driver: fills memory, copies it back.
+#: A CUDA program that needs only the driver: it fills memory and copies it back.
 PROGRAM = r"""
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -37,7 +37,7 @@ call("cuMemcpyDtoH_v2", host, address, ctypes.c_size_t(4096))
 print(name.value.decode(), set(host))
 """
 
-#: All files that a separate publication of the package needs.
+#: All files that the package needs if it is published separately.
 PROJECT = """
 [build-system]
 requires = ["hatchling>=1.27"]
@@ -70,7 +70,8 @@ def test_package_works_without_the_product(tmp_path):
     ignored = shutil.ignore_patterns("lib", "__pycache__")
     shutil.copytree(FOLDER, tmp_path / "source" / "emucuda", ignore=ignored)
     (tmp_path / "source" / "pyproject.toml").write_text(PROJECT)
-    compiler = tmp_path / "cc"  # which libraries are built matters here, not how fast they are
+    # The test needs only the files that are built, so it builds without optimisation.
+    compiler = tmp_path / "cc"
     compiler.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
     compiler.chmod(0o755)
     env = {**os.environ, "PYTHONPATH": ".", "CC": str(compiler)}

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``python -m emucuda.build``."""
+"""Tests of ``python -m emucuda.build``."""
 
 import os
 import sys

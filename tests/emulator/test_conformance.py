@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs conformance.c, which works with any driver, on the emulated driver."""
+"""Runs conformance.c on the emulated driver. The program also works with any other driver."""
 
 import os
 import re

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Device memory: sparse, charged to processes, and freed with its process."""
+"""Device memory is sparse, is charged to processes, and is freed when its process ends."""
 
 import os
 import signal
@@ -25,15 +25,14 @@ _ = 1
 
 
 def rss(pid):
-    """Return the bytes of host memory of a process."""
+    """Return the bytes of host memory that a process uses."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
 @pytest.fixture
 def watch(emulated):
-    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that reads its figures from
-    NVML."""
+    """A machine of 2 x 1 GiB with 32 MiB contexts, and a process that reads NVML's figures."""
     machine = emulated()
     watcher = machine.target()
     watcher.do(NVML)
@@ -69,7 +68,7 @@ p.lock(5000); p.checkpoint(); p.restore(); p.unlock()
 """
 
 
-def test_loading_the_libraries_starts_nothing(emulated):
+def test_loading_the_libraries_has_no_effect(emulated):
     machine = emulated()
     code = """
     import ctypes, os
@@ -115,8 +114,9 @@ def test_a_killed_process_frees_its_memory(watch):
     other = machine.target()
     assert other.attempt("context(); ok(D.cuMemAlloc(900 << 20))") == ("failed", 2)
     os.kill(child.pid, signal.SIGKILL)
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is reaped
-    assert look("used(0)") == 32 * MIB  # the other process's context
+    # The process is a zombie until it is reaped.
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert look("used(0)") == 32 * MIB  # the context of the other process
     assert other.do("ok(D.cuMemAlloc(900 << 20)); _ = 1") == 1
 
 
@@ -146,7 +146,7 @@ def test_a_forked_child_has_no_device_and_no_charge(watch):
     assert look("used(0)") == 32 * MIB
 
 
-def test_a_surviving_fork_does_not_keep_the_memory(watch):
+def test_a_surviving_child_does_not_keep_its_parents_memory(watch):
     machine, look = watch
     child = machine.target()
     survivor = child.do("""
@@ -201,7 +201,7 @@ def test_processes_together_never_exceed_the_device(watch):
         samples.append(look("used(0)"))
         busy = [child for child in busy if child.hangs(0)]
     assert max(samples) <= GIB
-    assert sum(child.reply() for child in children) > 0  # the device was full at times
+    assert sum(child.reply() for child in children) > 0  # at times the device was full
     assert look("used(0)") == sum(look("processes(0)").values())
     for child in children:
         child.do("for p in held: ok(D.cuMemFree(p))")
@@ -232,7 +232,7 @@ def test_host_access_to_device_memory_crashes_the_process(emulated):
         ("0", [0]),
         ("2,0", [2, 0]),
         (" 1 , 2", [1, 2]),
-        ("1,7,0", [1]),  # the list ends at the first device that does not exist
+        ("1,7,0", [1]),  # the list ends at its first entry that names no device
         ("1,-1,0", [1]),
         ("1,1", None),
         ("", None),
@@ -241,7 +241,7 @@ def test_host_access_to_device_memory_crashes_the_process(emulated):
         ("{1}", [1]),
         ("{2},{0}", [2, 0]),
         ("{1:.12}", [1]),
-        ("GPU-", None),  # ambiguous
+        ("GPU-", None),  # two UUIDs begin like this
     ],
 )
 def test_visible_devices_select_and_order_devices(emulated, visible, want):
@@ -261,8 +261,8 @@ uuids = [bytes(D.cuDeviceGetUuid(i)[1].bytes).hex() for i in range(D.cuDeviceGet
 print(first, again, *uuids)
 """
     first, again, *found = machine.run(code, CUDA_VISIBLE_DEVICES=visible.format(*uuids)).split()
-    # After a cuInit without a device, the next cuInit reads the variable again. After success the
-    # driver keeps its devices.
+    # If cuInit finds no device, the next cuInit reads the variable again. After success the driver
+    # keeps its devices.
     assert (first, again) == ("100" if want is None else "0", "0")
     seen = [0] if want is None else want
     assert found == [uuids[i][4:].replace("-", "") for i in seen]
@@ -295,11 +295,11 @@ def test_threads_share_the_driver(emulated):
     """
     bad, free = child.do(dedent(code))
     assert bad == []
-    assert free >= GIB - 32 * MIB - 64 * MIB  # at most the pool's idle reserve is missing
+    assert free >= GIB - 32 * MIB - 64 * MIB  # the pool may still hold its idle reserve
 
 
 def test_mapped_memory_without_access_is_refused(emulated):
-    """The conformance program omits this case, because a real driver may end the context."""
+    """The conformance program leaves this case out: a real driver may end the context."""
     child = emulated("1x1GiB").target()
     code = """
     context()

@@ -34,10 +34,10 @@ def test_slow_copies_limit_bandwidth_in_their_scope(trio):
     machine.faults.set("slow-copies", bandwidth="20MB/s")
     assert target.do(timed) >= 0.2
     machine.faults.set("slow-copies", bandwidth=20_000_000, device=1)
-    assert target.do(timed) >= 0.2  # another scope, so both apply
+    assert target.do(timed) >= 0.2  # this fault has another scope, so both apply
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth=1, device=1)
-    target.do(timed)  # device 0 is not slow: at a byte a second the call would not return
+    target.do(timed)  # Device 0 is not slow: at one byte a second this call would not return.
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth="40MB/s", pid=target.pid)
     start = time.monotonic()
@@ -54,7 +54,7 @@ def test_lock_timeout_applies_by_count_and_pid(trio):
     machine.faults.clear("lock-timeout")
     machine.faults.set("lock-timeout", pid=target.pid, count=2)
     assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
-    machine.faults.set("nvml-missing-pids")  # the remaining count survives a rewrite of the file
+    machine.faults.set("nvml-missing-pids")  # if the file is rewritten, the remaining count stays
     assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
     assert state(worker, target) == "running"
     assert call(worker, target, "lock", 50) is None
@@ -69,7 +69,7 @@ def test_refused_checkpoint_leaves_the_process_running(trio):
     assert "not supported" in text
     assert state(worker, target) == "locked"
     assert call(worker, target, "unlock") is None
-    assert target.do("_ = len(get(p, 100))") == 64  # the process survives
+    assert target.do("_ = len(get(p, 100))") == 64  # the process still works
     machine.faults.set("checkpoint-refused", code=999)
     call(worker, target, "lock", 1000)
     assert call(worker, target, "checkpoint") == "CUDA_ERROR_UNKNOWN"
@@ -128,7 +128,7 @@ def test_a_restore_onto_a_lost_device_is_fatal(trio):
     assert state(worker, target) == "failed"
 
 
-def test_nvml_lists_no_processes_under_the_fault(trio):
+def test_nvml_lists_no_processes_with_the_fault(trio):
     machine, target, worker = trio
     assert worker.do("_ = pids()") == [target.pid]
     machine.faults.set("nvml-missing-pids", device=1)
@@ -148,7 +148,7 @@ def test_hang_blocks_the_call_permanently(trio, name):
     worker.send(f"_ = call({target.pid}, {name!r})")
     assert worker.is_hung()
     machine.faults.clear()
-    assert worker.hangs()  # permanently
+    assert worker.hangs()  # permanent: the call hangs even after the fault is cleared
     other = machine.target()
     other.do(WORKER)
     assert state(other, target) == ("locked" if name == "checkpoint" else "running")

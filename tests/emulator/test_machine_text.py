@@ -202,7 +202,8 @@ def test_one_state_directory_is_one_machine(emulated):
     assert child.do("context(); _ = 1") == 1
     assert machine.run(INIT, EMUCUDA_MACHINE="2x2GiB") == "803 18"
     child.kill()
-    assert machine.run(INIT, EMUCUDA_MACHINE="2x2GiB") == "0 0"  # no process used the old machine
+    # No process has used the old machine.
+    assert machine.run(INIT, EMUCUDA_MACHINE="2x2GiB") == "0 0"
 
 
 UUIDS = """
@@ -212,7 +213,7 @@ print([pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in r
 """
 
 
-def test_uuids_follow_from_the_state_directory(emulated):
+def test_state_directory_determines_the_uuids(emulated):
     one, two = emulated(), emulated()
     first = one.run(UUIDS)
     remove_state(one.state_dir)

@@ -37,12 +37,12 @@ def test_processes_are_suspended_and_moved_from_outside(emulated):
     assert all(box.do(RIGHT) for box in boxes)
 
 
-def test_process_neither_lists_nor_frees_those_of_others(emulated):
+def test_process_neither_lists_nor_frees_other_namespaces(emulated):
     machine = emulated()
     box, other = (machine.target(within=namespaces.OWN_NUMBERS) for _ in range(2))
     box.do(FILL % 1)
     assert other.do(WORKER + "_ = pids(), used() >> 20") == ([], 232)
-    other.do(FILL % 2)  # this process has the same pid as the first
+    other.do(FILL % 2)  # in its own namespace this process has the same pid as the first
     assert other.do("_ = pids(), used() >> 20") == ([1], 464)
     assert box.do(RIGHT)
     assert other.do(RIGHT)

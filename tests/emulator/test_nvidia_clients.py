@@ -15,7 +15,7 @@ from emucuda.build import SOURCES, libraries
 
 MIB = 1 << 20
 
-#: Calls of ordinary programs of the driver API, and of the checkpoint API.
+#: Calls that ordinary programs make: of the driver API, and of the checkpoint API.
 NEEDED = """
 cuInit cuDriverGetVersion cuDeviceGet cuDeviceGetCount cuDeviceGetName cuDeviceGetUuid_v2
 cuDeviceTotalMem_v2 cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease_v2
@@ -179,7 +179,7 @@ def test_kernels_compute_and_take_modelled_time(emulated):
 
 
 def test_streams_wait_for_one_another(emulated):
-    """Default streams wait for blocking streams, until the modelled end of a 200 ms kernel."""
+    """A default stream waits for blocking streams until the modelled end of a 200 ms kernel."""
     child = emulated().target()
     child.do(
         dedent("""

@@ -10,7 +10,7 @@ from tests.emulator.ptxchild import LAUNCH
 
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory):
-    """Return a function that evaluates an expression beside ``LAUNCH``, all in one process."""
+    """Return a function that evaluates an expression with ``LAUNCH``, always in one process."""
     machine = Emulated("1x1GiB,context=32MiB", tmp_path_factory.mktemp("ptx") / "machine")
     child = machine.target()
     child.do("context()")
@@ -25,7 +25,8 @@ def ptx(tmp_path_factory):
     machine.close()
 
 
-#: Each case: an instruction, its result's type, the NumPy expression, the operands' types.
+#: Each case has an instruction, the type of its result, the NumPy expression, and the types of the
+#: operands.
 INTEGERS = (
     ("add.u32 %d, %a, %b;", "u32", "a + b", "u32 u32"),
     ("add.s16 %d, %a, %b;", "s16", "a + b", "s16 s16"),
@@ -421,7 +422,7 @@ launch({ATOMS}, "k", 3, 64, out)"""
 
 
 def test_lanes_of_a_warp_may_wait_for_each_other(ptx):
-    # The lanes of a warp take a lock in turns; each lane releases the lock later in the code.
+    # The lanes of a warp take a lock one after the other. Each lane releases it later in the code.
     run = """
 text = HEAD + '''.visible .entry k(.param .u64 out) {
   .reg .b32 %r<8>; .reg .b64 %d; .reg .pred %p;

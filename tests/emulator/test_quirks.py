@@ -26,7 +26,7 @@ _ = 1
 
 
 class Trio:
-    """A machine, a process with 8 MiB on its first device, and a process that observes that one."""
+    """A machine, a process with 8 MiB on its first device, and a process that observes it."""
 
     def __init__(self, machine):
         self.faults = machine.faults
@@ -112,7 +112,7 @@ def test_a_suspended_process_may_keep_memory(trio, size):
     assert [trio.ask(f"used({i})") for i in range(2)] == [0, HAS]
 
 
-def test_a_failed_restore_may_keep_the_state(trio):
+def test_a_failed_restore_may_leave_the_process_checkpointed(trio):
     trio.faults.set("restore-keeps-state")
     trio.suspend()
     trio.faults.set("restore-failed", count=1)
@@ -126,7 +126,7 @@ def test_a_failed_restore_may_keep_the_state(trio):
     trio.resume()
 
 
-def test_a_restored_process_may_have_more(trio):
+def test_a_restored_process_may_have_more_memory(trio):
     trio.faults.set("restore-more", bytes="16MiB", count=1)
     trio.suspend()
     trio.resume()
@@ -171,7 +171,7 @@ def test_a_lock_may_ignore_its_timeout(trio):
 
 
 def test_unknown_faults_in_the_environment_are_reported(emulated):
-    """Otherwise a test run with a misspelt fault would run without any fault."""
+    """Without the report, a test with a misspelt fault would run without any fault."""
     variables = {"EMUCUDA_FAULTS": "nonsense bytes=3; ;residue bytes=8MiB"}
     done = subprocess.run(
         [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],

@@ -48,7 +48,7 @@ def test_driver_without_a_machine_answers_like_nvidia(newest, newest_without_dev
     found += parity.differences_without_device(newest_without_device, newest, alone)
     excused = _excused(found)
     assert [str(difference) for difference in found if difference not in excused] == []
-    # A reason without a difference would hide a later difference.
+    # A reason that explains no difference would hide a later difference.
     idle = [r for r in parity.REASONS if not any(r.covers(difference) for difference in found)]
     assert idle == []
 
@@ -95,7 +95,7 @@ def _forms_are_only_added(older, newer):
 
 @pytest.mark.parametrize("oldest", [0, 1])
 def test_drivers_without_a_device_agree(oldest, newest_without_device):
-    """All drivers answer the same to wrong arguments; later drivers only add forms of a name."""
+    """For wrong arguments all drivers return the same. Later drivers only add forms of a name."""
     older, newer = records()[oldest], newest_without_device
     differ = {k for k in newer["arguments"] if newer["arguments"][k] != older["arguments"][k]}
     assert differ <= {
@@ -179,13 +179,13 @@ def test_a_changed_answer_without_a_device_is_a_difference(
     assert sections() > before
 
 
-def test_checks_before_cuinit_also_precede_a_failed_one(newest, newest_without_device):
-    """A check that the later driver makes before cuInit also happens after a failed cuInit."""
+def test_checks_before_cuinit_also_follow_a_failed_cuinit(newest, newest_without_device):
+    """If the later driver makes a check before cuInit, it also makes it after a failed cuInit."""
     older = newest_without_device
     found = parity.differences_without_device(older, newest, older)
     real = {difference.question: difference.real for difference in found}
     assert (real["cuCtxGetDevice"], real["cuKernelGetName"]) == ("1", "400")
-    assert "cuInit" not in real  # it was not asked where there was a device
+    assert "cuInit" not in real  # the record with a device did not ask this
 
 
 # ---------------------------------------------------------------------- the recorder
@@ -224,7 +224,7 @@ def _address_and_text():
 
 
 def test_the_zeroed_buffer_has_a_fixed_address():
-    """Calls that read the buffer's address as a count would otherwise differ between records."""
+    """Some calls read the buffer's address as a count, so another address changes the record."""
     (at, text), second = child.ask(_address_and_text), child.ask(_address_and_text)
     assert second == [at, text]
     assert text == "00" * (1 << 16)

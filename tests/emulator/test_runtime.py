@@ -10,7 +10,7 @@ import pytest
 
 from emucuda import build, library_dir
 
-#: A client that calls the runtime like a compiled program.
+#: A client that calls the runtime as a compiled program does.
 CLIENT = r"""
 import ctypes as c, sys
 R = c.CDLL(sys.argv[1])
@@ -100,22 +100,22 @@ def test_programs_of_the_runtime_work(emulated, major):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_call_that_cannot_run_is_named_in_its_error(emulated):
+def test_error_names_the_call_that_cannot_run(emulated):
     done = _run(emulated("1x64MiB,context=1MiB").env, REFUSALS, 12)
     assert done.returncode == 0, done.stderr
-    native, refused = done.stderr.splitlines()  # each once
+    native, refused = done.stderr.splitlines()  # each message is printed once
     assert native.startswith("emucuda: _Z3addPf is a kernel in a GPU's machine code")
     assert refused == "emucuda: cudaCreateTextureObject is not emulated."
 
 
-def test_no_device_is_the_error_of_the_runtime():
+def test_runtime_reports_that_there_is_no_device():
     env = {"LD_LIBRARY_PATH": str(library_dir()), "EMUCUDA_MACHINE": ""}
     done = _run(env, "assert R.cudaGetDeviceCount(c.byref(I())) == 100", 12)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_runtime_refuses_a_driver_that_is_not_emulated(tmp_path):
-    """A machine with a GPU has NVIDIA's own runtime; the emulated one must not replace it."""
+    """A machine with a GPU has NVIDIA's own runtime, and the emulated one must not replace it."""
     source = tmp_path / "driver.c"
     source.write_text(
         "int no(const void **table, const void *id) { *table = 0; return 1; }\n"

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Stand-ins for NVIDIA's libraries that PyTorch links to and that emulated GPUs cannot run."""
+"""Stand-ins for libraries of NVIDIA that PyTorch links, and that cannot run on emulated GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emucuda.pytorch import stand_ins
 
 @pytest.fixture
 def stand_in(tmp_path):
-    """Return ``make(soname, *names)``: the stand-in for a library with these functions."""
+    """Return ``make(soname, *names)``, which makes a stand-in library with these functions."""
 
     def make(soname, *names):
         lib = tmp_path / "torch" / "lib"
@@ -37,7 +37,7 @@ def stand_in(tmp_path):
     return make
 
 
-def test_profiler_library_describes_its_refusals(stand_in, capfd):
+def test_profiler_stand_in_has_a_text_for_its_error(stand_in, capfd):
     """PyTorch's profiler ends the program if the text of an error is missing."""
     cupti = stand_in("libcupti.so.12", "cuptiSubscribe", "cuptiGetResultString", "cuptiGetVersion")
     status = cupti.cuptiSubscribe(None, None, None)

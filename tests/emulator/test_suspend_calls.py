@@ -75,7 +75,7 @@ ALL_SIZES = "sum(sizes)"
 
 @pytest.fixture
 def pair(emulated):
-    """A target with each kind of device memory on 2 x 1 GiB, and a worker."""
+    """A target with each kind of device memory on 2 x 1 GiB, and a worker that suspends it."""
     machine = emulated()
     target, worker = machine.target(), machine.target()
     worker.do(WORKER)
@@ -85,13 +85,13 @@ def pair(emulated):
 
 
 def status(pid, field):
-    """Return the bytes of a field of /proc/<pid>/status."""
+    """Return a field of /proc/<pid>/status in bytes."""
     text = Path(f"/proc/{pid}/status").read_text()
     return int(re.search(rf"^{field}:\s+(\d+) kB", text, re.M)[1]) * 1024
 
 
 def on_devices(pid):
-    """Return the bytes that are stored for a process's device memory."""
+    """Return how many bytes of a process's device memory are stored on its devices."""
     files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir()
              if str(file.readlink()).startswith("/memfd:emucuda-device")]  # fmt: skip
     return sum({found.st_ino: found.st_blocks * 512 for found in files}.values())
@@ -109,7 +109,7 @@ def test_memory_contents_survive_a_suspend(pair):
 
 
 def test_nvml_of_a_suspended_process_waits_for_the_unlock(pair):
-    """As observed on 580.159.04: NVML waits from the lock to the unlock."""
+    """As observed with 580.159.04, its own NVML calls wait from the lock to the unlock."""
     _, target, worker, _ = pair
     count = "_ = n.nvmlDeviceGetCount()"
     assert target.do("import pynvml as n; n.nvmlInit();" + count) == 2
@@ -138,7 +138,7 @@ def test_suspended_bytes_are_host_memory_of_the_target(pair):
     assert stored > 200 * MIB
     worker.do(f"suspend({target.pid})")
     assert status(target.pid, "RssAnon") - anonymous > 200 * MIB
-    assert on_devices(target.pid) == 0  # one copy
+    assert on_devices(target.pid) == 0  # the host holds one copy, not two
     worker.do(f"resume({target.pid})")
     assert status(target.pid, "RssAnon") - anonymous < 16 * MIB
     assert on_devices(target.pid) == stored
@@ -167,7 +167,8 @@ def test_a_restore_can_move_to_another_device(pair):
     assert target.do("_ = bytes(ok(D.cuDeviceGetUuid(0)).bytes).hex()") != uuid
     target.do("ok(D.cuMemAlloc(64 << 20))")
     assert worker.do("_ = (used(0), used(1))") == (0, before + 64 * MIB)
-    worker.do(f"suspend({target.pid}); resume({target.pid}, shift(1))")  # and back
+    # Then it moves back to the first device.
+    worker.do(f"suspend({target.pid}); resume({target.pid}, shift(1))")
     assert worker.do("_ = (used(0), used(1))") == (before + 64 * MIB, 0)
 
 
@@ -215,7 +216,7 @@ def test_a_restore_without_room_is_fatal(pair):
     assert kind == "raised"
     assert "CUDA_ERROR_OPERATING_SYSTEM" in text
     assert worker.do(f"_ = Process({target.pid}).state") == "failed"
-    assert worker.do("_ = used()") == GIB  # the process keeps the memory that it got
+    assert worker.do("_ = used()") == GIB  # the process keeps the memory that it has got
     hog.kill()
     assert worker.attempt(f"resume({target.pid})")[0] == "raised"  # the failure is permanent
     assert worker.attempt(f"_ = Process({target.pid}).unlock()")[0] == "raised"
@@ -233,7 +234,7 @@ def test_a_killed_target_ends_the_call(emulated, bandwidth):
     target.do("context(); p = ok(D.cuMemAlloc(64 << 20)); put(p, bytes_of(64 << 20))")
     worker.do(f"Process({target.pid}).lock(5000)")
     if bandwidth == "0":
-        target.signal(signal.SIGSTOP)  # the call hangs at its start
+        target.signal(signal.SIGSTOP)  # the call hangs before it does anything
     worker.send(f"Process({target.pid}).checkpoint()")
     assert worker.hangs(0.2)
     target.kill()
@@ -254,7 +255,7 @@ def test_a_checkpoint_completes_without_its_caller(emulated, until):
     dying.send(f"Process({target.pid}).checkpoint()")
     assert dying.hangs(0.2)
     dying.kill()
-    assert worker.do(f"_ = Process({target.pid}).state") == "checkpointed"  # after the copy
+    assert worker.do(f"_ = Process({target.pid}).state") == "checkpointed"  # now the copy is done
     restoring = machine.target()
     restoring.do(WORKER)
     restoring.send(f"Process({target.pid}).restore()")

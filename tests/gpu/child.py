@@ -1,9 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A process that uses a GPU: reads one JSON request per line, answers with one JSON line.
+"""A process that uses a GPU. It reads one JSON request per line, and answers each with one JSON
+line.
 
 Run it with ``python -m tests.gpu.child WORKLOAD``. A request is ``[name, arguments...]``: a
-function of this file, or a method of the workload. It uses no CUDA before the first ``start``.
+function of this file, or a method of the workload. The process uses no CUDA before the first
+``start``.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ _done = 0
 
 
 def work_on(name: str, step: int) -> None:
-    """Work in a thread until :func:`rest`."""
+    """Do steps of work in a thread until :func:`rest`."""
     global _thread
 
     def run() -> None:
@@ -78,7 +80,7 @@ def info() -> tuple[int, int]:
     """Return free and total bytes of the device as the driver reports them to this process."""
     from cuda.bindings import driver
 
-    # JAX has its context only in its own threads; all of them use the device's primary context.
+    # JAX has a context only in its own threads. All threads use the device's primary context.
     if not int(driver.cuCtxGetCurrent()[1]):
         driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(0)[1])[1])
     result, free, total = driver.cuMemGetInfo()
@@ -145,7 +147,7 @@ def pid() -> int:
 
 
 def main() -> None:
-    # Frameworks print to stdout, so answers go to a descriptor of their own.
+    # Frameworks print to stdout, so answers use another descriptor.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

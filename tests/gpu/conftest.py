@@ -19,7 +19,7 @@ from .machine import driver_up
 from .machine import machine as _machine
 from .session import items, stage
 
-#: The variable with the file for each test's outcome and notes, a JSON line for each.
+#: This variable names the file for each test's outcome and notes, as a line of JSON.
 REPORT = "GPUPOOL_GPU_REPORT"
 
 #: The workloads that an emulated device can run; all others need CUDA's runtime.
@@ -28,14 +28,16 @@ EMULATED = ("cuda-core",)
 
 @pytest.fixture(scope="session")
 def machine():
-    """The machine with a GPU, or an emulated one."""
+    """This machine with its GPU, or an emulated machine."""
     with _machine() as found, driver_up(found):
         yield found
 
 
 @pytest.fixture(scope="module")
 def pooled(machine, request):
-    """A broker, and a notebook for each test of the file; each asks for most of the device."""
+    """A broker, and a notebook for each test of the file. Each notebook asks for
+    most of the device.
+    """
     request.getfixturevalue("kernelspec")
     with stage(machine, request) as made:
         made.prepare(items(request), made.most)
@@ -44,7 +46,7 @@ def pooled(machine, request):
 
 @pytest.fixture
 def notebook(pooled, workload, request):
-    """This test's notebook."""
+    """The notebook of this test."""
     found = pooled.take(request.node.name)
     yield found
     pooled.stop(found)
@@ -52,7 +54,7 @@ def notebook(pooled, workload, request):
 
 @pytest.fixture
 def neighbour(pooled, request):
-    """A notebook that needs the device, too, on every call."""
+    """A notebook that needs the same device at each of its calls."""
     return pooled.play(pooled.neighbour(request.session.testsfailed))
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The device service on the machine under test, and the outside view of a device."""
+"""The device service on the machine under test, and the view of a device from outside."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ from jupyter_gpupool.procfs import ProcessId
 from .machine import Machine, MiB
 from .target import Failed, Target
 
-#: Seconds for the start of the service, and until the device shows that a process has ended.
+#: Seconds to wait for the start of the service, and for the device to show that a process has
+#: ended.
 START = 120.0
 SETTLED = 30.0
 
 #: Seconds to wait for the end of earlier processes before they count as foreign.
 LEFT = 3.0
 
-#: Seconds for a driver call besides copying: shorter than the default, as a hang is a failure.
+#: Seconds for a driver call that copies nothing. It is shorter than the default, because a hang
+#: is a failure.
 CALL = 20.0
 
-#: Seconds for a test of many rounds; a test that did fewer rounds than planned notes it.
+#: Seconds for a test of many rounds. A test that did fewer rounds than planned notes the number.
 SECONDS = float(os.environ.get("GPUPOOL_GPU_SECONDS", "40"))
 
 #: The driver allocates device memory in pages of this size.
@@ -49,7 +51,7 @@ class Bench:
     machine: Machine
     service: DeviceService
     device: Device
-    #: Bytes in use on the device before the first process of a test.
+    #: Bytes that were in use on the device before the first process of a test.
     base: int = 0
 
     @property
@@ -72,7 +74,9 @@ class Bench:
     async def resume(
         self, process: Target, freed: SuspendOutcome | None = None, *, need: int | None = None
     ) -> ResumeOutcome:
-        """Resume; the device must have ``need`` bytes free, or as many as were ``freed``."""
+        """Resume a process; the device must have ``need`` bytes free, or as many
+        as were ``freed``.
+        """
         bytes_ = need if freed is None else freed.freed.get(self.uuid, 0)
         return await self.service.resume(
             process.root,
@@ -94,7 +98,9 @@ class Bench:
         return there, back
 
     async def ask(self, op: str, process: ProcessId) -> dict[str, Any]:
-        """Return the driver's own answer to a question about a process, as the worker gets it."""
+        """Return the driver's own answer to a question about a process, in the
+        form for the worker.
+        """
         fields = {"pid": process.pid, "start_time": process.start_time}
         try:
             answer = await self.worker.call(op, CALL, process=fields)
@@ -120,11 +126,13 @@ class Bench:
         return (await self.sample()).used
 
     async def held(self, process: Target) -> int | None:
-        """Return the bytes that NVML lists for a process, None if it does not list the process."""
+        """Return the bytes that NVML lists for a process; None if NVML does not
+        list the process.
+        """
         return held(await self.sample(), process.pid)
 
     async def empty(self, *gone: Target, timeout: float = SETTLED) -> float:
-        """Wait until the device has no memory of the tests; return the seconds until then."""
+        """Wait until the tests use no memory of the device; return the seconds until then."""
         pids = {process.pid for process in gone}
         begin = time.monotonic()
         while True:
@@ -139,10 +147,11 @@ class Bench:
             await asyncio.sleep(0.02)
 
     async def leave(self, other: Target, left: int) -> int:
-        """Let another process take all of the device but ``left``; return the free bytes then.
+        """Let another process take the device's memory except ``left``; return the free bytes then.
 
-        It allocates in pieces, as one piece may not fit: a little more than ``left`` may stay free,
-        not less, although a driver needs memory of its own to map the last pieces.
+        The process allocates in pieces, because one large piece may not fit. So a little more
+        than ``left`` may stay free. Not less stays free, although a driver needs memory of its
+        own to map the last pieces.
         """
         near, piece = self.machine.bytes(256 * MiB), self.machine.bytes(16 << 30)
         left += self.machine.bytes(8 * MiB)
@@ -184,9 +193,10 @@ async def bench(machine: Machine, **options: Any) -> AsyncIterator[Bench]:
         assert device.can_suspend, device.tier_reason
         _known[device.uuid] = device
         found = Bench(machine, service, device)
-        # The worker starts before the measurement: after cuInit it may hold device memory.
+        # The worker starts before the measurement: after cuInit it may use device memory.
         await found.worker.start()
-        # Memory of earlier processes, such as the self-test's program, may show a little longer.
+        # NVML may show memory of earlier processes, such as the self-test's program, a little
+        # longer.
         deadline = time.monotonic() + LEFT
         while (before := await found.sample()).processes and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
@@ -197,7 +207,7 @@ async def bench(machine: Machine, **options: Any) -> AsyncIterator[Bench]:
 
 
 def bytes_of(pid: int, name: str = "VmRSS") -> int:
-    """Return a figure of ``/proc/<pid>/status`` in bytes, 0 if the process has ended."""
+    """Return a figure of ``/proc/<pid>/status`` in bytes; 0 if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -207,7 +217,7 @@ def bytes_of(pid: int, name: str = "VmRSS") -> int:
 
 
 def threads(pid: int) -> list[str]:
-    """Return the state of each thread of a process, in the letters of ``proc_pid_stat(5)``."""
+    """Return the state of each thread of a process, as the letters of ``proc_pid_stat(5)``."""
     found = []
     for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -226,7 +236,7 @@ def host_memory() -> int:
 async def until(condition: Callable[[], bool], timeout: float = SETTLED) -> bool:
     """Wait for a condition; return whether it came true in time.
 
-    It polls, as neither the driver nor the kernel announces the change.
+    It polls, because neither the driver nor the kernel reports the change.
     """
     deadline = time.monotonic() + timeout
     while not condition():
@@ -237,9 +247,10 @@ async def until(condition: Callable[[], bool], timeout: float = SETTLED) -> bool
 
 
 def share(device: Device, part: float, *, processes: int = 1, cap: int = 24 << 30) -> int:
-    """Return this share of a device's memory in bytes: at most ``cap``, and what the host can hold.
+    """Return this part of a device's memory in bytes: at most ``cap``, and at most what host
+    memory allows.
 
-    The state of a suspended process is in host memory, for a moment in part twice.
+    Host memory takes the state of a suspended process, and for a moment a part of it twice.
     """
     room = min(int(device.memory_total * part), cap, int(host_memory() * 0.7) // processes)
     return room // PAGE * PAGE

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The machine under test: this machine if it has an NVIDIA GPU, else an emulated machine.
 
-The same tests run on both. On an emulated device they show that the tests themselves work, but
-nothing about a driver; the device's name marks the results.
+The same tests run on both. On an emulated device, they show that the tests themselves work, but
+show nothing about a driver. The device's name in the results tells which device it was.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jupyter_gpupool.emulation import environment, real_driver_present
 GiB = 1 << 30
 MiB = 1 << 20
 
-#: The emulated machine for use without a GPU: small, so that copies are quick.
+#: The emulated machine, if there is no GPU. It is small, so that copies are quick.
 EMULATED = "1x4GiB,context=64MiB"
 
-#: Bytes of the emulated device for each byte of a real device, in :meth:`Machine.bytes`.
+#: In :meth:`Machine.bytes`: the bytes of the emulated device for each byte of a real device.
 SCALE = 16
 
 
@@ -33,14 +33,14 @@ SCALE = 16
 class Machine:
     """The machine on which the tests run."""
 
-    #: The environment variables for its driver.
+    #: The environment variables for the machine's driver.
     env: dict[str, str]
     #: ``c.GPUPool.emulate`` for a broker on it.
     emulate: str
 
     @property
     def real(self) -> bool:
-        """Whether its devices are real NVIDIA devices."""
+        """Whether the machine's devices are real NVIDIA devices."""
         return not self.emulate
 
     def bytes(self, size: int) -> int:
@@ -50,7 +50,7 @@ class Machine:
 
 @contextmanager
 def machine(emulate: str = EMULATED) -> Iterator[Machine]:
-    """Yield this machine if it has an NVIDIA driver, else the emulated one."""
+    """Yield this machine if it has an NVIDIA driver, else an emulated machine."""
     if real_driver_present():
         yield Machine(dict(os.environ), "")
         return
@@ -76,8 +76,8 @@ sys.stdin.read()
 def driver_up(found: Machine) -> Iterator[str]:
     """Keep a process that has called cuInit; yield the result, "0" for success.
 
-    Without persistence mode the driver starts anew for the first process, which takes seconds: this
-    way it starts once, not for each test.
+    Without persistence mode, the driver starts again for each first process, which takes seconds.
+    With this process, the driver starts only once, not for each test.
     """
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLDER],

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Notebooks whose cells print every number exactly.
 
-On one device the same cells print the same text each time, so a test can compare an interrupted
-run with an undisturbed run. Each cell prints something.
+On one device, the same cells always print the same text. So a test can compare an interrupted run
+with an undisturbed run. Each cell prints something.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def train(steps):
 print(sum(p.numel() for p in model.parameters()))
 """
 
-#: The exact bits of the losses.
+#: These cells print the exact bits of the losses.
 _TORCH_TRAIN = """
 train(40)
 print(*(loss.hex() for loss in losses[-40:]))
@@ -77,7 +77,8 @@ assert len({*seen}) == len(seen)
 print(len(seen))
 """
 
-#: The cells of each workload. The second half begins with a cell that uses the first half's state.
+#: The cells of each workload. The second half begins with a cell that uses the state of the first
+#: half.
 NOTEBOOKS = {
     "cuda-core": [_PLAIN_SETUP, _PLAIN_STEPS, _PLAIN_STEPS, _PLAIN_END],
     "torch": [

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Pooled GPU kernels on the machine under test: a private broker, and notebooks that compute.
 
-The broker and the kernels are those of the end-to-end tests (``tests/e2e/kit.py``), on this
-machine's driver. A framework takes seconds to import, so all kernels of a file start together
-before its first test; each kernel has the name of its test.
+The broker and the kernels are those of the end-to-end tests (``tests/e2e/kit.py``), but use this
+machine's driver. The import of a framework takes seconds, so all kernels of a file start together
+before its first test. Each kernel has the name of its test.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from .workloads import expected
 
 _Result = TypeVar("_Result")
 
-#: Seconds for the start of all kernels of a file with the imports, for one cell, and for a test.
+#: Seconds for the start of all kernels of a file including the imports, for one cell, and for a
+#: test.
 START = 100.0
 CELL = 90.0
 TEST = 110.0
@@ -40,7 +41,7 @@ TAKEN = 64 * MiB
 #: Bytes that an empty device may still have in use: less than any context takes.
 LEFT = 32 * MiB
 
-#: Imports that take seconds and that precede the use of CUDA.
+#: Imports that take seconds and that run before the first use of CUDA.
 _IMPORTS = {"cuda-core": "cuda.core", "triton": "torch, triton", "numba": "numba.cuda"}
 
 #: Variables that a framework reads at its import.
@@ -49,7 +50,7 @@ _VARIABLES = {
     "torch-async": "backend:cudaMallocAsync",
 }
 
-#: Seconds without a CUDA call after which a notebook counts as idle here.
+#: In these tests, a notebook counts as idle after this many seconds without a CUDA call.
 QUIET = 0.3
 
 
@@ -60,14 +61,14 @@ class Notebook:
         self.stage = stage
         self.label = label
         self.workload = workload
-        #: Steps that a neighbour has done.
+        #: The number of steps that a neighbour has done.
         self.done = 0
         self.kernel: Kernel
 
     async def start(self, **options: Any) -> Notebook:
         """Start the kernel and import the framework, without any use of CUDA."""
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        # If a driver crashes the process, its log then shows where.
+        # If a driver crashes the process, the log of the kernel then shows the place.
         env = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1"}
         if self.workload in _VARIABLES:
             for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
@@ -85,7 +86,7 @@ class Notebook:
         return self
 
     async def cell(self, code: str, timeout: float = CELL) -> str:
-        """Run a cell that must not raise; return what it printed."""
+        """Run a cell that must succeed; return what it printed."""
         return (await self.run(code, timeout)).check().text.strip()
 
     async def fails(self, code: str, timeout: float = CELL) -> Cell:
@@ -95,7 +96,7 @@ class Notebook:
         return cell
 
     async def run(self, code: str, timeout: float = CELL) -> Cell:
-        """Return how a cell ended; do not wait for a kernel that has ended."""
+        """Run a cell; return how it ended. Fail at once if the kernel ends."""
         cell = asyncio.ensure_future(self.kernel.run(code, timeout=timeout))
         try:
             while not (await asyncio.wait({cell}, timeout=0.5))[0]:
@@ -142,7 +143,7 @@ class Notebook:
         return found
 
     async def wait(self, what: str, condition: Any, timeout: float = 30.0) -> dict[str, Any]:
-        """Return the session once ``condition(session)`` is true."""
+        """Wait until ``condition(session)`` is true; return the session."""
         found = await until(
             lambda: (s := self.kernel.session()) and condition(s) and s,
             f"{self.label} {what}",
@@ -152,7 +153,7 @@ class Notebook:
         return dict(found)
 
     async def suspended(self, timeout: float = 30.0) -> dict[str, Any]:
-        """Return the session once its state is in host memory."""
+        """Wait until the session's state is in host memory; return the session."""
         return await self.wait(
             "to be suspended",
             lambda s: s["state"] == "detached" and s["suspended_bytes"],
@@ -160,7 +161,7 @@ class Notebook:
         )
 
     async def release(self) -> dict[str, Any]:
-        """Release the slice on demand; return the session, suspended."""
+        """Release the slice on demand; wait for the suspend, and return the session."""
         self.stage.pool.call("release", session=self.session["id"])
         return await self.suspended()
 
@@ -182,11 +183,11 @@ class Stage:
         self.base = self.look()["used"]
 
     def play(self, scenario: Coroutine[Any, Any, _Result], timeout: float = TEST) -> _Result:
-        """Run a coroutine in the loop of all kernels of this stage."""
+        """Run a coroutine in the event loop of all kernels of this stage."""
         try:
             return self._loop.run_until_complete(asyncio.wait_for(scenario, timeout))
         except BaseException as error:
-            if hasattr(error, "add_note"):  # Python 3.11
+            if hasattr(error, "add_note"):  # since Python 3.11
                 error.add_note(f"The end of the broker's log:\n{self.log('b')}")
             raise
 
@@ -211,7 +212,7 @@ class Stage:
 
     @property
     def most(self) -> int:
-        """A size of slice that fits on the device only once."""
+        """A slice size of which the device has room for only one slice."""
         return int(self.capacity * 0.6) // (2 * MiB) * (2 * MiB)
 
     def look(self) -> dict[str, Any]:
@@ -234,7 +235,9 @@ class Stage:
     # ------------------------------------------------------------------ kernels
 
     def prepare(self, wanted: Iterable[tuple[str, str]], memory: int) -> None:
-        """Start a kernel for each (label, workload) at once; keep each failure for its test."""
+        """Start kernels for all (label, workload) together; keep each failure for
+        the test of that label.
+        """
 
         async def one(label: str, workload: str) -> Notebook:
             return await asyncio.wait_for(
@@ -247,23 +250,24 @@ class Stage:
 
         pairs = [*wanted]
         if self.device["tier"] != "guarded":
-            # Without the guard each import waits for a slice, like any cell, and only one gets it.
+            # Without the guard, each import would wait for a slice, like any cell, and only one
+            # kernel would get it.
             problem = AssertionError(f"there is no guard: {self.device['tier_reason']}")
             self._ready.update({label: problem for label, _ in pairs})
             return
         self.play(all_of(pairs), START + 20)
 
     def take(self, label: str) -> Notebook:
-        """Return the kernel that was started for a test."""
+        """Return the kernel that has been started for a test."""
         found = self._ready.pop(label)
         if isinstance(found, BaseException):
             raise found
         return found
 
     async def neighbour(self, age: int) -> Notebook:
-        """Return a notebook that needs most of the device on every call.
+        """Return a notebook that needs most of the device at each of its calls.
 
-        A new ``age`` gets a new notebook: a failed test may have damaged the old one.
+        For a new ``age``, return a new notebook: a failed test may have damaged the old notebook.
         """
         if self._neighbour is not None and self._neighbour[0] == age:
             return self._neighbour[1]
@@ -284,7 +288,7 @@ class Stage:
         assert found == expected(self.machine.bytes(TAKEN), 1, neighbour.done)
 
     def stop(self, notebook: Notebook) -> None:
-        """End a notebook, which frees what it held."""
+        """End a notebook; this frees its memory."""
         self.play(notebook.stop(), 40)
 
     def close(self, check: bool) -> None:
@@ -302,10 +306,11 @@ class Stage:
 def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> Iterator[Stage]:
     """Yield a broker for a file's tests; show its logs if one of them failed.
 
-    The broker waits for nothing that is not needed: GPU time is short, and other tests measure.
+    The broker takes and gives slices without optional delays: GPU time is short, and other tests
+    measure these delays.
     """
     config = {"quiet_after": QUIET, "max_swap_overhead": 0, "host_memory": "90%", **config}
-    folder = Path(tempfile.mkdtemp(prefix="gp"))  # sockets need a short path
+    folder = Path(tempfile.mkdtemp(prefix="gp"))  # a socket needs a short path
     failed = request.session.testsfailed
     try:
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -323,7 +328,7 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
                 raise
             finally:
                 if request.session.testsfailed != failed:
-                    # pytest would show this output only for a failure of this fixture.
+                    # pytest would show this output only if this fixture failed.
                     capture = request.config.pluginmanager.getplugin("capturemanager")
                     with capture.global_and_fixture_disabled():
                         print(pool.logs(tail=4000), flush=True)
@@ -332,7 +337,7 @@ def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> It
 
 
 def items(request: pytest.FixtureRequest, fixture: str = "notebook") -> list[tuple[str, str]]:
-    """Return name and workload of each selected test of this file that needs a kernel."""
+    """Return name and workload of each selected test in this file that needs a kernel."""
     return [
         (item.name, item.callspec.params["workload"])
         for item in request.session.items

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The tests' end of a process that uses a GPU: each answer has a time-out, and its end is sure."""
+"""The tests' end of a process that uses a GPU: each answer has a time-out, and
+the process always ends.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ END = 30.0
 
 
 class Failed(Exception):
-    """A request raised in the process; ``kind`` is the exception's name."""
+    """A request raised an exception in the process; ``kind`` is the exception's name."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -35,14 +37,14 @@ class Failed(Exception):
 
 
 class Target:
-    """A child process in a process group of its own; ``child.py`` lists its functions."""
+    """A child process in its own process group; ``child.py`` lists its functions."""
 
     def __init__(self, workload: str, env: dict[str, str]) -> None:
         self.workload = workload
         self._env = env
 
     async def start(self) -> Target:
-        """Start the process; it touches no GPU before ``do("start")``."""
+        """Start the process. It does not use the GPU before ``do("start")``."""
         self.process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.gpu.child", self.workload),
             stdin=asyncio.subprocess.PIPE,
@@ -59,7 +61,9 @@ class Target:
         return self
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Send a request without waiting: it may block while the process is suspended."""
+        """Send a request; do not wait, because the request may block while the
+        process is suspended.
+        """
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([name, *arguments]).encode() + b"\n")
 
@@ -69,11 +73,11 @@ class Target:
         Raises
         ------
         Failed
-            If it raised there.
+            If the request raised an exception there.
         EOFError
             If the process has ended.
         asyncio.TimeoutError
-            If there is none within ``timeout`` seconds.
+            If there is no answer within ``timeout`` seconds.
         """
         assert self.process.stdout is not None
         line = await asyncio.wait_for(self.process.stdout.readline(), timeout)
@@ -91,7 +95,7 @@ class Target:
         return await self.answer(timeout)
 
     async def kill(self) -> None:
-        """Kill the process and all that it has started; return after its end."""
+        """Kill the process and all processes that it has started; return after its end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         if self.process.stdin is not None:

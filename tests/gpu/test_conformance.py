@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Runs the emulated driver's conformance program against the machine's driver.
 
-A case that is not ok on a real driver is a fault of the emulation, and code that relies on it may
-be wrong, too. Each case is a process of its own, so a crash or a hang hides no other case.
+A case that is not ok on a real driver is an error of the emulation, and code that relies on this
+behaviour may be wrong, too. Each case runs in its own process, so a crash or a hang hides no
+other case.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from tests.emulated import build
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance.c"
 
-#: In the order of the program: the last cases may strand a process or fill the device.
+#: These are in the order of the program: the last cases may leave a process behind or fill the
+#: device.
 CASES = [name for name in re.findall(r"CASE\((\w+)\)", SOURCE.read_text()) if name != "name"]
 
-#: ``tests/emulator`` runs all cases; a few run here to test this way of running them.
+#: ``tests/emulator`` runs all cases. A few of them run here, to test this way of running them.
 EMULATED = {"version", "kernel", "state_machine"}
 
-#: Seconds for a case. The program waits 60 s for an answer, which a driver gives in a second.
+#: Seconds for a case. The program itself waits 60 s for an answer; a driver answers within a
+#: second.
 BOUND = 30
 
 
@@ -58,11 +61,12 @@ def test_real_driver_passes_the_conformance_case(program, machine, case, note):
     except subprocess.TimeoutExpired:
         late = True
     finally:
-        # Its targets and helpers are in its process group and may outlive it.
+        # The targets and helpers of the program are in its process group, and may outlive the
+        # program.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     if late:
-        # A process that is stuck in the kernel driver does not end: that is a failure, too.
+        # If a process does not end because it hangs in the kernel driver, that is a failure, too.
         out, _ = process.communicate(timeout=bound)
     diagnostics = re.findall(r"^# (?!\d+ of)(.*)$", out, re.M)
     skipped = re.search(rf"^ok \d+ - {case} # SKIP (.*)$", out, re.M)

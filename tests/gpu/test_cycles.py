@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """A process keeps its bytes over many suspends and resumes, and no process grows.
 
-On a real driver a test takes at most ``GPUPOOL_GPU_SECONDS``; it notes its number of cycles.
+On a real driver, a test takes about ``GPUPOOL_GPU_SECONDS`` and notes its number of cycles.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .machine import MiB
 from .target import target
 from .workloads import expected
 
-#: Cycles that are planned, the least that must be done in the given time, and those between two
-#: checks of the bytes.
+#: The planned number of cycles, the least number in any case, and the number between two checks
+#: of the bytes.
 CYCLES, LEAST, LOOK = 200, 20, 10
 EMULATED_CYCLES = 20
 
-#: Most bytes by which a process of the service may have grown since its first cycles: growth of
-#: half a MiB a cycle exceeds it.
+#: Most bytes by which a process of the service may have grown since its first cycles. A growth of
+#: half a MiB a cycle exceeds this.
 GROWTH = 32 * MiB
 
 

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The device service on the machine's driver: what it finds, and processes of each kind."""
+"""The device service on the machine's driver: what it finds, and how it suspends
+each kind of process.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from .machine import GiB, MiB
 from .target import target
 from .workloads import expected
 
-#: Seconds of the lock's time-out here, and of the kernel that exceeds it.
+#: Seconds of the lock's time-out here, and of the GPU kernel that runs longer than that.
 LOCK = 0.5
 SPIN = 3 * LOCK
 
@@ -61,7 +63,7 @@ async def test_service_finds_the_device_and_tests_it(machine, note):
         assert service.cuda_version
         assert (device.can_suspend, device.tier) == (True, "unguarded"), device.tier_reason
         assert (tested.can_suspend, service.untested) == (True, set()), tested.tier_reason
-        # The value is measured, not assumed.
+        # The service measures this value; it does not assume one.
         assert 0 < tested.context_bytes < 2 * GiB
         assert device.emulated is not machine.real
     finally:
@@ -97,8 +99,9 @@ async def test_memory_figures_of_a_device_add_up(machine, note):
 
 
 async def test_samples_during_a_copy_lose_no_device(machine, note):
-    """NVML may answer only after the copy: samples then wait, and no device counts as lost."""
-    # Emulated, each copy has its sample at any size, and hashing the bytes takes the time.
+    """NVML may answer only after the copy. Then samples wait, and no device counts as lost."""
+    # On an emulated device, there is a sample during each copy of any size, and hashing takes
+    # most time.
     size = machine.bytes(2 * GiB)
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "x", size, 3)
@@ -125,7 +128,7 @@ async def test_samples_during_a_copy_lose_no_device(machine, note):
 
 
 async def stateless(found, process, outcome):
-    """Check the suspend of a process without a context: it freed nothing, or did not happen."""
+    """Check that the suspend of a process without a context freed nothing, or did not happen."""
     if outcome.status == "suspended":
         assert outcome.freed == {found.uuid: 0}, outcome
         assert await found.state(process) == "checkpointed"
@@ -146,7 +149,8 @@ async def test_process_without_cuda_has_nothing_to_suspend(machine, note):
 
 
 async def test_process_that_only_uses_nvml_is_unharmed_by_a_suspend(machine, note):
-    """580.159.04 suspends it like a process that has called cuInit; the emulated driver does not.
+    """Driver 580.159.04 suspends such a process like one that has called cuInit; the emulated one
+    does not.
 
     A session with such a process stays on the devices that it sees, which is safe.
     """
@@ -174,7 +178,7 @@ async def test_process_that_only_called_cuinit_has_no_state(machine, note):
         outcome = await found.suspend(process)
         note(status=outcome.status, cuda=outcome.cuda, suspend=speeds(outcome))
         await stateless(found, process, outcome)
-        # It then makes its context undisturbed.
+        # Afterwards, the process makes its context undisturbed.
         await process.do("start")
         await process.do("put", "a", 4 * MiB, 1)
         assert await process.do("digest", "a") == expected(4 * MiB, 1)
@@ -185,7 +189,7 @@ async def test_process_that_only_called_cuinit_has_no_state(machine, note):
 
 
 async def test_driver_gives_known_answers_for_each_kind_of_process(machine, note):
-    """``calls.probe`` relies on these answers, so they come from the driver itself."""
+    """``calls.probe`` relies on these answers, so this test asks the driver itself."""
     async with bench(machine) as found, target("cuda-core", found.env, start=False) as asker:
         for kind, begin in (("none", "pid"), ("nvml", "nvml"), ("cuinit", "init")):
             async with target("cuda-core", found.env, start=False) as process:
@@ -250,7 +254,8 @@ async def test_kernel_that_outlasts_the_lock_keeps_running(machine, note):
 async def test_work_begun_while_suspended_waits_and_is_done_once(machine, note):
     """A launch waits in the driver.
 
-    A synchronisation there is a segmentation fault, so the request begins with a launch.
+    A synchronisation would crash there with a segmentation fault, so the request begins with a
+    launch.
     """
     size = machine.bytes(64 * MiB)
     async with bench(machine) as found, target("cuda-core", found.env) as process:
@@ -274,7 +279,9 @@ async def test_work_begun_while_suspended_waits_and_is_done_once(machine, note):
 
 
 async def test_nvml_of_a_suspended_process_answers_after_the_resume(machine, note):
-    """580.159.04 blocks it until the unlock. The test notes whether a locked process waits, too."""
+    """Driver 580.159.04 blocks such a call until the unlock. The test notes
+    whether a locked process waits, too.
+    """
 
     async def blocks():
         answer = asyncio.create_task(process.do("nvml"))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each framework is suspended and resumed without the guard, and then computes on undisturbed."""
+"""Each framework is suspended and resumed without the guard, and then computes undisturbed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_framework_is_suspended_and_resumed(machine, workload, note):
                 processes=len(there.processes),
             )
             assert there.status == "suspended", there
-            # This wait follows the service's own.
+            # This wait comes after the service's own wait.
             note(still_listed_s=round(await found.empty(process), 3))
             left = await found.used()
             note(
@@ -61,7 +61,8 @@ async def test_framework_is_suspended_and_resumed(machine, workload, note):
             back = await found.resume(process, there)
             note(resume=speeds(back), resume_status=back.status, resume_message=back.message)
             assert back.status == "resumed", back
-            # A resume without enough room is fatal: the pool reserves the bytes that were freed.
+            # A resume without enough room is fatal, so the pool reserves as many bytes as were
+            # freed.
             reserved = there.freed[found.uuid] + PoolSettings().resume_headroom
             took = await found.used() - left
             note(took_mib=took >> 20, host_after_mib=bytes_of(process.pid) >> 20)

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Frameworks in notebooks under the guard: without a GPU, with it, without it, and with it again.
+"""Frameworks in notebooks under the guard: without a GPU, with a GPU, without it, and with it
+again.
 
-Each notebook asks for most of the device, and so does a neighbour that takes it in between: only
-one of them can have it at a time.
+Each notebook asks for most of the device. A neighbour that takes the device in between does so,
+too. Only one of the two can have it at a time.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def test_notebook_gets_its_bytes_back_after_a_neighbour(pooled, notebook, neighb
         note(counted=session["used_bytes"], nvml=seen)
         assert seen is None or seen >= large + small
 
-        # The state goes to host memory on demand and leaves nothing on the device.
+        # The state goes to host memory on demand, and no memory stays on the device.
         process = psutil.Process(int(pid))
         resident = process.memory_info().rss
         with measured(note, "suspend_seconds"):
@@ -105,7 +106,7 @@ pynvml.nvmlInit()
 print(pynvml.nvmlDeviceGetCount(), pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0)))
 """
 
-#: PyTorch counts by NVML, and keeps the number.
+#: PyTorch asks NVML for the number of devices, and keeps the answer.
 TORCH_NVML = (
     NVML
     + """
@@ -115,7 +116,7 @@ if torch.version.cuda:
 """
 )
 
-#: Asks NVML in a thread, as a collector of metrics does.
+#: A thread asks NVML again and again, like a collector of metrics.
 POLL = """
 import threading
 import pynvml
@@ -132,13 +133,15 @@ threading.Thread(target=poll, daemon=True).start()
 
 @workloads("cuda-core", "torch")
 def test_nvml_in_a_suspended_notebook_brings_it_back(pooled, notebook, neighbour, note):
-    """The driver blocks NVML in a suspended process, so the guard asks for the slice first."""
+    """The driver blocks NVML calls in a suspended process, so the guard asks for
+    the slice first.
+    """
     size = pooled.machine.bytes(SMALL)
     cell = TORCH_NVML if notebook.workload == "torch" else NVML
 
     async def scenario():
         without = await notebook.cell(cell)
-        assert notebook.session["state"] == "detached"  # the question needs no slice
+        assert notebook.session["state"] == "detached"  # this question needs no slice
         await notebook.begin()
         await notebook.put("small", size, 8)
         assert await notebook.cell(cell) == without

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Notebooks under the guard that wait, are interrupted, take turns, or have child processes."""
+"""Notebooks under the guard that wait, get interrupts, take turns, or have child processes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .conftest import workloads
 from .session import MiB, Notebook, measured
 from .workloads import expected
 
-#: Other tests cover this behaviour of the product on emulated devices.
+#: Other tests check this behaviour of the product on emulated devices.
 pytestmark = pytest.mark.long
 
 
-#: Computes until the file exists, for a minute at most.
+#: A cell that computes until the file exists, for at most a minute.
 BUSY = """
 import time
 from pathlib import Path
@@ -43,7 +43,7 @@ async def busy(neighbour, flag):
 
 
 async def interrupted(notebook, code):
-    """Return how a cell ends that waits in a CUDA call and is interrupted."""
+    """Interrupt a cell that waits in a CUDA call; return how the cell ended."""
     cell = asyncio.create_task(notebook.run(code))
     await notebook.wait("to wait", lambda s: s["state"] == "queued" or cell.done())
     assert not cell.done(), f"the cell did not wait: {cell.result()}"
@@ -52,10 +52,12 @@ async def interrupted(notebook, code):
 
 
 @workloads("cuda-core", "torch", "cupy", "numba", "jax")
-def test_interrupted_first_wait_leaves_the_call_usable_later(
+def test_first_call_works_after_an_interrupt_of_its_wait(
     pooled, notebook, neighbour, workload, tmp_path, note
 ):
-    """This wait precedes the context: a framework may keep what it found, or found not."""
+    """This wait comes before the context. A framework may keep the result of its
+    first search for a device.
+    """
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
     begin = f"work = workloads.WORKLOADS[{workload!r}][0]()\nwork.put('mine', {size}, 1)"
 
@@ -98,7 +100,9 @@ def test_interrupted_wait_leaves_the_state_in_host_memory(
 def test_first_interrupt_spares_arrays_that_a_call_may_reuse(
     pooled, notebook, neighbour, workload, tmp_path
 ):
-    """A call of JAX that fails loses its donated arrays, so it goes on, and its cell too."""
+    """If a JAX call fails, its donated arrays are lost. So the call goes on after
+    the first interrupt, and the cell, too.
+    """
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
 
     async def scenario():
@@ -162,7 +166,8 @@ def test_processes_of_a_notebook_share_and_follow_its_slice(
         await notebook.cell("ask('steps', 'theirs', 2, 3)")
         assert await notebook.cell("print(ask('digest', 'theirs'))") == expected(size, 5, 6)
         await notebook.cell("child.stdin.close(); assert child.wait(30) == 0")
-        # A framework loads code with its first kernels, so one process may have more than before.
+        # A framework loads code with its first GPU kernels, so one process may use more memory
+        # than before.
         await notebook.wait("to count one process", lambda s: s["used_bytes"] <= both - size)
 
     pooled.play(scenario())

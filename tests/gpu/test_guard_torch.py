@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""PyTorch features beyond arithmetic, while a neighbour takes the device half-way."""
+"""PyTorch features beyond arithmetic; in the middle of each test, a neighbour takes the device."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ print(free, total, properties.total_memory)
 @workloads("torch")
 def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbour, note):
     async def scenario():
-        # The question whether a device exists takes no slice and does not reach the broker.
+        # The question whether a device exists takes no slice, and no message goes to the broker.
         await notebook.cell(FREE)
         session = notebook.session
         assert (session["state"], session["granted_bytes"]) == ("detached", 0), session
@@ -58,13 +58,13 @@ def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbou
         assert abs(total - free - used) <= pooled.machine.bytes(64 << 20), (free, used)
         summary = await notebook.cell("print(torch.cuda.memory_summary())")
         assert "CUDA OOMs: 0" in summary, summary
-        # The same questions without the slice do not bring it back.
+        # Without the slice, the same questions do not bring it back.
         session = await notebook.release()
         await pooled.taken(neighbour)
         await notebook.cell(FREE + "torch.cuda.get_device_name(0)")
         assert notebook.session["state"] == "detached"
         assert notebook.session["resumes"] == session["resumes"]
-        # The guard could answer this without the slice, too, if CUDA's runtime asks nothing else.
+        # The guard could answer this without the slice, too, if CUDA's runtime asked nothing else.
         assert int(await notebook.cell("print(torch.cuda.mem_get_info()[1])")) == total
         note(size_asked_for_the_slice=notebook.session["resumes"] > session["resumes"])
         await notebook.cell("assert int(x.sum()) == 1 << 20")

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""SIGKILL at the worst moments: device data is right or reported lost, and its memory is freed.
+"""SIGKILL at the worst moments: device data is right or reported as lost, and its memory is freed.
 
-The tests see the middle of a suspend or resume from outside: bytes move between the process's host
-memory and the device, or half of the usual seconds have passed. Each test notes which it was, or
-that the driver was too fast; the same assertions hold then.
+The tests recognise the middle of a suspend or resume from outside: bytes move between the
+process's host memory and the device, or half of the usual seconds have passed. Each test notes
+the sign that it saw, or that the driver was too fast. In each case, the same assertions hold.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected, expected_fingerprint
 
-#: Other tests cover this behaviour of the product on emulated devices.
+#: Other tests check this behaviour of the product on emulated devices.
 pytestmark = pytest.mark.long
 
 FIRST = 9
 
-#: Seconds for an operation whose process or worker was killed: its call may be late first.
+#: Seconds for an operation whose process or worker was killed: its call may reach its time-out
+#: first.
 SETTLING = 75.0
 
-#: Driver seconds of an undisturbed suspend and resume here.
+#: Driver seconds of an undisturbed suspend and of an undisturbed resume on this machine.
 _usual: dict[str, float] = {}
 
 
@@ -41,7 +42,7 @@ def size_of(found: Bench) -> int:
 
 
 async def prepare(found: Bench, process: Target) -> None:
-    """Give a process its bytes, and measure how long their suspend and resume take."""
+    """Give a process its bytes, and measure the time of a suspend and a resume."""
     await process.do("put", "x", size_of(found), FIRST)
     if not _usual:
         there, back = await found.there_and_back(process)
@@ -49,7 +50,7 @@ async def prepare(found: Bench, process: Target) -> None:
 
 
 async def right(found: Bench, process: Target) -> None:
-    """Check that a process has its bytes and continues with them."""
+    """Check that a process still has its bytes and can compute with them."""
     await process.do("steps", "x", 1, 3)
     found_now = await process.do("fingerprint", "x")
     assert found_now == expected_fingerprint(size_of(found), FIRST, 3)
@@ -64,7 +65,7 @@ async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]
             return "over"
         await asyncio.sleep(0.001)
     begin = time.monotonic()
-    look = asyncio.create_task(found.used())  # the driver may delay it until the copy ends
+    look = asyncio.create_task(found.used())  # the driver may delay this answer until the copy ends
     try:
         while found.worker.current == op:
             if abs(bytes_of(process.pid) - host) >= part:
@@ -83,7 +84,9 @@ async def middle(found: Bench, process: Target, op: str, task: asyncio.Task[Any]
 
 
 async def as_new(found: Bench, *gone: Target) -> float:
-    """Check that the device is as before, also for a new process; return the seconds until then."""
+    """Check that the device is empty and serves a new process; return the seconds
+    until it was empty.
+    """
     seconds = await found.empty(*gone)
     async with target("cuda-core", found.env) as new:
         await new.do("put", "y", 16 * MiB, 1)
@@ -120,7 +123,9 @@ async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
 async def test_worker_killed_in_the_middle_loses_nothing_silently(machine, op, note):
-    """Reported: if the caller dies, a suspend completes, but a resume leaves the process locked."""
+    """As reported: if the caller dies, a suspend completes, but a resume leaves
+    the process locked.
+    """
     async with bench(machine) as found:
         async with target("cuda-core", found.env) as process:
             await prepare(found, process)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The tests' own means: a process that computes, has known bytes, and ends on request."""
+"""The tests' own tools: a process that computes, has known bytes, and ends on request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .target import Failed, target
 from .workloads import expected, expected_fingerprint
 
 
-@workloads("cuda-core", "torch")  # the others: test_frameworks.py
+@workloads("cuda-core", "torch")  # test_frameworks.py has the others
 async def test_each_framework_computes_what_is_expected(machine, workload, note):
     async with target(workload, machine.env, start=False) as process:
         note(version=await process.do("start"))
@@ -36,7 +36,9 @@ async def test_end_of_a_process_is_seen(machine):
 
 
 async def test_fingerprint_is_known_without_a_gpu(machine):
-    """It serves arrays that are too large to hash; here the values wrap past the end of uint32."""
+    """The fingerprint is for arrays that are too large to hash. Here the values
+    pass the end of uint32.
+    """
     first, size = (1 << 32) - 1000, 4 * MiB
     async with target("cuda-core", machine.env) as process:
         await process.do("put", "a", size, first)

@@ -12,10 +12,10 @@ from .conftest import workloads
 from .session import GiB, MiB, Notebook, items, stage
 from .workloads import expected
 
-#: Other tests cover this behaviour of the product on emulated devices.
+#: Other tests check this behaviour of the product on emulated devices.
 pytestmark = pytest.mark.long
 
-#: Each framework's error for missing memory: its name, and a part of its text.
+#: Each framework's error about missing memory: its name, and a part of its text.
 TOLD = {
     "cuda-core": ("CUDAError", "CUDA_ERROR_OUT_OF_MEMORY"),
     "torch": ("OutOfMemoryError", "CUDA out of memory"),
@@ -29,7 +29,7 @@ TOLD = {
 
 @pytest.fixture(scope="module")
 def slice_(machine):
-    """Bytes of each notebook's slice, context included."""
+    """Bytes of each notebook's slice, including the context."""
     return machine.bytes(4 * GiB)
 
 
@@ -66,7 +66,7 @@ def test_exceeding_the_slice_raises_the_frameworks_own_error(
         assert failed.ename.endswith(name), failed
         assert words in failed.evalue, failed
         assert "GPU pool:" in failed.traceback + failed.text + " ".join(failed.displays), failed
-        # The error costs nothing: the bytes and the remaining room are intact.
+        # The error has no other effect: the bytes and the remaining room are as before.
         await notebook.steps("mine", 2, 5)
         assert await notebook.digest("mine") == expected(some, 3, 10)
         await notebook.put("more", some, 4)
@@ -110,7 +110,8 @@ def test_nine_tenths_of_a_slice_can_be_allocated(pooled, notebook, note):
         session = notebook.session
         assert most <= session["used_bytes"] <= session["granted_bytes"] == size, session
         _, left, total = (await notebook.cell(MEMORY)).split()[-3:]
-        # A pool takes memory in blocks of up to 32 MiB, and may have had one before.
+        # A framework's memory pool takes memory in blocks of up to 32 MiB, and may have had one
+        # before.
         assert int(free) - int(left) >= most - pooled.machine.bytes(32 * MiB)
         assert int(total) == size
         lines = await notebook.cell(NVML.format(uuid=pooled.device["uuid"]))
@@ -148,7 +149,7 @@ def test_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slice_
         assert "Free memory first" in said, refused
         assert notebook.session["granted_bytes"] == 2 * slice_
 
-        # Once that memory is free, a smaller size is the new limit.
+        # After that memory is free, a smaller size becomes the new limit.
         await notebook.free("more")
         await notebook.wait("to be measured", lambda s: (s["footprint_bytes"] or 0) < slice_)
         note(smaller_then=await notebook.cell(f"%gpu {text(slice_)}"))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A client of NVIDIA's multi-process service: the driver reportedly refuses its suspend."""
+"""A client of NVIDIA's multi-process service. As reported, the driver refuses to suspend it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ CONTROL = "nvidia-cuda-mps-control"
 
 @pytest.fixture
 def daemon(machine, tmp_path):
-    """Run a control daemon for this test, beside any other; yield the variables for its clients."""
+    """Run a control daemon for this test, separate from any other; yield the
+    variables for its clients.
+    """
     if shutil.which(CONTROL) is None:
         pytest.skip(f"{CONTROL} is not installed")
     mine = {}

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whole notebooks: that of ``make run``, and a training loop that is interrupted half-way."""
+"""Whole notebooks: the demo of ``make run``, and a training loop that is suspended half-way."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Running:
         ]
 
     def close(self) -> None:
-        """Forget the kernel, which this client must not end."""
+        """Disconnect from the kernel; this client must not end it."""
         self._client.kc.stop_channels()
 
 
@@ -114,7 +114,7 @@ def test_loop_suspended_half_way_computes_the_same(pooled, workload, note):
         assert all(printed), printed
         assert printed == plain.outputs()
 
-        # Both are idle, and the device is as empty as at the start.
+        # Both notebooks are idle, and the device is as empty as at the start.
         await notebook.release()
         note(left=await pooled.empty(notebook, neighbour))
         lent.close()

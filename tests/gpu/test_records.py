@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Answers of the machine's driver without a device, compared with the emulated driver's.
+"""Answers of the machine's driver without a device, compared with the emulated driver's answers.
 
 The records of ``tests/driver_records`` are of drivers that are available without a GPU, and of
-those that a GPU machine had. On a GPU
-machine these tests ask its driver the same questions, if they neither need nor miss a device, and
-note the answers for a further record. A difference is a fault of the emulation, or one of the
-reasons in ``tests/emulator/parity.py``.
+drivers that a GPU machine had. On a GPU machine, these tests ask its driver the same questions,
+as far as they neither need a device nor its absence, and note the answers for another record. A
+difference is an error of the emulation, or has one of the reasons in
+``tests/emulator/parity.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def _record(env: dict[str, str], *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(machine):
-    """The record of the machine's driver; that of an emulated driver only shows that this works."""
+    """The record of the machine's driver. If that is emulated, the record only
+    shows that this works.
+    """
     return _record(machine.env, *([] if machine.real else ["--quick"]))
 
 

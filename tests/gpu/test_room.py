@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Resumes after another process has taken the memory.
 
-Reported: a restore without room loses the process permanently. The service therefore checks for
-room first. The last test lets the driver try it without room.
+As reported, a restore without room loses the process permanently. So the service first checks for
+room. The last test makes the driver try a restore without room.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST = 5
 async def fill(found: Bench, process: Target, part: float, cap: int) -> tuple[int, int]:
     """Give a process this part of the device; return its size and the number of known bytes.
 
-    An emulated device never touches most of this memory, so it costs nothing.
+    On an emulated device, nothing touches most of this memory, so it costs nothing.
     """
     size = share(found.device, part, cap=cap)
     known = size if found.machine.real else min(size, 64 * MiB)
@@ -79,10 +79,10 @@ async def test_resume_without_room_touches_nothing(machine, note):
 
 @pytest.mark.parametrize("headroom", [PoolSettings().resume_headroom, 0])
 async def test_state_fits_again_beside_a_foreign_process(machine, headroom, note):
-    """The memory that a suspend freed is enough for its resume; another process may have the rest.
+    """The bytes that a suspend freed suffice for its resume; another process may have the rest.
 
-    The pool reserves some headroom besides, unless a session fills its whole slice. Too little
-    would be fatal: if this test fails, the pool reserves too little.
+    The pool also reserves some headroom, unless a session fills its whole slice. Too little
+    headroom would be fatal: if this test fails, the pool reserves too little.
     """
     async with bench(machine) as found:
         async with suspended(found, 0.25, machine.bytes(4 * GiB)) as (process, there, known):
@@ -112,14 +112,14 @@ async def test_state_fits_again_beside_a_foreign_process(machine, headroom, note
 async def test_restore_without_room_fails_and_leaves_nothing(machine, note):
     """The design assumes that the driver loses the process permanently.
 
-    If the process can be resumed after all, the service may try again; it must never report a lost
-    process as resumed, nor keep memory of an ended process.
+    If a later resume works after all, the service may try again. It must never report a lost
+    process as resumed, and an ended process must leave no memory.
     """
     async with bench(machine) as found:
         async with suspended(found, 0.4, machine.bytes(8 * GiB)) as (process, there, known):
             async with target("cuda-core", found.env) as other:
                 await found.leave(other, there.freed[found.uuid] // 2)
-                # It names no need, so the service tries it.
+                # The request names no need, so the service tries it.
                 back = await asyncio.wait_for(found.resume(process), 60.0)
                 note(
                     status=back.status,

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The runner of ``make gpu``: it ends what hangs with its children, and keeps results."""
+"""The runner of ``make gpu`` ends a hanging file with its children, and keeps the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_passes():
     pass
 """
 
-#: It hangs in its import, where no time-out of a test applies; its child has its own session.
+#: This file hangs in its import, where no time-out of a test applies. Its child has its own
+#: session.
 HANGS = """
 import pathlib, subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -46,7 +47,7 @@ time.sleep(600)
 
 @pytest.fixture
 def items(tmp_path, monkeypatch):
-    """Files of tests with the suite's conftest, run by a pytest that loads few plugins."""
+    """Test files with the conftest of this suite, run by a pytest that loads few plugins."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "pytest_timeout")
 
@@ -72,7 +73,7 @@ def test_results_of_a_test_file_are_in_its_line(items):
     assert command.told(line).endswith(": 1 failed, 1 passed")
 
 
-def test_runner_leaves_the_processes_of_others_alone(items):
+def test_runner_does_not_touch_processes_of_others(items):
     with subprocess.Popen(["sleep", "600"]) as other:
         assert runner.run(items("a", PASSES))["outcome"] == "passed"
         try:
@@ -81,10 +82,10 @@ def test_runner_leaves_the_processes_of_others_alone(items):
             other.kill()
 
 
-def test_hanging_file_is_ended_with_all_it_started(items):
-    """The runner adopts orphans, so it runs in a process of its own.
+def test_hanging_file_is_ended_with_all_its_processes(items):
+    """The runner adopts orphans, so it runs in its own process.
 
-    The file gets 15 s, because it must start its child before they are over, on a busy machine too.
+    The file gets 15 s: in this time it must start its child, on a busy machine, too.
     """
     item = items("h", HANGS)
     program = (
@@ -108,7 +109,7 @@ def options(**fields):
     )
 
 
-def test_runner_resumes_with_what_has_not_run(items, tmp_path, capsys, monkeypatch):
+def test_runner_continues_with_the_files_that_have_not_run(items, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(runner, "adopt_orphans", lambda: None)
     one, two = items("one", PASSES, bound=30), items("two", FAILS, bound=90)
     book = record.Record.at(tmp_path / "out", DEVICE)
@@ -116,7 +117,7 @@ def test_runner_resumes_with_what_has_not_run(items, tmp_path, capsys, monkeypat
     assert command.go_through((one, two), book, options(minutes=1)) == 2
     assert "Run it again for" in capsys.readouterr().out
     with book.path.open("a") as out:
-        out.write('{"item": "cut o')  # as a machine leaves it that was taken away
+        out.write('{"item": "cut o')  # as if the machine was taken away meanwhile
     again = record.Record.at(tmp_path / "out", DEVICE)
     assert again.path == book.path
     assert [*again.ended()] == [one.name]
@@ -126,7 +127,7 @@ def test_runner_resumes_with_what_has_not_run(items, tmp_path, capsys, monkeypat
     assert "2 of 2 have ended, 1 not well" in said
     assert again.ended()[two.name]["outcome"] == "failed"
     assert command.go_through((one, two), again, options(names=[one.name])) == 1
-    assert f"-- {one.name}" in capsys.readouterr().out  # named, so it runs again
+    assert f"-- {one.name}" in capsys.readouterr().out  # it is named, so it runs again
     assert record.Record.at(tmp_path / "out", DEVICE, again=True).path != book.path
 
 
@@ -161,6 +162,6 @@ def test_every_item_of_the_plan_exists():
     assert files - {item.name for item in plan.PLAN} == {"tests/gpu/test_runner.py"}
 
 
-def test_wrong_name_is_answered_with_the_right_names():
+def test_wrong_name_is_answered_with_the_valid_names():
     with pytest.raises(ValueError, match=r"There is no 'swap_sped'; there are .*swap_speed"):
         plan.named(["swap_sped"])

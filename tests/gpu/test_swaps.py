@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Two processes that do not fit on the device together take turns on it."""
+"""Two processes that do not fit on the device together use it in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected_fingerprint
 
-#: Swaps that are planned, and the least that must be done in the given time.
+#: The planned number of swaps, and the least number in any case.
 SWAPS, LEAST = 20, 4
 EMULATED_SWAPS = 5
 
@@ -20,10 +20,10 @@ FIRST = {"a": 11, "b": 22}
 
 
 async def test_two_that_do_not_fit_together_take_turns(machine, note):
-    """Each has 60 % of the device, or as much as the driver copies in the given time.
+    """Each process has 60 % of the device, or as much as the driver can copy in the given time.
 
-    Another process then has the rest, so that they do not fit together. An emulated device never
-    touches most of their memory, so it costs nothing.
+    In the second case, another process has the rest, so that the two still do not fit together.
+    On an emulated device, nothing touches most of their memory, so it costs nothing.
     """
     wanted = SWAPS if machine.real else EMULATED_SWAPS
     async with bench(machine) as found:
@@ -74,7 +74,7 @@ async def test_two_that_do_not_fit_together_take_turns(machine, note):
                 last=speeds(out[off[0]]),
                 threads="".join(sorted(threads(off[1].pid))),
             )
-            # The suspended process is intact after the other's end, too.
+            # The suspended process is intact, even after the end of the other process.
             await on[1].kill()
             await other.kill()
             await found.empty(on[1], other)

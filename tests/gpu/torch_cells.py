@@ -46,7 +46,7 @@ assert {"matmul", "conv"} <= set(exact), exact
 """,
 )
 
-#: The generator's state is in the process, but the device makes its numbers.
+#: The generator's state is in the process, but the device computes its numbers.
 RANDOM = (
     _DEVICE
     + """
@@ -100,7 +100,7 @@ assert torch.equal(there.cpu(), late)
 """,
 )
 
-#: Streams from before the suspend record events and wait for them, for old and for new events.
+#: Streams from before the suspend record events and wait for events, both old and new ones.
 EVENTS = (
     _DEVICE
     + """
@@ -140,7 +140,7 @@ assert kept[0].elapsed_time(kept[1]) == took
 """,
 )
 
-#: Forked workers and the thread that pins their batches, half-way through the data.
+#: Forked workers, and the thread that pins their batches, with half of the data loaded.
 LOADER = (
     _DEVICE
     + """
@@ -176,7 +176,7 @@ del batches, loader
 """,
 )
 
-#: A graph with its own memory pool, and compiled functions with graphs of their own.
+#: A graph with its own memory pool, and compiled functions with their own graphs.
 GRAPH = (
     _DEVICE
     + """

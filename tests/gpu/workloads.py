@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """The workloads: each framework keeps the same bytes on a device and computes on them.
 
-A workload's state is named arrays of uint32: ``p[i] = first + i`` at first, and ``p[i] += step``
-for each step of work, modulo 2**32, so :func:`expected` knows their hash without a GPU. Only the
-child process (``child.py``) imports frameworks, when it makes a workload. ``cuda-core`` also
-runs on the emulated driver; the others need CUDA's runtime, and so a real driver.
+The state of a workload is a set of named arrays of uint32. An array begins with ``p[i] = first +
+i``, and each step of work does ``p[i] += step``, modulo 2**32. So :func:`expected` can compute
+its hash without a GPU. Only the child process (``child.py``) imports frameworks, when it makes a
+workload. ``cuda-core`` also runs on the emulated driver. The others need CUDA's runtime, and so a
+real driver.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ U32 = np.dtype("<u4")
 
 
 def expected(size: int, first: int, steps: int = 0) -> str:
-    """Return the SHA-256 of an array of ``size`` bytes after work of ``steps`` in total."""
+    """Return the SHA-256 of an array of ``size`` bytes after work with ``steps``
+    as the sum of all steps.
+    """
     start = np.uint64((first + steps) % (1 << 32))
     return hashlib.sha256((np.arange(size // 4, dtype=np.uint64) + start).astype(U32)).hexdigest()
 
@@ -40,7 +43,9 @@ def pieces(size: int) -> tuple[list[int], int]:
 
 
 def expected_fingerprint(size: int, first: int, steps: int = 0) -> list[Any]:
-    """Return the value for :meth:`CudaCore.fingerprint`, for arrays too large to hash whole."""
+    """Return the expected value of :meth:`CudaCore.fingerprint`, for arrays too
+    large to hash whole.
+    """
     start, number, turn = (first + steps) % (1 << 32), size // 4, 1 << 32
     whole, rest = divmod(number, turn)
     wrapped = max(0, start + rest - turn)
@@ -151,7 +156,7 @@ class CudaCore:
 
         self._buffers.pop(name).close(self._stream)
         self.sync()
-        # cuda-core lets the driver's pool keep freed memory.
+        # cuda-core lets the driver's memory pool keep freed memory.
         result, pool = driver.cuDeviceGetMemPool(self._device.device_id)
         assert result == driver.CUresult.CUDA_SUCCESS, result
         (result,) = driver.cuMemPoolTrimTo(pool, 0)
@@ -179,8 +184,9 @@ class Torch:
         torch.zeros(1, device=TORCH_DEVICE)
 
     def put(self, name: str, size: int, first: int) -> None:
-        # One allocation: the caching allocator would keep a temporary of the same size. In parts:
-        # an array of 8 GiB or more has more elements than int32 can count.
+        # This is one allocation: otherwise the caching allocator would keep a temporary array of
+        # the same size. The array is filled in parts: 8 GiB or more are more elements than int32
+        # can count.
         array = self.torch.empty(size // 4, dtype=self.torch.int32, device=TORCH_DEVICE)
         for start in range(0, size // 4, _PART):
             part = array[start : start + _PART]
@@ -238,7 +244,7 @@ class TorchGraph(Torch):
     def put(self, name: str, size: int, first: int) -> None:
         super().put(name, size, first)
         step = self.torch.zeros(1, dtype=self.torch.int32, device=TORCH_DEVICE)
-        # A first use may load code, which a capture does not allow.
+        # The first use may load code, which is not allowed during a capture.
         self._arrays[name].add_(step)
         self.sync()
         graph = self.torch.cuda.CUDAGraph()
@@ -317,35 +323,36 @@ class CuPy:
 
 
 class Jax:
-    """JAX: compiled by XLA, each step a new array."""
+    """JAX: code compiled by XLA, and a new array for each step."""
 
     def __init__(self) -> None:
-        # By default JAX takes three quarters of the device, and a suspend as much host memory.
+        # By default, JAX takes three quarters of the device, so a suspend would take as much host
+        # memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         import jax
 
         self._jax = jax
         self._arrays: dict[str, Any] = {}
-        # JAX would compute without a GPU, too, and only log it.
+        # JAX would also compute without a GPU, and only log that.
         if TORCH_DEVICE == "cuda":
             assert jax.default_backend() == "gpu", jax.devices()
         jax.numpy.zeros(1).block_until_ready()
         self._make = jax.jit(
             lambda first, number: jax.lax.iota(jax.numpy.uint32, number) + first, static_argnums=1
         )
-        # The old array's memory becomes the new array's, so at most one copy exists.
+        # The new array takes over the memory of the old array, so at most one copy exists.
         self._step = jax.jit(lambda array, step: array + step, donate_argnums=0)
 
     def put(self, name: str, size: int, first: int) -> None:
         made = self._make(np.uint32(first), size // 4)
-        made.block_until_ready()  # raises for an array without memory, which is then not kept
+        made.block_until_ready()  # raises if the array got no memory, so it is not kept
         self._arrays[name] = made
 
     def work(self, name: str, step: int) -> None:
         self._arrays[name] = self._step(self._arrays[name], np.uint32(step))
 
     def get(self, name: str) -> Any:
-        # An array caches its first read: a new array in the same memory does not.
+        # An array caches its first read. A new array in the same memory has no such cache.
         self.work(name, 0)
         return np.asarray(self._arrays[name])
 
@@ -388,14 +395,14 @@ class Numba:
 
     def free(self, name: str) -> None:
         del self._arrays[name]
-        # numba frees memory only in batches, or on this call.
+        # numba frees memory only in batches, or at this call.
         self._cuda.current_context().memory_manager.deallocations.clear()
 
     def sync(self) -> None:
         self._cuda.synchronize()
 
 
-#: For each test name: the class, and the package that gives the version.
+#: For each test name: the class, and the package whose version counts.
 WORKLOADS: dict[str, tuple[type[Any], str]] = {
     "cuda-core": (CudaCore, "cuda-core"),
     "torch": (Torch, "torch"),

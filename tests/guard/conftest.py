@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions under the guard on an emulated machine, with a broker that a test scripts.
+"""Sessions under the guard on an emulated machine. The test itself controls the broker.
 
 Everything that touches the driver runs in a child with its own environment.
 """
@@ -33,8 +33,8 @@ HERE = Path(__file__).parent
 #: Seconds within which a child answers, unless it hangs.
 TIMEOUT = 60
 
-#: A child that executes the statements it is sent and answers with repr(_). Calls of C.* release
-#: the interpreter's lock, as most frameworks do; calls of P.* keep it.
+#: A child that executes the statements that the test sends, and answers with repr(_). Calls of C.*
+#: release the interpreter's lock, as most frameworks do. Calls of P.* keep the lock.
 CHILD = r"""
 import ast, ctypes, os, signal, sys, threading, time
 
@@ -101,13 +101,13 @@ class Child:
         return line.decode()
 
     def reply(self, timeout=TIMEOUT):
-        """Wait for the sent statements; return their ``_``."""
+        """Wait until the child has run the sent statements; return the value of ``_``."""
         while not (line := self.line(timeout)).startswith("\x01"):
             pass
         return ast.literal_eval(line[1:])
 
     def do(self, code, timeout=TIMEOUT):
-        """Run statements; return their ``_``."""
+        """Run statements in the child; return the value of ``_``."""
         self.send(code)
         return self.reply(timeout)
 
@@ -116,12 +116,12 @@ class Child:
         return bool(select.select([self.process.stdout], [], [], seconds)[0])
 
     def end(self):
-        """Close its input so that it ends by itself; return its status."""
+        """Close the child's input, so that the child ends; return its status."""
         self.process.stdin.close()
         return self.process.wait(TIMEOUT)
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)  # no effect on a process that has ended
+        self.process.send_signal(signal.SIGKILL)  # this has no effect if the process has ended
         status = self.process.wait(TIMEOUT)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -135,7 +135,8 @@ class Broker:
     def __init__(self, path):
         self.path = path
         self.messages = []
-        #: Requests before cuInit; the broker answers them at once, and ``messages`` omits them.
+        #: Requests before cuInit. The broker answers them at once, and ``messages`` does not have
+        #: them.
         self.homes = []
         #: Requests for a lost page; ``page`` returns whether the page has its name again.
         self.pages = []
@@ -198,7 +199,7 @@ class Broker:
             self._connections.discard(connection)
 
     def wait(self, condition):
-        """Wait until ``condition(self)`` is true."""
+        """Wait until ``condition(self)`` is true, or fail."""
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self), TIMEOUT), self.messages
 
@@ -207,7 +208,7 @@ class Broker:
         self.wait(lambda b: len(b.messages) >= count)
 
     def stop(self):
-        """End like a broker that is killed."""
+        """End as a broker does that is killed."""
         # close() alone leaves the socket open as long as a thread waits in accept().
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -220,7 +221,7 @@ class Broker:
 
 
 class Session:
-    """A session on an emulated machine: its page, its broker, its processes."""
+    """A session on an emulated machine, with its page, its broker and its processes."""
 
     def __init__(self, folder, directory, machine):
         self.folder = folder
@@ -259,13 +260,13 @@ class Session:
         return [f"GPU-{uuid.UUID(text)}" for text in done.stdout.split()]
 
     def grant(self, uuids, each=512 << 20, limit=1 << 30, epoch=1):
-        """Lease the devices: open the gate."""
+        """Give the session a lease of the devices: write the grant and open the gate."""
         self.page.set_devices(uuids)
         self.page.set_grant([each] * len(uuids), limit, epoch)
         self.page.set_gate(pages.UNUSED)
 
     def attach_on_request(self, message=None):
-        """Answer as the broker does: attach opens the gate before it answers."""
+        """Answer as the broker does: for "attach", open the gate first."""
         if message["type"] == "attach":
             self.page.set_gate(pages.UNUSED)
         return {"type": "ok", "epoch": 1}
@@ -278,7 +279,7 @@ class Session:
         return made
 
     def run(self, *command, check=True, **variables):
-        """Run a program of the session to its end."""
+        """Run a program in the session, and wait for its end."""
         env = {**os.environ, **self.env, **variables}
         done = subprocess.run(
             [str(part) for part in command],
@@ -314,7 +315,7 @@ def wait_for(condition, timeout=TIMEOUT):
 
 @pytest.fixture(name="compile_c", scope="session")
 def compiler():
-    """Return :func:`compile_c`: several folders of tests have a module ``conftest``."""
+    """Return :func:`compile_c` as a fixture: several test folders have a module ``conftest``."""
     return compile_c
 
 
@@ -327,7 +328,7 @@ def compile_c(target, *sources, flags=()):
 
 @pytest.fixture(scope="session")
 def guard_dir(tmp_path_factory):
-    """Compile the guard and the emulated driver if they are stale; return the folder of links."""
+    """Compile the guard and the emulated driver if needed; return the folder of links."""
     emulator_build.compile()
     guard_build.compile()
     folder = tmp_path_factory.mktemp("guard")

@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Entry points of every kind, alone: between a caller that passes all that can be passed and a
- * driver that looks at all of it. What the guard does in between is played by functions here,
- * which overwrite every register they may.
+ * Entry points of every kind, tested without the rest of the guard. The caller passes every kind of
+ * argument, and the driver checks all of them. Functions in this file take the part of the guard in
+ * between. They overwrite every register that they may overwrite.
  */
 #include <execinfo.h>
 #include <stdint.h>
@@ -28,7 +28,7 @@ static int slow, entered, left, answer, failures;
         }                                                         \
     } while (0)
 
-/* Changes registers as any C function may. */
+/* Overwrites registers as any C function may. */
 static void overwrite(void)
 {
     __asm__ volatile("movq $-1, %%rax; movq %%rax, %%rdi; movq %%rax, %%rsi; movq %%rax, %%rdx\n"
@@ -40,7 +40,7 @@ static void overwrite(void)
                      "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "memory");
 }
 
-/* Whether the frames from here to main() can be walked. */
+/* Whether an unwinder can walk the frames from here to main(). */
 static int unwinds(void)
 {
     void *frames[32];
@@ -52,7 +52,7 @@ static int unwinds(void)
     return 0;
 }
 
-/* The stack is aligned at a call. */
+/* Whether the stack was aligned at the call. */
 static int aligned(void *frame)
 {
     return ((uintptr_t)frame & 15) == 0;
@@ -82,7 +82,7 @@ void guard_leave(void)
     overwrite();
 }
 
-/* A call that frees: it sees its arguments as the guard would note them. */
+/* For a call that frees: checks the arguments that the guard would note. */
 int guard_enter_back(uint32_t entry, const uint64_t *argument);
 int guard_enter_back(uint32_t entry, const uint64_t *argument)
 {
@@ -107,7 +107,7 @@ typedef int (*everything)(long a, long b, long c, long d, long e, long f, double
                           double i, double j, double k, double l, double m, double n, long o,
                           long p, long q, long r, long s, long t, long u, long v, long w, long x);
 
-/* The driver's part: checks its arguments. */
+/* Takes the part of the driver: checks its arguments. */
 static int look(long a, long b, long c, long d, long e, long f, double g, double h, double i,
                 double j, double k, double l, double m, double n, long o, long p, long q, long r,
                 long s, long t, long u, long v, long w, long x)
@@ -126,7 +126,8 @@ static int call(everything entry)
                  23, 24);
 }
 
-/* The count of vector registers, for functions without a prototype. */
+/* rax has the number of vector registers for functions without a prototype. It must reach the
+ * driver. */
 __asm__(".pushsection .text\n"
         "give_rax: ret\n"
         "with_rax: movq %rdi, %r11\n movl $0x5a, %eax\n jmp *%r11\n"
@@ -158,7 +159,7 @@ static void try_back(void)
     guard_real[E_cuBack] = (void *)look_at_three;
     int in = entered, out = left;
     CHECK(call((everything)cuBack) == 4711 && entered == in + 1 && left == out + 1);
-    answer = -1; /* noted: it returns success without a driver call */
+    answer = -1; /* the call is noted, so it returns success without a driver call */
     CHECK(call((everything)cuBack) == 0 && left == out + 1);
     answer = 802;
     CHECK(call((everything)cuBack) == 802 && left == out + 1);

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Threads that the interpreter knows nothing of, each in one call of the driver; and a handler of
- * interrupts that calls the one it replaced.
+ * Threads that the interpreter does not know. Each makes one call of the driver. The file also has
+ * a handler of interrupts that calls the handler it has replaced.
  */
 #include <dlfcn.h>
 #include <pthread.h>
@@ -17,7 +17,7 @@ static void *call(void *unused)
     int (*synchronise)(void);
     (void)unused;
     *(void **)&synchronise = dlsym(driver, "cuCtxSynchronize");
-    return synchronise() == 201 ? NULL : driver; /* a thread has no context of its own */
+    return synchronise() == 201 ? NULL : driver; /* 201: the thread has no current context */
 }
 
 static struct sigaction replaced;

@@ -1,9 +1,10 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The gate under a broker that strikes between any two instructions: a call is stepped through, and
- * after so many steps the gate is closed. From then on the broker looks at the count after each
- * step; once no call is inside, the session is suspended, and no call may get in.
+ * The gate with a broker that may close it between any two instructions. The test executes a call
+ * step by step, and closes the gate after a given number of steps. From then on the broker reads
+ * the count after each step. When no call is inside, the broker suspends the session, and then no
+ * call may enter.
  */
 #include "guard.h"
 
@@ -71,7 +72,7 @@ static void step(int number)
         suspended = true;
 }
 
-/* Traps after each instruction from here to stop(). */
+/* From here to stop(), the processor traps after each instruction. */
 static inline void start(int strike)
 {
     steps = 0;
@@ -89,7 +90,7 @@ static inline void stop(void)
 /* Resumes the session. */
 static void open_again(void)
 {
-    closing = false; /* first, because a step follows */
+    closing = false; /* this comes first, because a step follows */
     suspended = false;
     page.gate = GATE_UNUSED;
 }
@@ -97,13 +98,13 @@ static void open_again(void)
 CUresult broker_attach(void)
 {
     asked++;
-    CHECK(counted() == 0); /* a waiting call is not inside */
+    CHECK(counted() == 0); /* a call that waits is not inside */
     if (!answer)
         open_again();
     return answer;
 }
 
-/* Notes nothing and owes nothing. */
+/* Here no call is noted, and no call is left to make later. */
 bool later_note(uint32_t entry, const uint64_t *argument) { return entry && argument && false; }
 bool later_do(void)
 {
@@ -155,7 +156,7 @@ void cached_fill(void)
 {
 }
 
-/* With an argument this is the thread that counts itself in a word of its own. */
+/* If the program has an argument, this thread is the one that counts itself in its own word. */
 int main(int argc, char **argv)
 {
     (void)argv;
@@ -183,7 +184,7 @@ int main(int argc, char **argv)
                                 : !suspended && counted() == 1);
                     waited += asked - before;
                     tries++;
-                    /* It is inside: a closed gate stops no further call of this thread. */
+                    /* The call is inside, so a closed gate stops no further call of this thread. */
                     page.gate = GATE_CLOSED;
                     before = asked;
                     if (!error) {
@@ -199,7 +200,8 @@ int main(int argc, char **argv)
     CHECK(tries > 100 && waited > 20);
     page.pause_until = 0;
     answer = 0;
-    /* A wait for the broker inside a call steps out, and back in only through an open gate. */
+    /* If a call that is inside waits for the broker, it steps out, and it steps back in only
+     * through an open gate. */
     page.gate = GATE_OPEN;
     CHECK(guard_enter() == 0);
     gate_step_out();
@@ -214,12 +216,12 @@ int main(int argc, char **argv)
     CHECK(counted() == 0);
     guard_leave(); /* one leave too many has no effect */
     CHECK(counted() == 0);
-    /* A question about devices is no use and needs no lease, but is counted. */
+    /* A query about devices is not use and needs no lease, but it is counted. */
     page.gate = GATE_UNUSED;
     CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && counted() == 1);
     guard_leave();
-    /* Another thread sleeps and owes the driver a context: this thread counts no call because
-     * of that, and makes no call for the other thread. */
+    /* Another thread sleeps and still has to set its context in the driver. For this reason alone,
+     * this thread counts no call, and makes no call for the other thread. */
     page.gate = GATE_OPEN;
     gate_arrears(ARREARS_CONTEXTS, true);
     made = steps = 0;

@@ -1,10 +1,10 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The gate with gate.c alone, and a broker on another processor: it closes the gate, looks at the
- * count and suspends if it is zero, again and again, while this thread enters and leaves. Each side
- * writes before it reads; a processor that let either read overtake the write would let a call run
- * in a suspended process.
+ * The gate (only gate.c) with a broker on another processor. Again and again the broker closes the
+ * gate, reads the count, and suspends if the count is zero. Meanwhile this thread enters and
+ * leaves. Each side writes before it reads. If a processor executed a read before the write, a call
+ * could run in a suspended process.
  */
 #include "guard.h"
 
@@ -22,7 +22,8 @@ __thread bool guard_slot_user = true, guard_first;
 
 static uint32_t get(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
-/* Like pwrite() and pread(), which are no weaker. */
+/* Takes the part of the broker. The real broker uses pwrite() and pread(). They order memory at
+ * least as strictly as these atomic stores and loads. */
 static void *broker(void *unused)
 {
     while (!get(&over)) {
@@ -50,7 +51,7 @@ CUresult broker_attach(void)
     return CUDA_SUCCESS;
 }
 
-/* These never happen here. */
+/* These functions have nothing to do in this test. */
 CUresult guard_settle(void) { return 0; }
 bool landing_moves(void) { return false; }
 bool landing_aside(void) { return false; }
@@ -72,7 +73,7 @@ void polite_nap(struct polite *p) { (void)p; }
 void nap(int milliseconds) { (void)milliseconds; }
 void cached_fill(void) {}
 
-/* With an argument this is the thread that counts itself in a word of its own. */
+/* If the program has an argument, this thread is the one that counts itself in its own word. */
 int main(int argc, char **argv)
 {
     pthread_t thread;

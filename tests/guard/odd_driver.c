@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * A driver that does what drivers may do and the emulated one does not: cuGetProcAddress gives out
- * other functions than are exported, newer forms of calls, and hundreds of unknown calls. It
- * says on standard output what it was asked.
+ * A driver with behaviour that is allowed but that the emulated driver does not have. Its
+ * cuGetProcAddress returns functions that differ from the exported ones, newer forms of calls, and
+ * hundreds of unknown calls. It prints each request to standard output.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -86,7 +86,7 @@ static int inner_alloc_async_ptsz(unsigned long long *out, size_t bytes, void *s
     return 0;
 }
 
-/* A form with other arguments, newer than the versions that the guard knows. */
+/* A form that is newer than the versions that the guard knows, with other arguments. */
 static int newest_stream_create(int a, int b, int c, int d, int e, int f, int g, int h)
 {
     return a + b + c + d + e + f + g + h;
@@ -98,14 +98,14 @@ EXPORT int cuStreamCreate(void **out, unsigned flags)
     return 0;
 }
 
-/* From CUDA 11. The guard refuses it, like every call with 32-bit addresses. */
+/* The form from before CUDA 3.2. The guard refuses it, like every call with 32-bit addresses. */
 EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
 {
     *out = bytes;
     return 0;
 }
 
-/* Like NVIDIA's driver, check for cuInit before the arguments. */
+/* As in NVIDIA's driver, the check for cuInit comes before the check of the arguments. */
 EXPORT int cuMemAllocManaged(unsigned long long *out, size_t bytes, unsigned flags)
 {
     return !initialised ? 3 : out && bytes && flags ? 0 : 1;
@@ -121,7 +121,7 @@ EXPORT int cuMemPoolCreate(void **out, const void *props)
     return !initialised ? 3 : out && props ? 0 : 1;
 }
 
-/* A call that shares device memory with other devices: it fails if it gets no memory. */
+/* A call that shares device memory with other devices. It fails if the caller names no memory. */
 EXPORT int cuMemGetHandleForAddressRange(void *handle, unsigned long long address, size_t bytes, int type,
                                          unsigned long long flags)
 {
@@ -177,7 +177,7 @@ static void *find(const char *name, int version, uint64_t flags, int *status)
     return NULL;
 }
 
-/* A missing name gets the answer of NVIDIA's drivers. */
+/* For a missing name this returns what NVIDIA's drivers return. */
 EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
 {
     int found;

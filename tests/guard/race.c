@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * race SEED ROUNDS: threads that take and give back memory in all ways at once, in a slice too small
- * for all of them. Ends with status 0 if every call did what it may, and prints how often a request
- * was refused, and the free and the total bytes at the end.
+ * race SEED ROUNDS: threads allocate and free memory in all ways at once, in a slice that is too
+ * small for all of them. The status is 0 if every call returned an allowed result. The program
+ * prints how many requests were refused, and the free and the total bytes at the end.
  */
 #include "cuda_abi.h"
 
@@ -53,7 +53,7 @@ static void *primary;
 static int rounds;
 static uint64_t refusals;
 
-/* Out of memory is an answer; any other error is a failure. */
+/* "Out of memory" is an allowed result; any other error is a failure. */
 static int given(CUresult result, int line)
 {
     if (result == CUDA_ERROR_OUT_OF_MEMORY)
@@ -133,7 +133,7 @@ static void own_context(size_t bytes)
     CUdeviceptr p;
     if (!GIVEN(cuCtxCreate_v2(&context, 0, 0)))
         return;
-    GIVEN(cuMemAlloc_v2(&p, bytes)); /* its context's end frees it */
+    GIVEN(cuMemAlloc_v2(&p, bytes)); /* the end of its context frees it */
     DONE(cuCtxDestroy_v2(context));
     DONE(cuCtxSetCurrent(primary));
 }

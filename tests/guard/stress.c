@@ -1,18 +1,20 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Random load on a CUDA driver, from many threads at once, while another process suspends and resumes
- * this process. Every thread works on buffers of its own and knows what must be in them.
+ * Random load on a CUDA driver, from many threads at once, while another process suspends and
+ * resumes this process. Every thread has its own buffers and knows what they must contain.
  *
  *     stress MODE THREADS SEED PTX-FILE
  *
- * MODE is "all", "sync" (nothing but cuStreamSynchronize and cuCtxSynchronize, which do not wait for
- * a suspend to be over), "corrupt" (a byte is expected that never was written: the checks must find
- * it), or "collect": what the threads give back is freed by collectors, as garbage collection does it,
- * at any time and under a lock that the others want, too. How many buffers were collected is in the
- * first 8 bytes of the file that COLLECTED names, if it names one. The program says "ready PID", works until a line comes on standard input, checks all
- * buffers, frees them, says "done OPERATIONS CHECKS REFUSED", and ends when its input does. Any
- * answer of the driver that may not be ends it with status 3.
+ * MODE is one of four words. "all": everything. "sync": only cuStreamSynchronize and
+ * cuCtxSynchronize, which do not wait for the end of a suspend. "corrupt": the program expects a
+ * byte that was never written, and its checks must find this. "collect": collectors free the
+ * buffers that the threads no longer need, as garbage collection does: at any time, and under a
+ * lock that the other threads also need. The number of collected buffers is in the first 8 bytes of
+ * the file that COLLECTED names, if it is set. The program prints "ready PID", and works until a
+ * line comes on standard input. It then checks all buffers, frees them, prints "done OPERATIONS
+ * CHECKS REFUSED", and ends at the end of its input. If the driver returns a result that is not
+ * allowed, the program ends with status 3.
  */
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -53,7 +55,7 @@ struct set_node {
     size_t width, height;
 };
 
-/* The entry points, found in the same way as the CUDA runtime finds them. */
+/* The program finds the entry points as the CUDA runtime does. */
 #define CALLS(X)                                                                                  \
     X(cuInit, (unsigned)) X(cuDevicePrimaryCtxRetain, (void **, int)) X(cuCtxSetCurrent, (void *)) \
     X(cuCtxSynchronize, (void)) X(cuMemGetInfo, (size_t *, size_t *))                             \
@@ -122,7 +124,7 @@ struct buffer {
     enum kind kind;
     uint64_t at, handle;
     size_t size;      /* bytes */
-    uint32_t *expect; /* its value */
+    uint32_t *expect; /* the value of each element */
 };
 
 struct worker {
@@ -142,7 +144,7 @@ static uint64_t draw(struct worker *w, uint64_t below)
     return w->random % below;
 }
 
-/* The ways in which a thread waits for its own work. */
+/* A thread waits for its own work in one of these ways. */
 static void wait_for(struct worker *w)
 {
     void *event;
@@ -258,7 +260,7 @@ static void *collect(void *unused)
         over = garbage.complete && !garbage.count;
         if (garbage.count) {
             size_t last = --garbage.count;
-            /* A query answers 600 during a suspend of more than a second, on a busy machine. */
+            /* On a busy machine a suspend may take more than a second: a query then returns 600. */
             int result;
             while ((result = cuEventQuery(garbage.event[last])) == 600 ||
                    (!result && (result = cuStreamQuery(garbage.stream)) == 600))
@@ -353,7 +355,7 @@ static void by_graph(struct worker *w, struct buffer *b)
     set(b, fill.value);
 }
 
-/* A graph with its own memory, which the program must free. */
+/* A graph that allocates memory, which the program must free. */
 static void by_graph_memory(struct worker *w)
 {
     void *graph, *run = NULL, *node;
@@ -399,7 +401,8 @@ static void busy(struct worker *w)
     OK(cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, w->stream, params, NULL));
 }
 
-/* A child has no CUDA, whatever its parent did at the fork; it must not hang either. */
+/* A child of a fork has no CUDA, whatever its parent was doing at the fork. Its calls must return
+ * an error and must not hang. */
 static void forks(void)
 {
     int status = 0;

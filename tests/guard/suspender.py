@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The part of the broker that suspends and resumes processes, with the driver's own calls."""
+"""The part of the broker that suspends and resumes processes. It uses the driver's own calls."""
 
 import random
 import sys
@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 
 class Suspender:
-    """The test in the broker's place: it suspends and resumes the processes."""
+    """Takes the part of the broker: suspends and resumes the processes."""
 
     def __init__(self, session, seed, *, open_gate=True):
         self.session = session
@@ -83,7 +83,7 @@ class Suspender:
                 self.refusals += 1
                 return {"type": "error", "code": "limit", "message": "no"}
             page = self.session.page.read()
-            if not page.granted[0]:  # requests before the suspend
+            if not page.granted[0]:  # the session is suspended: an earlier request comes late
                 return {"type": "error", "code": "no-memory", "message": "no"}
             granted = page.granted[0] + message["bytes"] + 4 * MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
@@ -105,7 +105,7 @@ class Suspender:
 
     def resume(self, pids, until, used=True):
         assert self.worker.do(f"_ = resume({pids})", 60) is None
-        with self._granting:  # small, so that the guard often asks for growth
+        with self._granting:  # a small grant, so that the guard often asks for growth
             granted = self.session.page.read().used[0] + MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
         with self.opened:
@@ -116,7 +116,7 @@ class Suspender:
             until(lambda: self.session.page.gate() == pages.OPEN)  # a call has passed the gate
 
     def pause(self):
-        """Give a neighbour a turn: no process asks the broker, and the pause ends by itself."""
+        """Pause the processes as for a neighbour's turn; no process asks the broker meanwhile."""
         until = time.monotonic_ns() + 4_000_000
         self.session.page.set_gate(pages.PAUSED, pause_until=until)
         if self.chance.random() < 0.5:

@@ -1,14 +1,16 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Every way to take device memory, from every kind of thread and process and through every way to
- * find the driver's functions: is what exceeds the limit refused with the right code, does it leak
- * nothing, does the limit itself fit, does a free give it back?
+ * Tests every way to allocate device memory, from every kind of thread and process, and with every
+ * way to find the driver's functions. For each combination: does the driver refuse more than the
+ * limit with the right code? Does a refusal leak nothing? Does an allocation of exactly the limit
+ * succeed? Does a free give the bytes back?
  *
- * Runs on a driver behind the guard. GPUPOOL_PAGE names the session's page, open, with BUDGET bytes
- * more granted than a context is charged; TABLE_NVML the driver's own libnvidia-ml.so.1, which says
- * what the device really gives. Without arguments it runs each column in a process of its own and
- * prints the table in Markdown; status 1 if a cell failed. The holes are printed below the table.
+ * The program needs a driver behind the guard. GPUPOOL_PAGE names the session's page. The gate is
+ * open, and the grant is BUDGET bytes larger than the charge of a context. TABLE_NVML names the
+ * driver's own libnvidia-ml.so.1, which shows the real use of the device. Without arguments the
+ * program tests each column in a separate process and prints the table in Markdown. The status is 1
+ * if a cell failed. Below the table it prints the holes.
  */
 #include "cuda_abi.h"
 #include "page.h"
@@ -49,7 +51,7 @@ static uint64_t used(void)
     return sum;
 }
 
-static uint64_t taken(void) /* on the device, by any process */
+static uint64_t taken(void) /* bytes in use on the device by any process */
 {
     struct {
         unsigned version;
@@ -108,7 +110,8 @@ static void *find(const char *symbol, const char *name, int version)
     case BY_STATIC_CUDART:
     case BY_PER_THREAD:
         if (!through) {
-            /* Like the static runtime: find one symbol by name, and the same again through it. */
+            /* As the static runtime does: find cuGetProcAddress by its symbol, then again through
+             * itself, and then all other functions through it. */
             void *library = dlopen("libcuda.so.1", RTLD_NOW);
             proc_v2 get = library ? (proc_v2)dlsym(library, "cuGetProcAddress_v2") : NULL;
             if (!get || get("cuGetProcAddress", (void **)&through, 12000, 0, &status) || !through)
@@ -119,7 +122,7 @@ static void *find(const char *symbol, const char *name, int version)
     return NULL;
 }
 
-/* CU(version, name, suffix, arguments...): calls it, or ABSENT. */
+/* CU(version, name, suffix, arguments...) calls the function, or returns ABSENT. */
 #define CU(version, name, suffix, types, ...)                                                    \
     ({                                                                                           \
         CUresult(*f_) types = (CUresult(*) types)find(#name suffix, #name, version);             \
@@ -133,7 +136,7 @@ static CUresult alloc(CUdeviceptr *p, uint64_t n)
 static CUresult release(CUdeviceptr p) { return CU(3020, cuMemFree, "_v2", (CUdeviceptr), p); }
 static CUresult synchronise(void) { return CU(2000, cuCtxSynchronize, "", (void), ); }
 
-/* ---- rows: take() stores here what give() frees. */
+/* ---- rows: take() stores here what give() later frees. */
 
 static CUdeviceptr address;
 static void *handle, *other, *stream;
@@ -149,7 +152,7 @@ static CUresult take_pitch(uint64_t n)
               65536, n / 65536, 4);
 }
 
-/* Rows narrower than their alignment: only the driver's pitch shows the size. */
+/* The rows are narrower than their alignment, so only the driver's pitch shows the real size. */
 static CUresult take_narrow(uint64_t n)
 {
     size_t pitch;
@@ -171,7 +174,8 @@ static CUresult take_array_3d(uint64_t n)
 
 static CUresult give_array(void) { return CU(2000, cuArrayDestroy, "", (void *), handle); }
 
-static CUresult take_mipmap(uint64_t n) /* two levels: the second takes a quarter of the first */
+static CUresult take_mipmap(uint64_t n) /* two levels: the second one has a quarter of the first
+                                         * one's size */
 {
     CUDA_ARRAY3D_DESCRIPTOR d = {65536, (n / 5 * 4 + 131071) / 65536, 0, 0x01, 1, 0};
     d.Height -= d.Height % 2;
@@ -190,7 +194,7 @@ static CUresult take_block(uint64_t n)
 
 static CUresult drop_block(void) { return CU(10020, cuMemRelease, "", (CUmemGenericAllocationHandle), block); }
 
-/* Mapped, the handle released at once (unlike PyTorch's segments), then unmapped. */
+/* Map the block, release the handle at once (unlike PyTorch's segments), then unmap the block. */
 static CUresult take_mapped(uint64_t n)
 {
     n = (n + 2 * MIB - 1) / (2 * MIB) * (2 * MIB);
@@ -210,14 +214,14 @@ static CUresult take_mapped(uint64_t n)
 static CUresult give_mapped(void)
 {
     if (used() < BUDGET)
-        return CUDA_ERROR_INVALID_VALUE; /* credited although it is mapped */
+        return CUDA_ERROR_INVALID_VALUE; /* wrong: credited although the block is still mapped */
     CUmemGenericAllocationHandle again;
     CUresult result = CU(11000, cuMemRetainAllocationHandle, "", (CUmemGenericAllocationHandle *, void *), &again,
                          (void *)(address + MIB));
     if (!result)
         result = CU(10020, cuMemUnmap, "", (CUdeviceptr, size_t), address, BUDGET);
     if (!result && used() < BUDGET)
-        return CUDA_ERROR_INVALID_VALUE; /* credited although a handle is left */
+        return CUDA_ERROR_INVALID_VALUE; /* wrong: credited although the block still has a handle */
     block = again;
     if (!result)
         result = drop_block();
@@ -248,7 +252,7 @@ static CUresult take_pooled(uint64_t n)
         CUresult result = CU(11020, cuMemPoolCreate, "", (void **, const CUmemPoolProps *), &other, &props);
         if (result)
             return result;
-        uint64_t all = UINT64_MAX; /* it keeps its memory: only a trim returns it */
+        uint64_t all = UINT64_MAX; /* the pool keeps its memory, and only a trim returns it */
         CU(11020, cuMemPoolSetAttribute, "", (void *, int, void *), other, 4, &all);
     }
     return CU(11020, cuMemAllocFromPoolAsync, "", (CUdeviceptr *, size_t, void *, void *), &address, n, other, NULL);
@@ -258,13 +262,14 @@ static CUresult give_pooled(void)
 {
     CUresult result = give_async();
     if (!result && used() < BUDGET)
-        result = CUDA_ERROR_INVALID_VALUE; /* credited although it is still reserved */
+        result = CUDA_ERROR_INVALID_VALUE; /* wrong: credited although the memory is still
+                                            * reserved */
     if (!result)
         result = CU(11020, cuMemPoolTrimTo, "", (void *, size_t), other, 0);
     return result;
 }
 
-static CUresult give_pool(void) /* destroyed with an allocation in it */
+static CUresult give_pool(void) /* destroys the pool while it has an allocation */
 {
     CUresult result = CU(11020, cuMemPoolDestroy, "", (void *), other);
     other = NULL;
@@ -273,7 +278,8 @@ static CUresult give_pool(void) /* destroyed with an allocation in it */
     return result ? result : give_async();
 }
 
-/* ---- graphs: one allocation that stays after the launch, for each way to instantiate the graph */
+/* ---- graphs: one allocation that stays after the launch; a row for each way to instantiate the
+ * graph */
 
 struct alloc_node {
     CUmemPoolProps pool;
@@ -322,7 +328,7 @@ static CUresult run_graph(void)
 {
     uint64_t before = page->granted[0];
     handle = NULL;
-    if (roomy) /* too large only at the launch: the grant is larger until then */
+    if (roomy) /* the grant is larger until the launch, so the graph is too large only then */
         page->granted[0] = 2 * before;
     CUresult result = instantiate();
     page->granted[0] = before;
@@ -383,7 +389,7 @@ GRAPH_ROW(graph_launch, BY_FLAGS, false, true, take_graph)
 GRAPH_ROW(graph_upload, BY_FLAGS, true, true, take_graph)
 GRAPH_ROW(graph_captured, BY_FLAGS, false, false, take_captured)
 
-/* ---- refused at any size; host memory; memory of another process */
+/* ---- calls that are refused at any size; host memory; memory of another process */
 
 static CUresult take_managed(uint64_t n)
 {
@@ -429,7 +435,8 @@ typedef struct {
     char data[64];
 } ipc_handle;
 
-/* Another process of the session owns the memory and is charged for it; this one only opens it. */
+/* Another process of the session owns the memory and is charged for it. This process only opens
+ * it. */
 static pid_t exporter;
 static int exporter_end;
 
@@ -486,7 +493,7 @@ static CUresult take_vmm_import(uint64_t n)
         result = CU(10020, cuMemImportFromShareableHandle, "", (CUmemGenericAllocationHandle *, void *, int), &imported,
                     (void *)(intptr_t)fd, 1);
     if (!result && used() > page->granted[0])
-        result = CUDA_ERROR_INVALID_VALUE; /* counted twice */
+        result = CUDA_ERROR_INVALID_VALUE; /* wrong: the guard has counted the memory twice */
     if (!result)
         result = CU(10020, cuMemRelease, "", (CUmemGenericAllocationHandle), imported);
     if (fd >= 0)
@@ -552,10 +559,10 @@ static CUresult take_graphics(uint64_t n)
 /* ---- the rows */
 
 enum kind {
-    COUNTED,   /* refused beyond the limit, the limit fits, a free credits */
-    REFUSED,   /* NOT_SUPPORTED always */
-    UNCOUNTED, /* host memory: succeeds beyond the limit */
-    PINNED,    /* takes only what it shares, and pins the session */
+    COUNTED,   /* refused beyond the limit; the limit itself fits; a free gives the bytes back */
+    REFUSED,   /* always NOT_SUPPORTED */
+    UNCOUNTED, /* host memory: also succeeds beyond the limit */
+    PINNED,    /* takes only the memory that it shares, and pins the session */
 };
 
 static const struct row {
@@ -604,7 +611,7 @@ static bool absent(CUresult result)
     return result == ABSENT || result == CUDA_ERROR_NOT_FOUND || result == CUDA_ERROR_NOT_SUPPORTED;
 }
 
-/* Tests one cell; stores what is wrong, or what happened. */
+/* Tests one cell. Returns what is wrong, or the result. */
 static const char *cell(const struct row *row)
 {
     static char text[160];
@@ -651,7 +658,7 @@ static const char *cell(const struct row *row)
             FAIL("free: %d", result);
         SAME("freed");
         for (int i = 0; i < PAGE_SLOTS; i++)
-            page->slot[i].pins = 0; /* restored for the next row */
+            page->slot[i].pins = 0; /* clear the pins for the next row */
         return "counted once, pinned";
     }
 
@@ -741,7 +748,7 @@ static const char *context_cell(const struct context_row *row)
     page->granted[0] = constant;
     result = row->make(&context);
     if (!result)
-        result = row->make(&second); /* the second context costs nothing more */
+        result = row->make(&second); /* the second context takes no more memory */
     page->granted[0] = limit;
     if (result)
         FAIL("%d at the limit, which fits", result);
@@ -815,7 +822,8 @@ static int export(const char *size)
     char end;
     if (CU(2000, cuInit, "", (unsigned), 0))
         return 1;
-    /* Its context does not fit beside the parent's: the session's grant is for one context. */
+    /* The session's grant has room for only one context, which the parent has. So grant one more
+     * for this process. */
     uint64_t before = page->granted[0];
     page->granted[0] = before + page->context_bytes;
     if (primary(&context) || CU(4000, cuCtxSetCurrent, "", (void *), context) || alloc(&p, strtoull(size, NULL, 10)) ||

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What the table cannot show, printed below it.
+ * The text below the table: cases that the table cannot show.
  */
 "`refused (2)`: `CUDA_ERROR_OUT_OF_MEMORY`; `refused (801)`: `CUDA_ERROR_NOT_SUPPORTED`, unless the\n"
 "administrator allows managed memory, which is then counted and pins the session. What is *pinned*\n"

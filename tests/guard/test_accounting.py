@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The session's account: growth, live limits, dead processes, frees, reported figures."""
+"""The session's account: growth, changed limits, dead processes, frees, reported figures."""
 
 import ast
 import os
@@ -75,7 +75,7 @@ def taken(session, device=0):
 
 
 def grower(session, step, limit):
-    """Make the broker grow the grant by whole steps; return the list of its requests."""
+    """Make the broker grow the grant in whole steps; return the list of the guard's requests."""
     asked = []
 
     def answer(message):
@@ -97,7 +97,8 @@ def test_growth_comes_in_steps_up_to_the_limit(session, process):
     session.grant(session.uuids, each=64 * MIB, limit=256 * MIB)
     asked = grower(session, 64 * MIB, 256 * MIB)
     child = process()
-    assert child.do("p = alloc(32 << 20); _ = p > 802")  # 32 of context and 32: exactly the grant
+    # With the 32 MiB of the context, this is exactly the grant.
+    assert child.do("p = alloc(32 << 20); _ = p > 802")
     assert asked == []
     assert child.do("q = alloc(2 << 20); _ = q > 802")
     assert asked == [(0, 2 * MIB)]
@@ -149,7 +150,7 @@ def test_limit_counts_at_the_next_allocation(session, process):
     session.page.set_grant([256 * MIB] * 2, 256 * MIB, 1)
     assert child.do("q = alloc(64 << 20); _ = q > 802")
     assert child.do("_ = info()") == (96 * MIB, 256 * MIB)
-    session.page.set_grant([100 * MIB] * 2, 100 * MIB, 1)  # below the memory in use
+    session.page.set_grant([100 * MIB] * 2, 100 * MIB, 1)  # less than the memory in use
     assert child.do("_ = alloc(1 << 20)") == OUT_OF_MEMORY
     assert child.do("_ = info()") == (0, 100 * MIB)
     assert child.do("_ = C.cuCtxSynchronize()") == 0
@@ -183,7 +184,8 @@ def test_lock_of_a_killed_process_is_taken_over(session, process):
     with open(session.page_path, "r+b") as file:
         file.seek(LOCK_AT)
         file.write(struct.pack("<Q", holder))
-    second.send("p = alloc(180 << 20); _ = p > 802")  # needs the lock to find dead processes
+    # The process needs the lock to find dead processes.
+    second.send("p = alloc(180 << 20); _ = p > 802")
     assert not second.answers(0.2)
     first.kill()
     assert second.reply() is True
@@ -191,19 +193,20 @@ def test_lock_of_a_killed_process_is_taken_over(session, process):
     assert process().do("_ = 1") == 1
 
 
-#: Most bytes by which one call can grow a pool beyond its charge: the largest request of the test,
-#: if the guard expected it to fit in a hole. The call then asks the driver and undoes it, so each
-#: thread in a call adds one such step at most.
+#: The most bytes by which one call can grow a pool beyond its charge. This happens if the guard
+#: expects that the largest request of the test fits in a hole of the pool, and it does not. The
+#: call then asks the driver and undoes the allocation. So each thread that is in a call adds at
+#: most one such step.
 GROWTH = 64 * MIB
 
-#: How often all threads stop between two calls and keep what they hold.
+#: How often all threads stop between two calls. They keep their memory then.
 PHASES = 3
 
 
 @pytest.mark.parametrize("ways", ["[(alloc, free)]", "[(alloc, free), (alloc_async, free_async)]"],
                          ids=["allocations", "and pools"])  # fmt: skip
 def test_processes_together_never_exceed_the_grant(session, process, ways):
-    """The driver shows the growth of a pool only afterwards: the excess goes back at once."""
+    """The guard sees the growth of a pool only after the call, and then gives the excess back."""
     session.grant(session.uuids, each=512 * MIB, limit=512 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     children = [process() for _ in range(3)]
@@ -251,13 +254,14 @@ def all_threads(rounds):
             )
             busy = [child for child in busy if not child.answers(0)]
         assert [child.reply() for child in children] == [None] * 3
-        # No thread is in a call, and each keeps what it holds: the excess has gone back.
+        # No thread is in a call, and each thread keeps its memory. So the excess must be given
+        # back.
         assert used(session) <= 512 * MIB
         assert taken(session) <= 512 * MIB, "more than is granted, and it stays"
     ends = "_ = [racer.end() for racer in racers]; C.cuCtxSynchronize()"
     results = [result for child in children for result in child.do(ends)]
     assert [bad for _, bad in results if bad] == []
-    assert sum(refused for refused, _ in results) > 0  # the grant was used up at times
+    assert sum(refused for refused, _ in results) > 0  # at times the grant was full
     assert used(session) == taken(session) == 3 * 32 * MIB
 
 
@@ -280,7 +284,7 @@ _ = ast.literal_eval(os.read(r, 100).decode())
 
 
 def test_fork_during_allocations_leaves_the_child_usable(session, process):
-    """The child has none of the other threads, so it must inherit no lock that they hold."""
+    """The child has no copies of the other threads, so it must not inherit their locks."""
     child = process()
     code = """
 stop = False
@@ -306,7 +310,7 @@ _ = sorted(set(found))
     assert child.do(code) == [0]
 
 
-# ---------------------------------------------------------------- what frees
+# ---------------------------------------------------------------- which events free memory
 
 
 def test_end_of_a_context_credits_its_allocations(session, process):
@@ -344,7 +348,7 @@ def test_end_of_the_primary_context_credits_everything(session, process, end):
 
 
 def test_allocation_that_the_driver_refuses_costs_nothing(session, process):
-    """The grant allows it, but another program has taken the device's memory."""
+    """The grant has room, but another program has taken the device's memory."""
     session.grant(session.uuids, each=900 * MIB, limit=900 * MIB)
     child = process()
     env = {**os.environ, **session.machine_env}
@@ -438,7 +442,7 @@ _ = free_async(p), C.cuCtxSynchronize()
     assert child.do(code) == (0, 0)
     assert used(session) == 132 * MIB  # the pool keeps its memory
     assert child.do("q = alloc_async(100 << 20); _ = free_async(q), C.cuCtxSynchronize()") == (0, 0)
-    assert used(session) == 132 * MIB  # and uses it again
+    assert used(session) == 132 * MIB  # the pool has used this memory again
     assert child.do("r = alloc(128 << 20); _ = r > 802")
     assert used(session) == taken(session) == 160 * MIB
     assert session.broker.messages == []
@@ -488,7 +492,7 @@ def test_each_device_has_its_own_count(session, process):
     assert (used(session, 0), used(session, 1)) == (32 * MIB, 32 * MIB)
 
 
-def test_stream_of_another_device_takes_from_its_device(session, process):
+def test_allocation_counts_on_the_device_of_its_stream(session, process):
     child = process()
     code = """
 assert context(1) == 0
@@ -537,7 +541,7 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
     ],
 )
 def test_total_never_grows_for_expandable_segments(session, process, name, text, whole):
-    """PyTorch reserves addresses by the first figure, and crashes at a block beyond them."""
+    """PyTorch reserves addresses for the first figure only, and crashes at a larger block."""
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process(**{name: text})
     size = 1024 * MIB if whole else 512 * MIB
@@ -548,7 +552,7 @@ def test_total_never_grows_for_expandable_segments(session, process, name, text,
     assert session.broker.messages == []
 
 
-def test_total_is_known_before_the_first_question(session, process):
+def test_total_is_known_before_the_first_query(session, process):
     """PyTorch may be imported while the context of another library is suspended."""
     child = process(PYTORCH_ALLOC_CONF="expandable_segments:True")
     session.page.set_gate(2)
@@ -557,7 +561,7 @@ def test_total_is_known_before_the_first_question(session, process):
     assert session.broker.messages == []
 
 
-def test_total_is_not_that_of_an_earlier_lease(session, process):
+def test_total_of_an_earlier_lease_is_not_reused(session, process):
     """The session may have moved to a device of another size."""
     child = process(PYTORCH_ALLOC_CONF="expandable_segments:True")
     assert child.do("_ = total()") == 1024 * MIB
@@ -576,7 +580,7 @@ def test_free_memory_is_what_the_session_can_still_take(session, process):
     session.page.set_grant([768 * MIB] * 2, 512 * MIB, 1)  # the limit was lowered
     assert child.do("_ = info()") == (636 * MIB, 768 * MIB)
     session.page.set_grant([256 * MIB] * 2, 1 << 40, 1)
-    assert child.do("_ = info()") == (892 * MIB, 1024 * MIB)  # no more than the device has
+    assert child.do("_ = info()") == (892 * MIB, 1024 * MIB)  # never more than the device has
 
 
 def test_free_memory_leaves_out_a_neighbours_guarantee(session, process):
@@ -632,8 +636,8 @@ print([L.cuInit(0), L.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0), L.cuCtxSetCu
     assert used(session) == 0
 
 
-def test_process_that_a_signal_ends_leaves_no_bytes(session, process):
-    """Processes end in each way, one after another, and nothing is left."""
+def test_process_ended_by_a_signal_leaves_no_bytes(session, process):
+    """Three processes end one after another, each by another signal. No counted bytes are left."""
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT):
         child = process()
         assert child.do("_ = alloc(400 << 20) > 802")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The slot counts the streams that record a graph, however a recording ends."""
+"""The slot counts the streams that record a graph, whatever ends the recording."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_each_recording_stream_is_counted_until_its_end(session, child):
     assert captures(session) == 0
     assert child.do("_ = begin(a), begin(b)") == (0, 0)
     assert captures(session) == 2
-    assert child.do("_ = begin(a)") != 0  # it records already
+    assert child.do("_ = begin(a)") != 0  # the stream already records
     assert captures(session) == 2
     assert child.do("_ = end(a)") == (0, True)
     assert captures(session) == 1
@@ -57,7 +57,7 @@ def test_recording_counts_until_its_own_thread_ends_it(session, child):
     assert error != 0
     assert not graph
     assert captures(session) == 1
-    assert child.do("_ = end(a)[0] != 0") is True  # broken, and now ended
+    assert child.do("_ = end(a)[0] != 0") is True  # the recording is broken, and this call ends it
     assert captures(session) == 0
 
 
@@ -81,8 +81,8 @@ def test_recording_ends_with_its_context(session, child):
     assert captures(session) == 1
 
 
-def test_recording_without_its_thread_does_not_count(session, child, until):
-    """Only its thread could end it; in the relaxed mode any other thread may."""
+def test_recording_ends_with_the_only_thread_that_can_end_it(session, child, until):
+    """Only the ended thread could end its recording. In the relaxed mode any thread may."""
     assert child.do("_ = elsewhere(lambda: (begin(a, 1), begin(b, 2)))") == (0, 0)
     until(lambda: captures(session) == 1)
     assert child.do("_ = end(b)") == (0, True)

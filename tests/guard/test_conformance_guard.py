@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The emulated driver's conformance program under the guard: a program sees no difference.
+"""The emulated driver's conformance program under the guard: the guard changes no result.
 
-All of the program's processes are in one session, whose gate stays open.
+All processes of the program are in one session, and the gate of this session stays open.
 """
 
 import re
@@ -10,14 +10,15 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance"
 
-#: Cases that need what the guard refuses, and the reasons.
+#: Cases that need something that the guard refuses, and the reasons.
 LEFT_OUT = {
     "managed_memory": "it is refused: a session that has some cannot be suspended",
     "graph_out_of_memory": "too large a graph is refused when it is made executable already",
     "restore_without_room": "a session cannot take the device's last bytes",
 }
-#: Cases that look in cuMemGetInfo for the bytes of a suspended process. Under the guard it shows
-#: the free part of the session's slice, in which a suspended process keeps its share.
+#: Cases that read cuMemGetInfo to find the bytes of a suspended process. Under the guard
+#: cuMemGetInfo shows the free part of the session's slice, and a suspended process keeps its share
+#: of the slice.
 OF_THE_SLICE = {"state_machine", "graph_memory_suspended"}
 
 
@@ -31,5 +32,6 @@ def test_program_sees_the_same_with_and_without_the_guard(make_session, compiled
     assert len(results) >= 40, done.stdout
     assert {name for _, name, skipped in results if skipped} == set(LEFT_OUT)
     assert {name for result, name, _ in results if result == "not ok"} == OF_THE_SLICE, done.stdout
-    # One allocation was larger than the device, so the guard asked the broker, which refused.
+    # One allocation was larger than the device. So the guard asked the broker for growth, and the
+    # broker refused.
     assert [message["type"] for message in session.broker.messages] == ["grow"]

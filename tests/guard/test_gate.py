@@ -19,8 +19,9 @@ from tests.emulated import library_dir
 
 NOT_READY = 802
 CHOICES = [
-    # A value of CUDA_VISIBLE_DEVICES, and the session's ordinals that the process then sees.
-    # {0} and {1} are the session's devices, {h0} and {h1} the home devices before the lease.
+    # Each item has a value of CUDA_VISIBLE_DEVICES, and the session's ordinals that the process
+    # then sees. {0} and {1} are the session's devices, {h0} and {h1} are the home devices before
+    # the lease.
     (None, [0, 1]),
     ("{h0},{h1}", [0, 1]),
     ("{0},{1}", [0, 1]),
@@ -40,8 +41,8 @@ CHOICES = [
     (" 1 , 0 ", [1, 0]),
     ("1st", [1]),  # strtoul reads 1
 ]
-#: Values with GPUs outside the session: the guard leaves these out; if no GPU is left, the process
-#: sees the whole slice.
+#: Values that name GPUs outside the session. The guard leaves these GPUs out. If no GPU is left,
+#: the process sees the whole slice.
 OTHERS = [
     ("7", [0, 1]),
     ("2,3", [0, 1]),
@@ -59,7 +60,7 @@ def test_first_call_after_a_sample_marks_the_gate_as_used(session):
     assert child.do("_ = context()") == 0
     session.page.set_gate(pages.UNUSED)
     assert child.do("_ = number(C.cuDeviceGetCount)") == 2
-    assert session.page.gate() == pages.UNUSED  # a question about devices is no use
+    assert session.page.gate() == pages.UNUSED  # a query about devices is not use
     assert child.do("_ = C.cuCtxSynchronize()") == 0
     assert session.page.gate() == pages.OPEN
     session.page.set_gate(pages.UNUSED)
@@ -86,14 +87,14 @@ def test_closed_gate_asks_for_the_lease_and_waits(session):
     reading = session.page.read()
     assert (reading.waiting, reading.inflight) == (1, 0)
     assert not child.answers(0.1)
-    session.page.set_gate(pages.UNUSED)  # without an answer, too
+    session.page.set_gate(pages.UNUSED)  # the open gate is enough: the broker does not answer
     assert child.reply() == 0
     session.broker.wait(lambda b: b.open == 0)  # the guard has closed its connection
     reading = session.page.read()
     assert (reading.waiting, reading.inflight) == (0, 0)
 
 
-def test_broker_answers_once_the_gate_is_open(session):
+def test_answer_with_an_open_gate_ends_the_wait(session):
     session.page.set_gate(pages.CLOSED)
     session.broker.answer = session.attach_on_request
     child = session.child()
@@ -132,7 +133,7 @@ for t in threads: t.start()
 
 
 def test_calls_inside_are_counted(make_session, until):
-    """A long copy counts as inside; a gate that closes meanwhile does not stop it."""
+    """A long copy counts as a call inside. If the gate closes meanwhile, the copy still goes on."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=100MB/s")
     child = session.child()
     assert child.do("_ = context()") == 0
@@ -156,7 +157,7 @@ def test_calls_inside_are_counted(make_session, until):
     ],
 )
 def test_asynchronous_copies_are_counted(session, until, call):
-    """From pageable memory they return when they have read all bytes, maybe seconds later."""
+    """A copy from pageable memory returns when it has read all bytes, perhaps seconds later."""
     child = session.child()
     assert child.do("_ = context()") == 0
     child.do(
@@ -171,7 +172,7 @@ def test_asynchronous_copies_are_counted(session, until, call):
 
 
 def test_device_queries_need_no_lease_while_suspended(session):
-    """The guard answers by itself, because the driver could block."""
+    """The guard answers without the driver, because the driver could block."""
     child = session.child()
     look = """
 name = ctypes.create_string_buffer(64); uuid = ctypes.create_string_buffer(16)
@@ -189,13 +190,13 @@ _ = (C.cuInit(0), number(C.cuDriverGetVersion), number(C.cuDeviceGetCount),
     session.page.set_gate(pages.CLOSED)
     assert child.do(look) == true
     assert session.broker.messages == []
-    # A query that the guard cannot answer waits.
+    # A query that the guard cannot answer waits for the lease.
     session.broker.answer = session.attach_on_request
     assert child.do("_ = number(C.cuDeviceCanAccessPeer, 0, 1)") == 1
     assert len(session.broker.messages) == 1
 
 
-def test_known_facts_of_devices_are_renewed_with_the_lease(session):
+def test_cached_device_facts_are_read_again_for_a_new_lease(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     assert child.do("_ = number(C.cuDeviceGetCount)") == 2
@@ -218,7 +219,7 @@ def test_call_waits_out_a_pause_without_asking_the_broker(session):
     assert not child.answers(0.1)
     session.page.set_gate(pages.OPEN)
     assert child.reply() == 0
-    # The pause becomes a suspend.
+    # Now the pause becomes a suspend.
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 60_000_000_000)
     child.send("_ = C.cuCtxSynchronize()")
     assert not child.answers(0.1)
@@ -265,8 +266,8 @@ def test_killed_process_is_reaped_when_a_slot_is_needed(session):
     assert [slot.pid for slot in session.slots()] == [child.pid]
 
 
-def test_context_made_around_the_guard_is_noticed(session):
-    """The guard notices it at the first allocation; the process then waits like any other."""
+def test_guard_notices_a_context_made_without_it(session):
+    """The guard notices the context at the first allocation. From then on the process waits."""
     child = session.child()
     path = str(library_dir() / "libcuda.so.1")
     child.do(f"D = ctypes.CDLL({path!r}); c = ctypes.c_void_p()")
@@ -281,7 +282,7 @@ def test_context_made_around_the_guard_is_noticed(session):
 
 
 def test_process_without_descriptors_reaps_no_living_process(session):
-    """It cannot read /proc, so it assumes that all processes live, itself included."""
+    """The process cannot read /proc, so it assumes that all processes live, itself included."""
     other, child = session.child(), session.child()
     assert other.do("_ = context()") == child.do("_ = context()") == 0
     before = session.slots()
@@ -308,7 +309,7 @@ def test_process_whose_first_thread_has_ended_is_alive(session, until):
 
 
 def test_slot_is_kept_while_calls_are_inside(make_session, until):
-    """At their end these calls count in the slot, which another process could have by then."""
+    """These calls write to the slot when they end, so no other process may have it by then."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=10MB/s")
     ending = session.child()
     assert ending.do("_ = context()") == 0
@@ -327,7 +328,7 @@ def test_slot_is_kept_while_calls_are_inside(make_session, until):
 
 
 def test_slot_of_a_process_with_other_threads_is_reaped_later(session):
-    """A thread that has found the slot may still count itself in it."""
+    """A thread that has read the slot's address may still count its calls there."""
     ending = session.child()
     assert ending.do("_ = context()") == 0
     ending.do("""
@@ -348,7 +349,7 @@ called.wait()
 
 
 def test_without_a_free_slot_every_call_fails_with_a_reason(session):
-    """256 processes live: the 257th gets an error instead of a way around the gate."""
+    """The 257th living process gets an error. It must not call the driver without the gate."""
     pid = os.getpid()
     start = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     data = bytearray(session.page_path.read_bytes())
@@ -373,12 +374,12 @@ def test_lock_of_a_dead_process_is_taken_over(session):
         file.write(struct.pack("<Q", holder.pid | (start & 0xFFFFFFFF) << 32))
     child = session.child()
     child.send("_ = context()")
-    assert not child.answers(0.3)  # its holder lives
+    assert not child.answers(0.3)  # the process that holds the lock lives
     holder.kill()
     assert child.reply() == 0
 
 
-def test_fork_gets_its_own_slot_at_its_first_call(session):
+def test_forked_child_gets_its_own_slot_at_its_first_call(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     found = child.do("""
@@ -417,7 +418,7 @@ _ = os.read(r, 9), context()
 
 
 def test_forks_are_safe_while_threads_wait_and_call(session):
-    """A child never inherits a lock in the hands of another thread."""
+    """A child never inherits a lock that another thread holds."""
     child = session.child()
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: None
@@ -449,7 +450,7 @@ os.close(r); os.close(w)
 
 
 def test_slots_of_ended_processes_are_used_again(session):
-    """These processes end without cleaning up; the guard frees their slots when it needs one."""
+    """These processes end without freeing their slots. The guard frees them when it needs one."""
     found = session.python("""
 import ctypes, os
 C = ctypes.CDLL("libcuda.so.1")
@@ -501,7 +502,7 @@ sys.stdin.read()
     ],
 )
 def test_unusable_page_fails_calls_with_a_clear_error(session, spoil, why):
-    """Without the gate the process would run during its suspend."""
+    """Without the gate the process would call the driver during its suspend."""
     spoil(session.page_path)
     done = session.run(
         sys.executable, "-c",
@@ -534,7 +535,7 @@ def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
 
 def test_dead_brokers_link_makes_the_guard_ask_again(session):
     session.page_path.unlink()
-    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # another file's number now
+    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # now the number of another file
 
     def back():
         session.page_path.unlink()
@@ -638,7 +639,8 @@ def timed():
         yield time.monotonic() - t
         time.sleep(0.05)
 """)
-    # In 20 s of calls, at most the first one waits, and one after pauses of 1 and of 2 seconds.
+    # In 20 s of calls, at most three calls wait: the first one, one after a pause of 1 s, and one
+    # after a pause of 2 s.
     waits = child.do("_ = [s for _ in range(2) for s in timed() if s > 1]", timeout=60)
     assert 1 <= len(waits) <= 3
     # A forked child sends its own request, without the pause.
@@ -661,7 +663,8 @@ _ = os.read(r, 100).decode()
 def test_process_without_descriptors_gets_its_slot_later(session, until):
     child = session.child()
     child.do("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
-    assert child.do("_ = C.cuGetErrorName(0, ctypes.byref(ctypes.c_void_p()))") == 0  # it is loaded
+    # This loads the driver.
+    assert child.do("_ = C.cuGetErrorName(0, ctypes.byref(ctypes.c_void_p()))") == 0
     child.do("resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))")
     assert child.do("_ = C.cuInit(0)") == NOT_READY
     child.do("resource.setrlimit(resource.RLIMIT_NOFILE, limits)")
@@ -749,7 +752,7 @@ def test_process_sees_the_devices_of_its_session(make_session, visible, expected
 
 
 @pytest.mark.parametrize(("visible", "expected"), OTHERS)
-def test_visible_gpu_outside_the_session_means_the_slice(make_session, visible, expected):
+def test_guard_leaves_out_visible_gpus_outside_the_session(make_session, visible, expected):
     session = make_session("4x1GiB,context=32MiB")
     found, error, said = seen_by(session, visible)
     assert (found, error) == (expected, "0")
@@ -763,8 +766,8 @@ def test_device_order_of_the_driver_does_not_reorder_the_slice(make_session, ord
     assert seen_by(session, "1,0", CUDA_DEVICE_ORDER=order) == ([1, 0], "0", "")
 
 
-def test_variable_set_after_the_library_was_loaded_counts(session):
-    """The guard reads Python's os.environ with getenv() at cuInit, which comes later."""
+def test_cuinit_reads_a_variable_set_after_the_guard_is_loaded(session):
+    """The guard reads the variable at cuInit, and cuInit comes after the change of os.environ."""
     child = session.child()
     assert child.do("_ = number(C.cuDriverGetVersion) > 0")
     code = "os.environ['CUDA_VISIBLE_DEVICES'] = '1'; _ = C.cuInit(0), number(C.cuDeviceGetCount)"
@@ -789,7 +792,7 @@ def test_cuinit_without_a_lease_asks_once_for_the_home_devices(session):
     assert [m["pid"] for m in session.broker.homes] == [child.process.pid]
     assert session.slots()[0].flags & pages.SLOT_CUDA
     session.grant(better)
-    assert child.do("_ = context()") == 0  # it sees the slice
+    assert child.do("_ = context()") == 0  # the process sees the slice
     assert session.broker.messages == []
 
 
@@ -804,7 +807,7 @@ def test_cuinit_with_a_lease_or_without_a_broker_sends_nothing(session):
 
 
 def test_context_is_never_made_on_a_gpu_without_a_grant(session, capfd):
-    """After cuInit the lease is on another GPU; the broker moves neither process nor lease."""
+    """After cuInit the lease is on another GPU, and the broker moves neither of them."""
     home = session.uuids[0]
     refused = {"message": 'GPU "1" is paused – now.', "next_step": "Ask later."}
     session.broker.answer = lambda _: {"type": "error", "code": "not-moved", **refused}
@@ -831,7 +834,7 @@ def test_process_with_a_context_moves_with_its_session(session):
 
 
 def test_child_started_after_a_move_sees_the_current_slice(session):
-    """A C program has no agent that updates its environment, but its children see the slice."""
+    """No agent updates the environment of a C program, but its children still see the slice."""
     first, second = session.uuids
     child = session.child(GPUPOOL_VISIBLE="GPU-home", CUDA_VISIBLE_DEVICES="GPU-home")
     session.grant([first])
@@ -863,8 +866,8 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
 
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
-def test_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, thread):
-    """It closes between a call's check of the gate and its count: the broker counts no call."""
+def test_call_notices_a_gate_that_closes_at_any_moment(tmp_path, compiled, thread):
+    """If the gate closes between a call's check and its count, the broker misses the call."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -877,8 +880,8 @@ def test_gate_that_closes_at_the_worst_moment_is_noticed(tmp_path, compiled, thr
 
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
-def test_no_call_passes_a_gate_unseen_while_it_closes(tmp_path, compiled, thread):
-    """Each side makes its write visible before it reads; a plain store is not enough."""
+def test_no_uncounted_call_passes_a_gate_that_closes(tmp_path, compiled, thread):
+    """Broker and call each make a write visible before they read. A plain store is not enough."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -893,7 +896,7 @@ def test_no_call_passes_a_gate_unseen_while_it_closes(tmp_path, compiled, thread
     assert done.returncode == 0
 
 
-#: The thread or process that calls CUDA first.
+#: Which thread or process calls CUDA first.
 FIRST = {
     "the other thread": "context()",
     "this thread": "call('context')",
@@ -912,7 +915,7 @@ if os.fork():
 
 @pytest.mark.parametrize("first", FIRST)
 def test_call_inside_counts_while_another_thread_leaves(make_session, until, first):
-    """One thread alone counts in a word that it resets to zero; no other may use that word."""
+    """One thread has its own word, which it resets to zero. No other thread may use it."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # the copy outlasts the test
     child = session.child()
     child.do("""
@@ -942,8 +945,8 @@ def call(what):
     assert child.do("_ = thread.is_alive()") is True
 
 
-def test_closed_and_drained_gate_lets_no_call_in(session, until):
-    """After the close and a count of zero, no counted call begins until the gate opens again."""
+def test_no_call_gets_inside_while_the_gate_is_closed(session, until):
+    """After the close and a count of zero, no call gets inside until the gate opens again."""
     child = session.child()
     assert child.do("_ = context()") == 0
     child.do("""

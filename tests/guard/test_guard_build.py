@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compiling the guard, the content of the library, and its cost without any CUDA call."""
+"""Tests of the guard's compilation, of the library's content, and of its cost without CUDA."""
 
 import importlib.util
 import os
@@ -43,7 +43,7 @@ def test_only_stale_libraries_are_compiled(tmp_path, monkeypatch, quick_compiler
     build.compile(tmp_path)
     target = tmp_path / "libcuda.so.1"
     before = target.stat().st_ino
-    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # fails if it runs
+    monkeypatch.setenv("CC", f"{sys.executable} -c raise")  # a compiler that fails if it runs
     build.compile(tmp_path)
     assert target.stat().st_ino == before
     monkeypatch.setenv("CC", quick_compiler)
@@ -61,7 +61,7 @@ def test_missing_compiler_is_reported_with_what_to_install(tmp_path, monkeypatch
     assert "'no-such-compiler' is not on PATH" in capsys.readouterr().err
 
 
-def test_other_processor_gets_the_alternative_in_the_error(tmp_path, monkeypatch):
+def test_error_on_another_processor_names_the_alternative(tmp_path, monkeypatch):
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(build.CompilerMissing, match=r'aarch64.*attach = "cell"'):
         build.compile(tmp_path)
@@ -81,7 +81,7 @@ def test_unwritable_directory_is_reported(tmp_path, capsys):
 
 
 def test_package_build_needs_only_the_standard_library():
-    """During its build none of the package's requirements is installed."""
+    """During the build of the package none of its requirements is installed."""
     root = str(Path(build.__file__).parents[2])
     code = (
         f"import sys; sys.path.insert(0, {root!r}); "
@@ -101,14 +101,14 @@ def test_package_build_needs_only_the_standard_library():
      "cuInit 2000 back", "cuInit 2000 back 4", "cuInit 2000 note 4",
      "cuOther 2000 gate", "cuInit 2000 same cuOther"],
 )  # fmt: skip
-def test_impossible_line_of_entries_is_refused(generator, tmp_path, line):
+def test_invalid_line_of_entries_is_refused(generator, tmp_path, line):
     path = tmp_path / "entries.txt"
     path.write_text(f"# comment\ncuOther 2000 gate # comment\n\n{line}\n")
     with pytest.raises(generator.EntriesError):
         generator.read(path)
 
 
-def test_each_function_needs_an_entry_and_each_entry_one(generator, entries):
+def test_functions_and_entries_must_match(generator, entries):
     wraps = {e.symbol for e in entries if e.kind in ("wrap", "peek", "launch")}
     assert generator.generate(entries, wraps)
     with pytest.raises(generator.EntriesError, match=r"without a C function: .*cuInit"):
@@ -117,8 +117,8 @@ def test_each_function_needs_an_entry_and_each_entry_one(generator, entries):
         generator.generate(entries, wraps | {"cuLaunchHostFunc"})
 
 
-def test_entries_that_wait_allocate_or_free_have_such_a_kind(entries):
-    """A call that waits for the device, allocates or frees needs more than the gate."""
+def test_calls_that_wait_allocate_or_free_have_the_right_kind(entries):
+    """For a call that waits for the device, allocates or frees, the gate alone is not enough."""
     kinds = {e.symbol: e.kind for e in entries}
     sync = re.compile(
         r"cu(Ctx|Stream|Event)Synchronize|cu(Stream|Event)Query"
@@ -134,7 +134,8 @@ def test_entries_that_wait_allocate_or_free_have_such_a_kind(entries):
             assert kind in ("wait", "wrap", "back"), symbol
         if alloc.match(symbol):
             assert kind in ("wrap", "same", "refuse") or symbol == "cuMemFree", symbol
-    assert kinds["cuMemFree"] == "back"  # takes 32-bit addresses, which no call returns
+    # It takes 32-bit addresses, and no call returns such an address.
+    assert kinds["cuMemFree"] == "back"
     assert kinds["cuLaunchKernel"] == "launch"
     assert kinds["cuCheckpointProcessLock"] == "never"
 
@@ -169,7 +170,7 @@ def test_every_name_of_nvidias_client_is_known(entries):
 
 
 def test_arguments_and_registers_reach_the_driver_unchanged(generator, tmp_path):
-    """It tests registers, stack, alignment and unwinding, for each kind and state of the gate."""
+    """The program tests registers, stack, alignment and unwinding for each kind of entry."""
     made = tmp_path / "entries.txt"
     made.write_text(
         "cuGate 1 gate\ncuFree 1 free\ncuNever 1 never\ncuRefuse 1 refuse\ncuWrap 1 wrap\n"
@@ -207,7 +208,7 @@ def test_library_has_the_drivers_name(library):
     assert "NODELETE" in dynamic
     assert "BIND_NOW" not in dynamic
     assert "TEXTREL" not in dynamic
-    # This one is the compiler's; a constructor of the guard would be a second.
+    # The compiler adds one constructor (8 bytes). The guard must not have another.
     assert re.findall(r"INIT_ARRAYSZ\)\s+(\d+)", dynamic) == ["8"]
     assert re.search(r"GNU_STACK .* RW +0x", tool("readelf", "-lW", library))
 
@@ -228,19 +229,19 @@ def test_no_private_symbol_of_the_c_library_is_used(library):
 
 
 def test_relocations_do_not_grow_with_the_names(library, entries):
-    """A process with LD_PRELOAD that never calls CUDA writes to no page of the guard."""
+    """A process that preloads the guard but never calls CUDA writes to none of its pages."""
     relocations = re.findall(r"^[0-9a-f]+ .*R_X86_64_", tool("readelf", "-rW", library), re.M)
     assert len(relocations) < len(entries) / 4
 
 
-def test_process_that_never_calls_cuda_only_maps_the_guard(session):
+def test_process_without_cuda_calls_only_maps_the_guard(session):
     done = session.run("/bin/cat", "/proc/self/maps")
     mapped = {line.split()[-1] for line in done.stdout.splitlines() if "libcuda" in line}
     assert mapped == {str((session.directory / "libcuda.so.1").resolve())}
     assert done.stderr == ""
     assert session.slots() == ()
     assert session.page.gate() == pages.UNUSED
-    # It opens no page and makes no connection.
+    # The process opens no page and makes no connection.
     done = session.run("/bin/ls", "-l", "/proc/self/fd", GPUPOOL_PAGE="/nowhere")
     assert done.stderr == ""
 

@@ -84,13 +84,13 @@ def suspender(session):
     return made
 
 
-def test_frees_are_answered_at_once_and_made_at_the_resume(session, child, suspender, until):
+def test_frees_return_at_once_and_are_made_after_the_resume(session, child, suspender, until):
     child.do("calls = make()")
     taken = session.page.read().used[0]
     assert taken > CONTEXT + 20 * MIB
     suspender.suspend([child.pid], until)
     assert child.do("_ = [call(*rest) for call, *rest in calls]") == [0] * 14
-    # The suspended state still has the bytes, and the driver needs room for them to restore.
+    # The bytes are still in the suspended state, and the driver needs room for them to restore.
     assert session.page.read().used[0] == taken
     suspender.resume([child.pid], until, used=False)
     assert suspender.used() > CONTEXT + 20 * MIB
@@ -103,7 +103,7 @@ def test_frees_are_answered_at_once_and_made_at_the_resume(session, child, suspe
     assert session.page.read().used[0] == CONTEXT
 
 
-def test_gated_call_makes_the_noted_calls_first(session, child, suspender, until):
+def test_gated_call_makes_the_noted_calls_before_itself(session, child, suspender, until):
     child.do("p = alloc(8 << 20)")
     suspender.suspend([child.pid], until)
     assert child.do("_ = C.cuMemFree_v2(U(p))") == 0
@@ -111,13 +111,13 @@ def test_gated_call_makes_the_noted_calls_first(session, child, suspender, until
     assert child.do("n = Z(); _ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
     assert session.page.read().used[0] == CONTEXT
     assert suspender.used() == CONTEXT
-    # From now on the gate alone decides again.
+    # From now on only the gate decides again.
     session.page.set_gate(pages.OPEN)
     assert child.do("_ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
 
 
 def test_bytes_of_the_remaining_buffers_are_right(session, child, suspender, until):
-    """New buffers get the memory freed while suspended; the other buffers keep their bytes."""
+    """New buffers get the memory freed while suspended. The other buffers keep their bytes."""
     child.do("""
 data = os.urandom(1 << 20)
 def buffer():
@@ -147,7 +147,8 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
      C.cuEventQuery(never))
 """) == (0,) * 5  # fmt: skip
     assert session.broker.messages == []
-    # A synchronise is use: it reports errors, and a program that measures time needs the device.
+    # A synchronise is use, for two reasons: it reports errors, and a program that measures time
+    # needs the device.
     child.send("_ = C.cuStreamSynchronize(s)")
     session.broker.asked(1)
     assert session.broker.messages[0]["type"] == "attach"
@@ -156,14 +157,14 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
 
 
 def test_event_is_recorded_while_suspended(session, child, suspender, until):
-    """A caching allocator records an event when it frees memory that several streams have used."""
+    """A caching allocator does so when it frees memory that several streams have used."""
     child.do("calls = make(); s, e = calls[2][1], calls[1][1]; new = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
     calls = "C.cuEventRecord(new, s), C.cuEventQuery(new), C.cuEventRecordWithFlags(e, s, 0)"
     assert child.do(f"_ = {calls}") == (0,) * 3
     assert session.broker.messages == []
     suspender.resume([child.pid], until, used=False)
-    # The driver records both now; otherwise there is no time between them.
+    # The driver records both events now. Otherwise the elapsed time between them would be an error.
     child.do("ms = ctypes.c_float(-1)")
     assert child.do("_ = C.cuEventSynchronize(e)") == 0
     assert child.do("_ = C.cuEventElapsedTime(ctypes.byref(ms), new, e), ms.value >= 0") == (
@@ -172,8 +173,8 @@ def test_event_is_recorded_while_suspended(session, child, suspender, until):
     )
 
 
-def test_noted_event_is_not_done_before_the_work_it_follows(session, child):
-    """The suspend is refused, and the earlier work still runs."""
+def test_noted_event_is_not_done_before_earlier_work_is_done(session, child):
+    """The driver refuses the suspend, and the earlier work still runs."""
     child.do("""
 calls = make(); s, module = calls[2][1], calls[11][1]
 spin, new = handle(C.cuModuleGetFunction, module, b"emucuda_spin_ns"), handle(C.cuEventCreate, 2)
@@ -190,7 +191,7 @@ good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
 
 
 def test_query_during_a_suspend_waits_for_its_end(session, child, suspender):
-    """The answer is unknown until the driver has drained the work."""
+    """The guard does not know the answer until the driver has finished the work."""
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
     assert not child.answers(0.2)
@@ -200,13 +201,13 @@ def test_query_during_a_suspend_waits_for_its_end(session, child, suspender):
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
     assert not child.answers(0.2)
-    session.page.set_gate(pages.UNUSED)  # the suspend was refused
+    session.page.set_gate(pages.UNUSED)  # the suspend has failed
     assert child.reply() == 0
     assert session.broker.messages == []
 
 
 def test_query_during_a_long_suspend_answers_not_ready(session, child):
-    """The caller keeps the interpreter's lock: the call returns so that other threads can run."""
+    """The caller keeps the interpreter's lock, so the call must return to let other threads run."""
     child.do("""
 ticks, stop = 0, False
 def tick():
@@ -226,7 +227,7 @@ thread = threading.Thread(target=tick); thread.start()
     assert child.do("_ = P.cuStreamQuery(None)") == 0
     session.grant(session.uuids)
     assert child.do("_ = P.cuStreamQuery(None)") == 0
-    # The next suspend makes the query wait again.
+    # In the next suspend the query waits again.
     session.page.set_gate(pages.CLOSED)
     child.send("_ = P.cuStreamQuery(None)")
     assert not child.answers(0.2)
@@ -238,7 +239,7 @@ thread = threading.Thread(target=tick); thread.start()
 
 @pytest.mark.parametrize("call", ["cuMemFree_v2(p)", "cuEventDestroy_v2(e)", "cuEventQuery(e)"])
 def test_destructor_that_holds_locks_continues(session, child, suspender, until, call):
-    """A framework frees under its mutex and the interpreter's lock; another thread needs both."""
+    """A framework frees under its mutex and the interpreter's lock. Another thread needs both."""
     child.do("p = U(alloc(4 << 20)); e = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
     assert child.do(f"""
@@ -263,7 +264,7 @@ _ = error, done
 
 
 def test_call_of_another_thread_comes_after_the_noted_calls(session, child, suspender, until):
-    """Each call runs in the context of its thread, and before the next call of any thread."""
+    """Each noted call runs in the context of its thread, before the next call of any thread."""
     child.do("""
 second = handle(C.cuCtxCreate_v2, 0, 0)
 p = alloc(8 << 20)
@@ -299,7 +300,7 @@ t = threading.Thread(target=free); t.start(); t.join()
 def test_end_of_a_context_waits_while_host_memory_is_registered(
     session, child, suspender, until, end
 ):
-    """The program may unmap the memory after the call, while the driver still has it pinned."""
+    """The program may unmap the memory after the call, although the driver still has it pinned."""
     child.do("""
 import mmap
 second = handle(C.cuCtxCreate_v2, 0, 0)
@@ -309,14 +310,14 @@ at = V(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
     assert child.do("_ = C.cuMemHostRegister_v2(at, Z(1 << 20), 0)") == 0
     suspender.suspend([child.pid], until)
     child.send(f"_ = C.{end}")
-    session.broker.asked(1)  # like cuMemHostUnregister
+    session.broker.asked(1)  # as cuMemHostUnregister does
     assert [message["type"] for message in session.broker.messages] == ["attach"]
     suspender.resume([child.pid], until)
     assert child.reply() == 0
 
 
 def test_end_of_a_context_is_noted_once_nothing_is_registered(session, child, suspender, until):
-    """Memory that is unregistered, or whose context has ended, no longer counts."""
+    """Registered memory no longer counts after it is unregistered or its context has ended."""
     assert child.do("""
 import mmap
 buffer, gone = mmap.mmap(-1, 1 << 20), mmap.mmap(-1, 1 << 20)
@@ -360,7 +361,7 @@ _ = a, current()
     assert child.do("good(C.cuCtxSetCurrent(second)); _ = current()") == ("second", 1)
     assert session.broker.messages == []
     suspender.resume([child.pid], until, used=False)
-    # By now the driver knows it, too.
+    # By now the driver has the same current context.
     child.do("r = alloc(1 << 20)")
     assert child.do("_ = current()") == ("second", 1)
     assert session.page.read().used == (CONTEXT + 2 * MIB, CONTEXT + 2 * MIB)
@@ -369,7 +370,7 @@ _ = a, current()
 
 
 def test_primary_context_is_known_while_suspended(session, child, suspender, until):
-    """PyTorch asks in its destructors, so also after a wait that the user interrupted."""
+    """PyTorch's destructors ask for it, also after the user has interrupted a wait."""
     child.do("""
 flags, active = ctypes.c_uint(), ctypes.c_int()
 def state(device):
@@ -389,7 +390,8 @@ _ = state(1)
 """) == (1, 1)
     suspender.suspend([child.pid], until)
     assert child.do("_ = state(1)") == (1, 1)
-    # A release is noted: until it was made, nobody knows whether it ended the context.
+    # The guard notes a release. Until the release is made, nobody knows whether it ends the
+    # context.
     assert child.do("_ = C.cuDevicePrimaryCtxRelease_v2(1)") == 0
     child.send("_ = state(1)")
     until(lambda: session.broker.messages)
@@ -423,7 +425,7 @@ _ = wrong
     suspender.resume([child.pid], until, used=False)
     assert child.do("_ = C.cuCtxSynchronize()", 60) == 0
     assert session.page.read().used[0] == CONTEXT
-    assert child.do("_ = C.cuEventQuery(events[0])") != 0  # the context is destroyed
+    assert child.do("_ = C.cuEventQuery(events[0])") != 0  # the event was destroyed
 
 
 def test_forked_child_has_no_noted_calls(session, child, suspender, until):
@@ -464,7 +466,7 @@ builtins.tensor, tensors = Tensor(), [Tensor(), Tensor()]
 
 
 def test_frees_in_a_pause_go_to_the_driver(session, child):
-    """A pause suspends nothing, and a free does not disturb the neighbour."""
+    """A pause suspends no process, and a free does not disturb the neighbour."""
     child.do("p = alloc(8 << 20); e = handle(C.cuEventCreate, 0)")
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 600_000_000_000)
     assert (
@@ -494,14 +496,14 @@ def test_free_during_a_refused_suspend_is_made_afterwards(session, child):
     assert child.do("_ = [C.cuMemFree_v2(a) for a in p[:3]]") == [0] * 3
     assert session.page.read().used[0] == CONTEXT + 8 * MIB
     session.page.set_gate(pages.UNUSED)
-    # Another free makes the guard carry them out.
+    # Another free makes the guard make the noted calls.
     assert child.do("_ = C.cuMemFree_v2(p[3])") == 0
     assert session.page.read().used[0] == CONTEXT
     assert session.broker.messages == []
 
 
 def test_threads_wait_until_all_noted_calls_are_made(session, child, suspender, until):
-    """One thread makes the noted calls; the others do not overtake it."""
+    """One thread makes the noted calls. The other threads wait until it is done."""
     child.do("p = [U(alloc(512 << 10)) for _ in range(600)]")
     taken = session.page.read().used[0]
     suspender.suspend([child.pid], until)

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """NVIDIA's own clients, unchanged, on the emulated driver under the guard.
 
-numba-cuda here means device arrays, streams and events. These tests do not run its kernels, which
-need NVRTC or NVVM and end as machine code for a GPU, which the emulated driver refuses. cuda-core
-runs the kernels that the emulated driver knows.
+Of numba-cuda, these tests use device arrays, streams and events. They do not run its kernels: numba
+compiles them with NVRTC or NVVM to machine code for a GPU, and the emulated driver refuses such
+code. cuda-core runs the kernels that the emulated driver knows.
 """
 
 import os
@@ -63,13 +63,13 @@ def equal():
 _ = equal()
 """
 
-#: Each client's statements to read its bytes after a suspend.
+#: For each client, the statements that read its bytes after a suspend.
 AGAIN = {NUMBA: "_ = bool((a.copy_to_host() == want).all())", CORE: "_ = equal()"}
 
 
 @pytest.fixture
 def client(session):
-    """Return a function that starts a program with the statements of a client."""
+    """Return a function that starts a program, which runs the statements of a client."""
 
     def start(code, each=512 * MIB, **variables):
         session.grant(session.uuids[:1], each=each, limit=each)
@@ -119,7 +119,8 @@ def test_numba_sees_the_devices_of_the_session(session, client):
     """numba loads libcuda.so before libcuda.so.1."""
     child = client(NUMBA)
     code = "_ = (len(cuda.gpus), str(cuda.get_current_device().uuid), cuda.is_available())"
-    # The page has the first of the machine's two devices; without the page's list all are visible.
+    # The machine has two devices, and the page has only the first one. Without the page's list both
+    # would be visible.
     count, uuid, available = child.do(code)
     assert (count, available) == (1, True)
     assert uuid == session.uuids[0]
@@ -145,7 +146,7 @@ def test_numba_streams_events_and_host_memory_work(session, client):
     _ = (bool((back == pinned).all()), start.elapsed_time(end) >= 0, end.query(), int(mapped.sum()))
     """
     assert child.do(dedent(code), 60) == (True, True, True, 3000)
-    # Device memory counts in whole pages of 2 MiB; host memory does not count.
+    # Device memory counts in whole pages of 2 MiB. Host memory does not count.
     assert _used(session) == CONTEXT + (4 + 2 + 4) * MIB
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML inside a session: its own devices show the slice's memory; all else is unchanged."""
+"""NVML inside a session: its devices show the slice's memory, and all else is unchanged."""
 
 import ast
 import json
@@ -30,7 +30,7 @@ print(found)
 
 @pytest.fixture
 def nvml_dir(guard_dir):
-    """Return the folder with NVML on LD_LIBRARY_PATH of a session's processes."""
+    """Return the folder with NVML that is on LD_LIBRARY_PATH of a session's processes."""
     for name in ("libnvidia-ml.so.1", "libnvidia-ml.so"):
         if not (guard_dir / name).is_symlink():
             (guard_dir / name).symlink_to(build.DEFAULT_OUT / "libnvidia-ml.so.1")
@@ -57,7 +57,7 @@ def test_device_of_the_session_shows_the_slices_memory(session):
     assert mine == (total, used, total - used, total, used, total - used, 0)
     assert child.do("_ = C.cuMemFree_v2(ctypes.c_uint64(p))") == 0
     assert look(session)[1][1] == 32 * MIB
-    child.kill()  # a dead process holds nothing
+    child.kill()  # a dead process has no memory
     assert look(session)[1][1] == 0
 
 
@@ -68,11 +68,11 @@ def test_total_memory_follows_limit_grant_and_device(session):
     session.page.set_grant([256 * MIB], 128 * MIB, 2)
     assert look(session)[0][0] == 256 * MIB
     session.page.set_grant([256 * MIB], 64 * GIB, 2)
-    assert look(session)[0][0] == GIB  # no more than the device has
+    assert look(session)[0][0] == GIB  # never more than the device has
 
 
 def test_page_without_a_path_takes_no_slot(session):
-    """In a container the guard asks for the page; looking at a device loads no driver."""
+    """In a container the guard asks the broker for the page. NVML queries load no CUDA driver."""
     session.grant(session.uuids, each=256 * MIB, limit=384 * MIB)
     session.broker.page = lambda: True
     with session.page_path.open("r+b") as page:
@@ -88,21 +88,21 @@ def test_page_without_a_path_takes_no_slot(session):
 
 
 @pytest.mark.parametrize("path", [None, "", "/nowhere/page", "/dev/zero", __file__])
-def test_everything_passes_through_without_a_page(session, path):
+def test_facade_changes_nothing_without_a_page(session, path):
     assert look(session, GPUPOOL_PAGE=path) == look(
         session, LD_LIBRARY_PATH=str(library_dir()), LD_PRELOAD=None
     )
 
 
 def test_facade_answers_and_not_the_driver(session):
-    """Otherwise the tests above could test the driver's library."""
+    """If the driver answered, the tests above would test the driver's library."""
     code = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1').gpupool_guard; print('ours')"
     assert session.python(code, LD_PRELOAD=None) == "ours"
     with pytest.raises(AssertionError, match="undefined symbol: gpupool_guard"):
         session.python(code, LD_PRELOAD=None, LD_LIBRARY_PATH=str(library_dir()))
 
 
-def test_every_function_of_the_driver_exists(nvml_dir):
+def test_facade_has_every_function_of_the_driver(nvml_dir):
     def names(path):
         done = subprocess.run(
             ["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True
@@ -116,14 +116,14 @@ def test_every_function_of_the_driver_exists(nvml_dir):
     assert len(facade) > 400
 
 
-def test_first_function_of_nvidia_smi_is_passed_on(session):
-    """No header declares it; without it nvidia-smi prints "function not found"."""
+def test_first_call_of_nvidia_smi_reaches_the_driver(session):
+    """No header declares this function. Without it nvidia-smi prints "function not found"."""
     code = "import ctypes; n = ctypes.CDLL('libnvidia-ml.so.1'); n.nvmlInit_v2(); "
     found = session.python(code + "print(n.nvmlInternalGetExportTable(None, None))")
-    assert int(found) == 13  # the emulated driver's answer: it lacks the function
+    assert int(found) == 13  # the emulated driver does not have the function
 
 
-def test_missing_function_of_the_driver_has_its_error(session):
+def test_function_that_the_driver_lacks_returns_not_found(session):
     code = """
 import ctypes
 L = ctypes.CDLL("libnvidia-ml.so.1")
@@ -133,8 +133,8 @@ print(L.nvmlDeviceGetPdi(0, 0), L.nvmlErrorString(13).decode())
     assert session.python(code) == "13 Function Not Found"
 
 
-def test_missing_driver_has_the_error_of_a_missing_library(session, tmp_path):
-    """pynvml raises this error if the library itself is missing."""
+def test_missing_driver_returns_library_not_found(session, tmp_path):
+    """pynvml raises the same error if the library itself is missing."""
     code = """
 import ctypes, pynvml
 try:
@@ -152,7 +152,7 @@ print(L.nvmlDeviceGetMemoryInfo(0, 0), *(L.nvmlErrorString(n).decode() for n in 
     ]
 
 
-def test_named_driver_is_used(session):
+def test_facade_opens_the_driver_that_the_user_names(session):
     real = str(library_dir() / "libnvidia-ml.so.1")
     folder = session.env["LD_LIBRARY_PATH"].split(":")[0]
     found = look(session, GPUPOOL_REAL_LIBNVML=real, LD_LIBRARY_PATH=folder)
@@ -161,7 +161,7 @@ def test_named_driver_is_used(session):
 
 
 def test_facade_does_not_find_itself(session, tmp_path):
-    """The search finds neither the facade's own file under another name nor a copy of it."""
+    """The facade does not open its own file under another name, nor a copy of it."""
     folder = tmp_path / "copies"
     folder.mkdir()
     (folder / "libnvidia-ml.so.1").write_bytes(
@@ -171,7 +171,7 @@ def test_facade_does_not_find_itself(session, tmp_path):
     assert look(session, LD_LIBRARY_PATH=paths) == look(session)
 
 
-def test_nvitop_runs_on_it_unchanged(session):
+def test_nvitop_runs_on_the_facade_unchanged(session):
     session.grant(session.uuids, each=256 * MIB, limit=384 * MIB)
     child = session.child()
     assert child.do("_ = context()") == 0
@@ -187,8 +187,8 @@ print(json.dumps([(d.memory_total(), d.memory_used(), d.memory_free()) for d in 
     assert "384.0MiB" in done.stdout.replace(" ", "") or "384MiB" in done.stdout.replace(" ", "")
 
 
-def test_other_calls_are_the_drivers_own(session):
-    """Arguments and results pass through unchanged, from many threads at the first call."""
+def test_other_calls_reach_the_driver_unchanged(session):
+    """Arguments and results are unchanged, also if many threads make the first call at once."""
     code = """
 import pynvml as n, threading
 n.nvmlInit()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML calls of a suspended process: the main thread waits for the slice, as in a CUDA call."""
+"""NVML calls of a suspended process: the main thread waits for the slice, as with a CUDA call."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def with_context(session):
 
 
 def counted(session):
-    """Return for each process how many NVML calls a suspend would wait for."""
+    """Return, for each process, how many of its NVML calls a suspend would wait for."""
     return [slot.nvml for slot in session.slots()]
 
 
@@ -57,7 +57,7 @@ def test_call_of_the_main_thread_asks_for_the_slice_and_waits(session, until, co
     (message,) = session.broker.messages
     assert (message["type"], message["pid"], message["tid"]) == ("attach", child.pid, child.pid)
     until(lambda: session.page.read().waiting == 1)
-    assert counted(session) == [0]  # a suspend need not wait for it
+    assert counted(session) == [0]  # a suspend need not wait for this call
     session.page.set_gate(pages.UNUSED)
     assert child.reply() == want
     until(lambda: session.page.read().waiting == 0)
@@ -65,7 +65,7 @@ def test_call_of_the_main_thread_asks_for_the_slice_and_waits(session, until, co
 
 
 def test_suspended_process_is_resumed_for_its_nvml_call(session, until):
-    """Without the wait at the gate the call would block in the driver, and ask nobody."""
+    """Without the wait at the gate, the call would block in the driver, and not ask the broker."""
     child, suspender = with_context(session), Suspender(session, 1)
     suspender.suspend([child.pid], until)
     child.send(COUNT)
@@ -75,7 +75,7 @@ def test_suspended_process_is_resumed_for_its_nvml_call(session, until):
     assert child.reply() == 2
 
 
-def test_other_threads_wait_in_the_driver_and_ask_for_nothing(session, until):
+def test_other_threads_block_in_the_driver_without_a_request(session, until):
     child, suspender = with_context(session), Suspender(session, 1)
     child.do("threading.Thread(target=poll, daemon=True).start()")
     until(lambda: child.do("_ = polls"))
@@ -91,20 +91,21 @@ def test_other_threads_wait_in_the_driver_and_ask_for_nothing(session, until):
     until(lambda: child.do("_ = polls") > before + 1)
 
 
-def test_nvml_is_no_use_of_the_device(session):
+def test_nvml_calls_do_not_count_as_use_of_the_device(session):
     child = with_context(session)
     session.page.set_gate(pages.UNUSED)
     assert child.do(COUNT) == 2
     assert child.do(MEMORY) == 1024
     reading = session.page.read()
     assert (reading.gate, reading.inflight) == (pages.UNUSED, 0)
-    session.page.set_gate(pages.PAUSED, pause_until=1 << 62)  # the process runs in a pause
+    # In a pause the process is not suspended.
+    session.page.set_gate(pages.PAUSED, pause_until=1 << 62)
     assert child.do(COUNT) == 2
     assert session.broker.messages == []
 
 
-def test_calls_inside_are_counted_for_a_suspend_only(session, until):
-    """nvml-waits holds the call inside the driver while another process is suspended."""
+def test_nvml_calls_inside_are_counted_only_for_a_suspend(session, until):
+    """The fault nvml-waits keeps the call inside the driver while another process is suspended."""
     child, other = with_context(session), session.child()
     assert other.do("_ = context()") == 0
     other.do("C.cuMemsetD8_v2(ctypes.c_uint64(alloc(16 << 20)), 1, ctypes.c_size_t(16 << 20))")
@@ -149,7 +150,7 @@ def test_process_without_cuda_waits_if_its_session_is_suspended(session):
     session.broker.asked(1)
     session.page.set_gate(pages.UNUSED)
     assert nvml_only.reply() == 2
-    # A killed process has nothing that could be suspended.
+    # A killed process has no state that the driver could have suspended.
     session.page.set_gate(pages.CLOSED)
     other.kill()
     assert nvml_only.do(COUNT) == 2
@@ -157,18 +158,18 @@ def test_process_without_cuda_waits_if_its_session_is_suspended(session):
 
 
 @pytest.mark.parametrize("first", ["", "C.cuInit(0);", "C.cuDriverGetVersion(ctypes.byref(v));"])
-def test_process_begun_after_the_suspend_needs_no_slice(session, until, first):
-    """The driver has not suspended it: tools that show figures bring no session back."""
+def test_process_started_after_the_suspend_needs_no_slice(session, until, first):
+    """The driver has not suspended this process. So tools that show figures resume no session."""
     child, suspender = with_context(session), Suspender(session, 1)
     suspender.suspend([child.pid], until)
     late = session.child()
     late.do("v = ctypes.c_int();" + first + NVML + "n.nvmlInit()")
     assert late.do(COUNT) == 2
-    late.do("C.cuDriverGetVersion(ctypes.byref(v))")  # as NVML does for nvidia-smi
+    late.do("C.cuDriverGetVersion(ctypes.byref(v))")  # NVML does this for nvidia-smi
     assert late.do(COUNT) == 2
     assert not any(counted(session))
     assert session.broker.messages == []
-    # The next suspend may hold it.
+    # The next suspend may include this process.
     session.page.set_grant([64 << 20], 1 << 30, 2)
     session.page.set_gate(pages.UNUSED)
     session.page.set_gate(pages.CLOSED)
@@ -178,13 +179,13 @@ def test_process_begun_after_the_suspend_needs_no_slice(session, until, first):
     assert len(session.broker.messages) == 1
 
 
-def test_process_begun_after_the_suspend_takes_no_slot(session, until):
+def test_process_started_after_the_suspend_takes_no_slot(session, until):
     child, suspender = with_context(session), Suspender(session, 1)
     suspender.suspend([child.pid], until)
     late = session.child()
     assert late.do(NVML + "n.nvmlInit();" + COUNT) == 2
     assert [slot.pid for slot in session.slots()] == [child.pid]
-    # It has seen the gate open, so the next suspend may hold it, whatever the epoch.
+    # The process has seen the gate open. So the next suspend may include it, whatever the epoch is.
     session.page.set_gate(pages.UNUSED)
     assert late.do(COUNT) == 2
     session.page.set_gate(pages.CLOSED)
@@ -193,8 +194,8 @@ def test_process_begun_after_the_suspend_takes_no_slot(session, until):
     assert len(session.broker.messages) == 1
 
 
-def test_call_that_never_returned_holds_up_no_later_suspend(session, until):
-    """A handler's siglongjmp leaves a call, and so does the end of its thread."""
+def test_call_that_never_returned_delays_no_later_suspend(session, until):
+    """A call does not return if a handler leaves it by siglongjmp, or if its thread ends."""
     child = with_context(session)
     enter = "C.gpupool_nvml_enter(None, ctypes.c_bool(True))"
     child.do(enter)
@@ -216,10 +217,10 @@ def test_interrupt_ends_the_wait(session):
     child = with_context(session)
     session.page.set_gate(pages.CLOSED)
     child.do("L, results = ctypes.CDLL('libnvidia-ml.so.1'), []; c = ctypes.byref(ctypes.c_uint())")
-    # In one step of the interpreter, so the exception comes after the result is stored.
+    # This is one step for the interpreter, so the exception comes after the result is stored.
     child.send("results.extend(map(L.nvmlDeviceGetCount_v2, [c]))")
     session.broker.asked(1)
-    session.broker.stop()  # an interrupt withdraws nothing that the broker may be doing
+    session.broker.stop()  # while the broker runs, an interrupt withdraws no request
     os.kill(child.pid, signal.SIGINT)
     assert child.reply()[:2] == ("raised", "KeyboardInterrupt")
     assert child.do("_ = results") == [27]  # NVML_ERROR_NOT_READY
@@ -261,7 +262,7 @@ def test_suspended_process_ends_without_waiting(session):
     assert session.broker.messages == []
 
 
-def test_wait_for_events_holds_up_no_suspend(session, until):
+def test_wait_for_events_delays_no_suspend(session, until):
     child, suspender = with_context(session), Suspender(session, 1)
     child.do("s = n.nvmlEventSetCreate()")
     child.send("""
@@ -276,7 +277,7 @@ except n.NVMLError_Timeout:
     assert child.reply() == "timeout"
 
 
-def test_child_of_a_fork_is_a_process_of_its_own(session):
+def test_forked_child_sends_its_own_request(session):
     child = with_context(session)
     session.page.set_gate(pages.CLOSED)
     code = """
@@ -298,7 +299,7 @@ _ = pid
     child.do("os.waitpid(pid, 0)")
 
 
-def test_guard_that_is_not_preloaded_holds_nothing_back(session):
+def test_facade_without_the_preloaded_guard_does_not_wait(session):
     with_context(session)
     session.page.set_gate(pages.CLOSED)
     code = "import pynvml as n; n.nvmlInit(); print(n.nvmlDeviceGetCount())"

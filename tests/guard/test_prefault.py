@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Host memory that is populated at once, as a checkpoint's is: huge pages, by several threads."""
+"""Populated mappings, as a checkpoint makes them: several threads fill them with huge pages."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 
 MiB = 1 << 20
 
-#: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE, and flags that differ from these by one.
+#: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE together, and two values that differ by one flag.
 POPULATED, UNPOPULATED, RESERVED = 0x8022, 0x22, 0xC022
 
 MAP = """
@@ -42,7 +42,7 @@ def mapped(size, prot, flags, call):
 
 @pytest.fixture
 def child(session):
-    """A process with a context, whose gate is closed as before a suspend."""
+    """A process with a context, whose gate is closed as it is before a suspend."""
     session.grant(session.uuids, each=64 * MiB, limit=64 * MiB)
     made = session.child()
     assert made.do("_ = context()") == 0
@@ -69,7 +69,7 @@ def test_populated_mapping_is_whole_and_zero(child, size, call):
     reason="this kernel has no transparent huge pages",
 )
 def test_populated_mapping_may_have_huge_pages(child):
-    """Whether the kernel has some is another question: then its pages are small."""
+    """The kernel may have no free huge page. It then makes small pages."""
     assert mapped(child, 64 * MiB)[2]
 
 
@@ -82,7 +82,7 @@ def test_populated_mapping_may_have_huge_pages(child):
         (64 * MiB, 3, RESERVED),
     ],
 )
-def test_other_mappings_stay_as_they_are(child, size, prot, flags):
+def test_guard_does_not_change_other_mappings(child, size, prot, flags):
     made, resident, huge, *_, threads = mapped(child, size, prot, flags)
     assert made
     assert not huge
@@ -92,7 +92,7 @@ def test_other_mappings_stay_as_they_are(child, size, prot, flags):
 
 
 def test_process_with_its_slice_gets_plain_mappings(session, child):
-    """A library that lets mremap() move such a mapping needs it in one piece."""
+    """A library that moves such a mapping with mremap() needs it in one piece."""
     session.page.set_gate(0)
     assert mapped(child, 64 * MiB)[1:3] == (64 * MiB, False)
 
@@ -105,6 +105,6 @@ def test_process_without_a_context_gets_plain_mappings(session):
     assert mapped(made, 64 * MiB)[1:3] == (64 * MiB, False)
 
 
-def test_mapping_without_address_space_fails_as_before(child):
+def test_mapping_fails_if_there_is_no_address_space(child):
     child.do("import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))")
     assert mapped(child, 4096 * MiB) == (False, 12)

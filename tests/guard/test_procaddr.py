@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How a process finds the driver's functions, and which library the guard uses as the driver."""
+"""How a process finds the driver's functions, and which library the guard opens as the driver."""
 
 import json
 import os
@@ -18,8 +18,9 @@ from tests.emulated import library_dir
 NOT_INITIALIZED, NO_DEVICE, NOT_FOUND, NOT_SUPPORTED = 3, 100, 500, 801
 PER_THREAD = 2
 
-#: Statements of a child: get(name, version, flags) -> (error, address, status), by the five- and
-#: the four-argument form; call(address, ...) -> result; at(symbol) -> the guard's export.
+#: Statements of a child. get(name, version, flags) returns (error, address, status), from the form
+#: with five or with four arguments. call(address, ...) returns the result. at(symbol) returns the
+#: address of the guard's export.
 HELP = """
 def get(name, version=13000, flags=0, form=C.cuGetProcAddress_v2, with_status=True):
     p, status = ctypes.c_void_p(77), ctypes.c_int(77)
@@ -46,7 +47,7 @@ def emulated(session):
 
 @pytest.fixture
 def odd_as(session, compiled):
-    """Return a child on the odd driver, linked with these flags."""
+    """Return a function that starts a child on the odd driver, linked with these flags."""
 
     def make(*link):
         driver = compiled("odd_driver", "-shared", "-fPIC", "-fvisibility=hidden", *link,
@@ -60,7 +61,7 @@ def odd_as(session, compiled):
 
 @pytest.fixture
 def odd(odd_as):
-    """Return a child on the odd driver, with these names as the driver's own."""
+    """Return a child on the odd driver. The driver finds its own functions by their names."""
     return odd_as("-Wl,-Bsymbolic")
 
 
@@ -101,8 +102,8 @@ def test_version_and_flags_choose_the_form(emulated, name, version, flags, symbo
     assert address == emulated.do(f"_ = at({symbol!r})")
 
 
-def test_missing_name_is_answered_as_by_the_driver(emulated, odd):
-    """NVIDIA's form with a status succeeds; the older form does not change the pointer."""
+def test_guard_answers_a_missing_name_as_the_driver_does(emulated, odd):
+    """The form with a status succeeds. The older form fails and does not change the pointer."""
     assert odd.do("_ = get('cuNoSuchCall')") == (0, None, 1)
     assert odd.do("_ = get('cuNoSuchCall', with_status=False)") == (0, None, 77)
     assert odd.do("_ = get('cuTooNew')") == (0, None, 2)
@@ -116,24 +117,23 @@ def test_missing_name_is_answered_as_by_the_driver(emulated, odd):
 
 
 @pytest.mark.parametrize("name", ["cuInit", "cuMemAlloc", "cuNoSuchCall"])
-def test_version_above_the_drivers_is_refused_as_by_the_driver(emulated, name):
-    """The form with a status leaves the pointer and the status unchanged, as the older one does."""
+def test_guard_refuses_a_too_new_version_as_the_driver_does(emulated, name):
+    """Both forms leave the pointer unchanged, and the form with a status also leaves the status."""
     for version in (13010, 2**31 - 1):
         for options in ("", ", with_status=False", ", form=C.cuGetProcAddress", ", flags=2"):
             assert emulated.do(f"_ = get({name!r}, {version}{options})") == (1, 77, 77)
 
 
 def test_form_before_cuda_12_has_four_arguments(odd):
-    """The guard reads and writes nothing in the place of a fifth argument."""
+    """The guard neither reads nor writes where a fifth argument would be."""
     assert odd.do("_ = get('cuStreamCreate', 11080, 1, C.cuGetProcAddress)[2]") == 77
     four = odd.do("_ = get('cuGetProcAddress', 11030)")[1]
     five = odd.do("_ = get('cuGetProcAddress', 12000)")[1]
     assert [four, five] == odd.do("_ = [at('cuGetProcAddress'), at('cuGetProcAddress_v2')]")
 
 
-def test_name_that_moved_to_another_call_is_that_call(odd):
-    """The address shows it. NVIDIA's drivers of CUDA 12 move no name: cuGraphInstantiate stays the
-    form with five arguments, whatever cuda.h makes of the name."""
+def test_name_that_moved_to_another_call_finds_that_call(odd):
+    """The address shows which call the name means."""
     flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
     out = "ctypes.byref(ctypes.c_void_p())"
@@ -152,15 +152,15 @@ def test_name_that_moved_to_another_call_is_that_call(odd):
     ],
 )
 def test_memory_shared_with_other_devices_pins_the_session(odd, session, call, pin):
-    """It pins only after the driver's success, which the emulated driver never returns."""
+    """The guard pins only if the call succeeds. On the emulated driver it never succeeds."""
     assert odd.do("C.cuInit(0); _ = " + call.format("None" if "Handle" in call else 0)) == 1
     assert session.slots()[0].pins == 0
     assert odd.do("_ = " + call.format("ctypes.c_void_p(8)" if "Handle" in call else 1)) == 0
     assert session.slots()[0].pins == pin
 
 
-def test_driver_that_answers_with_guard_functions_is_called(odd_as):
-    """The driver looks names up in the process, where the guard's come first."""
+def test_guard_calls_a_driver_that_returns_guard_functions(odd_as):
+    """The driver looks up names in the process, and finds the guard's functions first."""
     odd = odd_as()
     found = odd.do("C.cuInit(0); _ = get('cuStreamCreate')[1]")
     assert found == odd.do("_ = at('cuStreamCreate')")
@@ -183,8 +183,8 @@ def test_version_and_flags_reach_the_driver_unchanged(odd):
     assert odd.reply() == (0, None, 2)
 
 
-def test_function_that_is_not_exported_is_known_by_its_name(odd):
-    """Such calls stay wrapped and counted; the driver's own is the address that it returned."""
+def test_guard_knows_an_unexported_function_by_its_name(odd):
+    """The guard wraps and counts such a call, and calls the address that the driver returned."""
     alloc = odd.do("_ = get('cuMemAlloc')")[1]
     assert alloc == odd.do("_ = at('cuMemAlloc_v2')")
     assert odd.do(f"C.cuInit(0); _ = value({alloc}, ctypes.c_size_t(8))") == 0x2000 + 8
@@ -201,7 +201,7 @@ def test_function_that_is_not_exported_is_known_by_its_name(odd):
     assert odd.do(f"_ = call({wait}, None)") == 0x2001
 
 
-def test_unknown_name_is_recognised_by_its_address(odd):
+def test_guard_recognises_an_unknown_name_by_its_address(odd):
     assert odd.do("_ = get('cuRenamed')")[1] == odd.do("_ = at('cuStreamSynchronize')")
 
 
@@ -216,7 +216,7 @@ def test_newer_form_of_a_call_keeps_its_own_arguments(odd):
 
 def test_calls_of_later_drivers_are_gated(session, odd):
     first = odd.do("_ = get('cuFuture7')")[1]
-    assert odd.do("_ = get('cuFuture7')")[1] == first  # the same address again
+    assert odd.do("_ = get('cuFuture7')")[1] == first  # the guard returns the same address again
     assert odd.do(f"C.cuInit(0); _ = call({first})") == 1007
     session.page.set_gate(pages.CLOSED)
     odd.send(f"_ = call({first})")
@@ -229,13 +229,13 @@ def test_calls_of_later_drivers_are_gated(session, odd):
 def test_guard_returns_no_driver_pointer_without_a_spare(odd):
     found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
     assert all(item[::2] == (0, 0) for item in found[:256])
-    assert all(item == (0, None, 1) for item in found[256:])  # the answer for an unknown name
+    assert all(item == (0, None, 1) for item in found[256:])  # as for an unknown name
     assert odd.do("_ = get('cuFuture299', with_status=False)") == (0, None, 77)
     assert odd.do("_ = get('cuFuture299', form=C.cuGetProcAddress)") == (NOT_FOUND, 77, 77)
     assert len({address for _, address, _ in found[:256]}) == 256
     addresses = [address for _, address, _ in found[:256]]
     assert odd.do(f"_ = [call(a) for a in {addresses}]") == list(range(1000, 1256))
-    # The first addresses remain.
+    # The first addresses are still valid.
     assert odd.do("_ = get('cuFuture0')") == (0, addresses[0], 0)
     assert odd.do("_ = get('cuFuture0', form=C.cuGetProcAddress)") == (0, addresses[0], 77)
 
@@ -245,7 +245,7 @@ def test_calls_that_the_driver_lacks_return_not_found(odd):
 
 
 def test_driver_answers_calls_before_cuinit(session, odd):
-    """This includes calls that the guard refuses: NVIDIA's drivers answer all of them with 3."""
+    """This includes calls that the guard refuses: for all of them NVIDIA's drivers return 3."""
     managed = "_ = C.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(8), 1)"
     wrong = "ctypes.c_void_p(8)"  # NVIDIA's drivers check no argument before cuInit
     assert odd.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5), v.value") == (0, 5)
@@ -318,7 +318,7 @@ print("good")
 # ---------------------------------------------------------------------- paths to the library
 
 
-def test_every_name_finds_the_one_guard(session, guard_dir):
+def test_every_library_name_finds_the_same_guard(session, guard_dir):
     found = session.python(
         "import ctypes, json\n"
         "handles = [ctypes.CDLL(n)._handle for n in\n"
@@ -333,7 +333,7 @@ def test_every_name_finds_the_one_guard(session, guard_dir):
 
 
 def test_second_copy_of_the_guard_defers_to_the_first(session, tmp_path):
-    """There is one gate and one count: a call through the copy counts once."""
+    """There is only one gate and one count, so a call through the copy counts once."""
     copy = tmp_path / "libcuda.so.1"
     shutil.copy(guard_build.DEFAULT_OUT / "libcuda.so.1", copy)
     child = session.child()
@@ -389,7 +389,7 @@ def test_driver_is_searched_like_the_loader_does(session, copies):
     assert which(session, LD_LIBRARY_PATH=path) == (0, [str(two / "libcuda.so.1")])
 
 
-def test_files_that_the_loader_skips_are_skipped(session, copies):
+def test_guard_skips_files_that_the_loader_skips(session, copies):
     guard, one, two = copies
     data = bytearray((one / "libcuda.so.1").read_bytes())
     data[18] = 3  # the machine type of another processor
@@ -399,14 +399,14 @@ def test_files_that_the_loader_skips_are_skipped(session, copies):
     assert which(session, LD_LIBRARY_PATH=path) == (0, [str(two / "libcuda.so.1")])
 
 
-def test_search_path_is_that_of_the_process_start(session, copies):
-    """The loader does the same: later changes to the environment are for child processes."""
+def test_guard_uses_the_search_path_of_the_process_start(session, copies):
+    """The loader does the same. Later changes of the environment affect only child processes."""
     code = "import os; os.environ.pop('LD_LIBRARY_PATH')\n" + WHICH
     found = session.python(code, LD_LIBRARY_PATH=f"{session.directory}:{copies[1]}")
     assert str(copies[1] / "libcuda.so.1") in found
 
 
-def test_driver_can_be_named(session, copies):
+def test_user_can_name_the_driver(session, copies):
     _, one, two = copies
     path = f"{session.directory}:{one}"
     real = str(two / "libcuda.so.1")
@@ -415,8 +415,7 @@ def test_driver_can_be_named(session, copies):
 
 @pytest.mark.parametrize("named", ["", "/nowhere/libcuda.so.1", "the guard"])
 def test_without_a_driver_there_is_no_device(session, named):
-    """Programs continue as on a machine without a GPU. The guard still finds names: numba raises an
-    error for a missing name, but not for the result of cuInit."""
+    """Programs continue as on a machine without a GPU."""
     if named == "the guard":
         named = str(session.directory / "libcuda.so.1")
     variables = {"LD_LIBRARY_PATH": str(session.directory), "GPUPOOL_REAL_LIBCUDA": named}
@@ -446,9 +445,9 @@ assert C.cuGetErrorName(0, None) == 1
     assert session.slots() == ()
 
 
-def test_loaders_cache_is_read(guard_dir, tmp_path):
-    """The file is the system's, so this tests the guard's search with another file name."""
-    assert guard_dir.is_dir()  # the emulated driver is compiled
+def test_guard_reads_the_loaders_cache(guard_dir, tmp_path):
+    """The real file belongs to the system, so this tests the search with another file name."""
+    assert guard_dir.is_dir()  # the fixture has compiled the emulated driver
     program = tmp_path / "search"
     source = tmp_path / "search.c"
     source.write_text(
@@ -469,7 +468,7 @@ def test_loaders_cache_is_read(guard_dir, tmp_path):
          str(source), "-o", str(program), "-ldl"], check=True,
     )  # fmt: skip
     assert subprocess.check_output([program], text=True).strip() == str(library / "libcuda.so.1")
-    cache.write_bytes(cache.read_bytes()[:200])  # damaged
+    cache.write_bytes(cache.read_bytes()[:200])  # the file is damaged now
     assert subprocess.check_output([program], text=True).strip() == "none"
     cache.unlink()
     assert subprocess.check_output([program], text=True).strip() == "none"

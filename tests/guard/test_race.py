@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Threads that allocate in all ways at once (``race.c``), also instrumented."""
+"""Threads that allocate in all ways at once (``race.c``), with and without sanitizers."""
 
 import subprocess
 
@@ -10,15 +10,15 @@ from jupyter_gpupool.guard import build
 from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
-#: Much smaller than the requests, so that the context cannot hide bytes that the accounts lose.
+#: Much smaller than the requests, so that bytes that the accounts lose cannot hide in the context.
 CONTEXT = 2 * MIB
-#: Less than the largest request, so that the guard refuses some even without contention.
+#: Less than the largest request, so that the guard refuses some requests even without contention.
 LIMIT = CONTEXT + 64 * MIB
 
 
 @pytest.fixture
 def race(make_session, compiled):
-    """Return a function that runs the program and returns the number of refusals."""
+    """Return a function that runs the program and returns how many requests were refused."""
     session = make_session("1x1GiB,context=2MiB")
     session.page.set_policy(managed=False, context_bytes=CONTEXT)
     session.grant(session.uuids, each=LIMIT, limit=LIMIT)
@@ -38,12 +38,12 @@ def race(make_session, compiled):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stress_leaves_nothing_behind(race, seed):
-    assert race(seed, 1000) > 0  # the grant was used up at times
+    assert race(seed, 1000) > 0  # at times the grant was full
 
 
 @pytest.fixture(scope="module", params=["address", "thread"])
 def instrumented(request, tmp_path_factory):
-    """Build guard and driver with instruments; return flags and variables for programs."""
+    """Build guard and driver with a sanitizer; return flags and variables for programs."""
     folder = tmp_path_factory.mktemp(request.param)
     build.compile(folder / "guard", sanitize=request.param)
     emulator_build.compile(folder / "driver", sanitize=request.param, only=["libcuda.so.1"])
@@ -55,7 +55,8 @@ def instrumented(request, tmp_path_factory):
     return f"-fsanitize={request.param}", {
         "LD_PRELOAD": f"{found}:{folder / 'guard' / 'libcuda.so.1'}",
         "LD_LIBRARY_PATH": f"{folder / 'guard'}:{folder / 'driver'}",
-        "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0",  # handles of destroyed contexts stay
+        # The driver does not free the handles of destroyed contexts.
+        "ASAN_OPTIONS": "halt_on_error=1:detect_leaks=0",
         "TSAN_OPTIONS": "halt_on_error=1",
     }
 

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Answers of NVIDIA's own libraries, compared with the guard's lists and with the guard.
+"""The answers of NVIDIA's own libraries, compared with the guard's lists and with its answers.
 
-The libraries are not here: tests/driver_records has their exports and their answers to
-cuGetProcAddress, and these tests make a driver from a record.
+The repository does not have these libraries. tests/driver_records has their exports and their
+answers to cuGetProcAddress, and these tests make a driver from such a record.
 """
 
 import json
@@ -18,8 +18,8 @@ from tests.driver_records.record import functions, records
 
 PLAIN, PER_THREAD = range(2)
 
-#: A debugger calls these in the process that it debugs, or sets breakpoints in them: the debugger
-#: looks for them by name, and must find those of the driver.
+#: A debugger calls these functions in the process that it debugs, or sets breakpoints in them. It
+#: finds them by name, and must find those of the driver.
 OF_DEBUGGERS = {
     "cudbgApiAttach", "cudbgApiDetach", "cudbgApiInit", "cudbgMain", "cudbgReportDriverApiError",
     "cudbgReportDriverInternalError",
@@ -38,7 +38,7 @@ def record(request):
 
 @pytest.fixture(scope="module")
 def driver(record):
-    """A record's answers: for each name the forms with their versions, and those per thread."""
+    """A record's answers: for each name the forms and versions, by default and per thread."""
     table = record["procaddr"]
     return {
         "cuda": record["cuda"],
@@ -55,8 +55,8 @@ def driver(record):
     }
 
 
-def test_known_name_is_found_at_every_later_version(record, driver):
-    """So a driver can be made without the parts of a record that ``driver`` leaves out."""
+def test_driver_finds_a_name_at_every_later_version(record, driver):
+    """So ``driver`` needs only a part of a record to make a driver from it."""
     given = {form for pair in driver["answers"].values() for steps in pair for _, form in steps}
     assert given <= set(driver["exports"])
     assert len(given) > 580
@@ -90,7 +90,7 @@ def test_entries_have_the_first_version_of_each_form(driver, entries):
 
 
 def _source(driver, inner):
-    """Return a driver's C source; with ``inner`` it gives addresses that it does not export."""
+    """Return a driver's C source; with ``inner`` it returns addresses that it does not export."""
     own = ("cuInit", "cuDriverGetVersion", "cuGetProcAddress", "cuGetProcAddress_v2")
     head = (
         '#include <stddef.h>\n#include <string.h>\n#define X __attribute__((visibility("default")))'
@@ -112,7 +112,8 @@ def _source(driver, inner):
             for since, form in steps:
                 at = f"inner_{form}" if inner and form not in own else form
                 lines.append(f'{{"{base}", {side}, {since}, (void *){at}}},')
-    # Without a bound every version is below it. NVIDIA's comparison is signed: -1 passes.
+    # If the record has no bound, every version is below NEWEST. NVIDIA's comparison is signed, so
+    # -1 passes.
     lines.append(f"{{0}}}};\nenum {{ NEWEST = {(driver['refused'] or 2**31) - 1} }};")
     lines.append(
         """static int find(const char *name, unsigned version, unsigned side, void **out)
@@ -148,7 +149,7 @@ int cuGetProcAddress(const char *name, void **out, int version, unsigned long lo
     return "\n".join(lines) + "\n"
 
 
-#: Statements of a process: answer each question of a file, with names in place of addresses.
+#: Statements of a process that answers each question of a file, with names instead of addresses.
 ASK = """
 import ctypes, json, sys
 C = ctypes.CDLL("libcuda.so.1")
@@ -189,7 +190,7 @@ def _questions(driver, names):
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["as exported", "other addresses"])
-def test_guard_answers_like_nvidia_with_its_own_functions(
+def test_guard_answers_like_nvidia_but_with_guard_functions(
     driver, inner, session, entries, compile_c, tmp_path
 ):
     source = tmp_path / "driver.c"

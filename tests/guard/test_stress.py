@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspends and resumes under random load from many threads (``stress.c``).
 
-The test acts as the broker: it closes the gate, waits for the calls inside, suspends from another
-process with the driver's own calls, finds the device empty, resumes, and opens the gate. It also
-answers the guard's requests for the lease and for growth, and refuses some growth.
+The test acts as the broker: it closes the gate, waits until no call is inside, and suspends the
+processes from another process, with the driver's own calls. It checks that the device is empty,
+resumes the processes, and opens the gate. It also answers the guard's requests for the lease and
+for growth, and refuses some growth.
 """
 
 import signal
@@ -31,7 +32,7 @@ def ptx(tmp_path):
 
 
 def _stress(session, until, commands, cycles, **variables):
-    """Run programs together through ``cycles``; print what they did."""
+    """Run programs together during ``cycles`` suspends; print what the programs did."""
     suspender = Suspender(session, seed=cycles)
     children = [session.child(command, **variables) for command in commands]
     for child in children:
@@ -39,7 +40,7 @@ def _stress(session, until, commands, cycles, **variables):
     pids = [child.pid for child in children]
     for _ in range(cycles):
         suspender.suspend(pids, until)
-        time.sleep(suspender.chance.random() * 0.003)  # at a random instant
+        time.sleep(suspender.chance.random() * 0.003)  # so that the resume comes at a random moment
         suspender.resume(pids, until)
         if suspender.chance.random() < 0.25:
             suspender.pause()
@@ -51,8 +52,9 @@ def _stress(session, until, commands, cycles, **variables):
     assert [word for word, *_ in lines] == ["done"] * len(children)
     operations, checks, refused = (sum(int(line[i]) for line in lines) for i in (1, 2, 3))
     page = session.page.read()
-    assert page.used[0] == CONTEXT * len(children)  # every allocation was credited
-    mine = [slot for slot in page.slots if slot.pid in pids]  # the other slots are their children's
+    assert page.used[0] == CONTEXT * len(children)  # the guard has credited every allocation
+    # The other slots belong to children of these processes.
+    mine = [slot for slot in page.slots if slot.pid in pids]
     assert len(mine) == len(pids)
     assert (page.inflight, page.waiting, page.pins) == (0, 0, "")
     assert [child.end() for child in children] == [0] * len(children)
@@ -100,10 +102,10 @@ def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until
         before, charged = collected(), session.page.read().used
         time.sleep(suspender.chance.random() * 0.01)
         suspended += collected() - before
-        assert session.page.read().used == charged  # the suspended state still has the bytes
+        assert session.page.read().used == charged  # these bytes are still in the suspended state
         suspender.resume([child.pid], until)
         time.sleep(suspender.chance.random() * 0.02)
-    while not suspended:  # on a loaded machine, until one suspend shows it
+    while not suspended:  # on a busy machine, repeat until a suspend shows it
         suspender.suspend([child.pid], until)
         before = collected()
         time.sleep(0.1)
@@ -131,7 +133,7 @@ def test_a_thousand_suspends_under_load_lose_nothing(make_session, compiled, ptx
 
 @pytest.fixture(scope="session")
 def instrumented(tmp_path_factory, compiled):
-    """Return a function: kind -> (program, variables of its environment)."""
+    """Return a function that maps a kind to (program, variables of its environment)."""
     made = {}
 
     def get(kind):
@@ -174,11 +176,11 @@ def test_a_thousand_suspends_pass_the_sanitizers(make_session, instrumented, ptx
     _stress(make_session(), until, [_command(program, ptx, seed=3)], 1000, **variables)
 
 
-# ---- these tests can fail
+# ---- proof that these tests can fail
 
 
 def test_suspended_process_without_the_guard_crashes(make_session, compiled, ptx):
-    """A synchronise while suspended is a segmentation fault of the driver."""
+    """A synchronise in a suspended process causes a segmentation fault in the driver."""
     session = make_session()
     suspender = Suspender(session, seed=0, open_gate=False)
     program = compiled("stress", "-pthread", "-ldl")
@@ -193,13 +195,13 @@ def test_suspended_process_without_the_guard_crashes(make_session, compiled, ptx
     assert child.process.wait(30) == -signal.SIGSEGV
 
 
-def test_same_load_under_the_guard_does_not_crash(make_session, compiled, ptx, until):
+def test_suspended_process_under_the_guard_does_not_crash(make_session, compiled, ptx, until):
     session = make_session()
     suspender = Suspender(session, seed=0)
     child = session.child(_command(compiled("stress", "-pthread", "-ldl"), ptx, "sync"))
     assert child.line() == f"ready {child.pid}"
     suspender.suspend([child.pid], until)
-    until(lambda: session.page.read().waiting == THREADS)  # none is in the driver
+    until(lambda: session.page.read().waiting == THREADS)  # no thread is in the driver
     suspender.resume([child.pid], until)
     child.process.stdin.write(b"\n")
     child.process.stdin.flush()
@@ -207,7 +209,7 @@ def test_same_load_under_the_guard_does_not_crash(make_session, compiled, ptx, u
     assert child.end() == 0
 
 
-def test_wrong_byte_is_found(make_session, compiled, ptx, capfd):
+def test_stress_program_finds_a_wrong_byte(make_session, compiled, ptx, capfd):
     session = make_session()
     session.broker.answer = session.attach_on_request
     child = session.child(_command(compiled("stress", "-pthread", "-ldl"), ptx, "corrupt"))

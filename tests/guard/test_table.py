@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Every way to take device memory is refused beyond the limit: table.c, and its page in docs."""
+"""Tests that no way to allocate device memory exceeds the limit: table.c, and its page in docs."""
 
 import os
 import subprocess
@@ -16,7 +16,8 @@ SOURCES = Path(__file__).parents[2] / "jupyter_gpupool" / "guard" / "src"
 DOCS = Path(__file__).parents[2] / "docs" / "guard-table.md"
 COLUMNS = ("main", "thread", "fork", "exec", "static", "address", "per-thread")
 
-#: The page's text above the table; `python -m pytest` prints the command that rewrites it.
+#: The page's text above the table. If the page is old, the test prints the command that rewrites
+#: it.
 HEAD = """\
 <!-- Written by GPUPOOL_WRITE_TABLE=1 python -m pytest tests/guard/test_table.py -->
 
@@ -66,8 +67,8 @@ def test_page_shows_this_table(table):
     )
 
 
-def test_program_finds_no_refusal_without_a_guard(table, session, compiled):
-    """The test can fail: on the bare driver most cells fail."""
+def test_most_cells_fail_without_a_guard(table, session, compiled):
+    """This shows that the test can fail: without the guard most cells fail."""
     program = compiled("table", f"-I{SOURCES}", "-ldl", "-pthread")
     env = {**os.environ, **session.machine_env, "GPUPOOL_PAGE": str(session.page_path)}
     env["TABLE_NVML"] = str(library_dir() / "libnvidia-ml.so.1")

@@ -16,15 +16,15 @@ from jupyter_gpupool.guard import page as pages
 
 NOT_READY, OUT_OF_MEMORY, DEINITIALIZED = 802, 2, 4
 
-#: Seconds within which an interrupt ends a wait: the shortest of several attempts counts, because a
-#: busy machine delays some.
+#: An interrupt must end a wait within this many seconds. Only the shortest of several attempts
+#: counts, because a busy machine delays some of them.
 INTERRUPT, ATTEMPTS = 0.2, 5
 
-#: Seconds after which a call stops waiting for a missing broker, and what a busy machine may add
-#: before the child answers.
+#: AWAY: seconds after which a call stops waiting for a missing broker. BUSY: the seconds that a
+#: busy machine may add before the child answers.
 AWAY, BUSY = 4.5, 20
 
-#: Statements of a child: record an interrupt instead of raising it.
+#: Statements of a child that record an interrupt instead of raising it.
 NOTE = "seen = []; signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))"
 
 
@@ -88,7 +88,7 @@ for t in threads: t.start()
 
 @pytest.fixture
 def foreign(session, waiting, compiled):
-    """Return the same child, in which a thread that the interpreter does not know waits."""
+    """Return the child ``waiting``, where a thread waits that the interpreter does not know."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(NOTE)
     waiting.do(f"F = ctypes.CDLL({str(library)!r})")
@@ -102,7 +102,7 @@ def held(session):
 
 
 def test_first_interrupt_spares_the_call_of_a_librarys_thread(session, foreign, until):
-    """JAX loses the arrays that it gave up for the result of a call that then fails."""
+    """JAX gives up arrays for the result of a call. If the call fails, these arrays are lost."""
     foreign.do("import pty; terminal, end = pty.openpty(); os.dup2(end, 2)")
     foreign.process.send_signal(signal.SIGINT)
     until(lambda: held(session) == [1])
@@ -152,7 +152,7 @@ for number in (signal.SIGALRM, signal.SIGCHLD, signal.SIGWINCH, signal.SIGUSR1):
     assert len(session.broker.messages) == 1
 
 
-def test_handler_of_an_interrupt_is_called_and_put_back(session, compiled):
+def test_guard_calls_and_restores_the_interrupt_handler(session, compiled):
     program = compiled("waiter", "-ldl")
     session.page.set_gate(pages.CLOSED)
     child = session.child([str(program), "handler"])
@@ -184,7 +184,7 @@ def test_interrupt_ends_a_process_without_a_handler(session, compiled):
     assert child.process.wait(60) == -signal.SIGINT
 
 
-def test_handler_that_is_set_during_a_wait_stays(session, waiting):
+def test_handler_that_a_program_sets_during_a_wait_stays(session, waiting):
     waiting.do("""
 t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
 """)
@@ -196,7 +196,7 @@ t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
 
 
 def test_new_handler_during_a_wait_ends_the_wait_too(session, waiting, until):
-    """An IPython kernel sets a handler for each cell, while threads of earlier cells wait."""
+    """An IPython kernel sets a handler for each cell, also while threads of earlier cells wait."""
     waiting.do("""
 results = []
 t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.start()
@@ -217,7 +217,7 @@ t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.sta
 
 
 def test_handlers_that_call_each_other_terminate(session, waiting, compiled):
-    """During a wait a library installs a handler that calls the guard's, also in the next wait."""
+    """During a wait a library installs a handler that calls the guard's, also in later waits."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(f"F = ctypes.CDLL({str(library)!r}); called = ctypes.c_int.in_dll(F, 'called')")
     waiting.do(NOTE)
@@ -251,8 +251,8 @@ def test_interrupt_ends_a_pause_too(session, waiting, until):
 # ---------------------------------------------------------------------- the interpreter
 
 
-def test_other_threads_of_the_interpreter_run_meanwhile(session, waiting):
-    """They run even if the caller holds the interpreter's lock."""
+def test_other_threads_of_the_interpreter_run_during_a_wait(session, waiting):
+    """The other threads run even if the caller held the interpreter's lock."""
     waiting.send("""
 ticks, stop = 0, False
 def tick():
@@ -275,7 +275,7 @@ stop = True
 
 
 def test_thread_unknown_to_the_interpreter_can_wait(session, waiting, compiled):
-    """The process has an interpreter, but this thread has no state to save."""
+    """The process has an interpreter, but this thread has no interpreter state to save."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(f"F = ctypes.PyDLL({str(library)!r})")
     assert waiting.do("_ = F.begin()") == 0
@@ -287,7 +287,7 @@ def test_thread_unknown_to_the_interpreter_can_wait(session, waiting, compiled):
 
 
 def test_suspended_kernel_shuts_down_without_a_lease(session, waiting):
-    """The end of the process frees what destructors free as the interpreter ends."""
+    """The end of the process frees everything, so the destructors' calls need not free it."""
     waiting.do("""
 class Tensor:
     def __del__(self, write=os.write, free=C.cuCtxSynchronize):
@@ -322,7 +322,7 @@ def test_call_without_a_broker_fails_after_five_seconds(session, waiting):
     assert AWAY - 0.1 < time.monotonic() - begun < AWAY + BUSY
 
 
-def test_call_fails_if_its_broker_dies_meanwhile(session, waiting):
+def test_call_fails_if_its_broker_dies_during_the_wait(session, waiting):
     waiting.send("_ = C.cuCtxSynchronize()")
     session.broker.asked(1)
     begun = time.monotonic()
@@ -343,7 +343,7 @@ def test_restarted_broker_is_asked_again(session, waiting):
 
 @pytest.fixture
 def service(session):
-    """Return a socket of a machine-wide service, which leads to the session's broker."""
+    """Return the socket of a service for the whole machine. It leads to the session's broker."""
     folder = Path(f"/run/gpupool-test-{os.getpid()}")
     try:
         folder.mkdir()
@@ -355,8 +355,8 @@ def service(session):
     shutil.rmtree(folder)
 
 
-def test_machines_broker_is_awaited_and_never_started(session, service):
-    """Only the service manager may start it, and may take long."""
+def test_guard_waits_for_a_service_and_never_starts_it(session, service):
+    """Only the service manager may start this broker, and that may take long."""
     Path(f"{service}.start.json").write_text("{}")
     called = session.folder / "called"
     child = session.child(GPUPOOL_SOCKET=str(service), GPUPOOL_REVIVE=f"touch {called}")
@@ -372,7 +372,7 @@ def test_machines_broker_is_awaited_and_never_started(session, service):
 
 
 def test_dead_broker_is_started_by_one_process_at_a_time(session, until):
-    """The program that starts it is no child of the process, and has a clean environment."""
+    """The program that starts the broker is no child of the process. Its environment is clean."""
     out = session.folder / "out"
     command = f"{{ echo $PPID; env; }} >> {out}; sleep 5 &"
     child = session.child(GPUPOOL_REVIVE=command)
@@ -390,7 +390,7 @@ def test_dead_broker_is_started_by_one_process_at_a_time(session, until):
     assert lines[0] == str(child.pid)
     assert sum(line.startswith("PATH=") for line in lines) == 1
     assert not any(line.startswith(("LD_PRELOAD", "GPUPOOL_")) for line in lines)
-    # The shell has ended; its background process is no child of this process.
+    # The shell has ended, and its background process is not a child of this process.
     assert child.do("_ = open('/proc/self/task/%d/children' % os.getpid()).read()") == ""
     session.broker.answer = session.attach_on_request
     session.broker.start()
@@ -410,7 +410,7 @@ def test_call_fails_at_once_if_starts_have_failed(session, waiting):
     answers = [child.do(timed) for _ in range(3)]
     assert {error for error, _ in answers} == {NOT_READY}
     assert min(seconds for _, seconds in answers) < AWAY / 2
-    # The next attempt is due: the guard makes it and waits.
+    # The next attempt is due: the guard makes the attempt and waits.
     failed.write_text(json.dumps({"count": 3, "due": time.time() - 1, "message": "no"}))
     child.send("_ = C.cuCtxSynchronize()")
     assert not child.answers(AWAY + 1)
@@ -439,7 +439,7 @@ def test_refused_attach_fails_the_call(session, waiting):
     assert waiting.do("_ = alloc(1 << 20)") == NOT_READY
 
 
-def test_answer_behind_a_gate_closed_again_is_no_lease(session, waiting):
+def test_answer_is_no_lease_if_the_gate_has_closed_again(session, waiting):
     asked = threading.Event()
 
     def answer(message):
@@ -469,7 +469,7 @@ def test_growth_names_the_sessions_device(session):
 
 
 def test_refused_growth_is_not_requested_until_a_change(session):
-    """The page has the refused total: the guard asks only for less, or once the total is gone."""
+    """The page has the refused total. The guard asks for less, or when the total is gone."""
     child = session.child()
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}
@@ -477,20 +477,22 @@ def test_refused_growth_is_not_requested_until_a_change(session):
     session.page.set_vain([700 << 20], an_hour)
     assert child.do("_ = [alloc(700 << 20) for _ in range(50)]") == [OUT_OF_MEMORY] * 50
     assert session.broker.messages == []
-    assert child.do("_ = alloc(668 << 20)") == OUT_OF_MEMORY  # the total, with the context
+    # With the context, this is the refused total.
+    assert child.do("_ = alloc(668 << 20)") == OUT_OF_MEMORY
     assert session.broker.messages == []
-    assert child.do("_ = alloc(660 << 20)") == OUT_OF_MEMORY  # less than the refused total
+    # With the context, this is less than the refused total.
+    assert child.do("_ = alloc(660 << 20)") == OUT_OF_MEMORY
     assert len(session.broker.messages) == 1
-    assert child.do("_ = alloc(400 << 20) > 1 << 20") is True  # it fits in the grant
+    assert child.do("_ = alloc(400 << 20) > 1 << 20") is True  # this fits in the grant
     session.page.set_vain([], 0)
     assert child.do("_ = alloc(700 << 20)") == OUT_OF_MEMORY
     assert len(session.broker.messages) == 2
-    session.page.set_vain([1 << 20], time.monotonic_ns() - 1)  # expired
+    session.page.set_vain([1 << 20], time.monotonic_ns() - 1)  # the refused total has expired
     assert child.do("_ = alloc(700 << 20)") == OUT_OF_MEMORY
     assert len(session.broker.messages) == 3
 
 
-def test_remembered_refusal_still_reaps_dead_processes(session):
+def test_dead_processes_are_reaped_despite_an_earlier_refusal(session):
     child, other = session.child(), session.child()
     assert child.do("_ = context()") == other.do("_ = context()") == 0
     assert other.do("_ = alloc(300 << 20) > 1 << 20") is True
@@ -502,7 +504,7 @@ def test_remembered_refusal_still_reaps_dead_processes(session):
 
 
 def test_wait_for_growth_delays_no_suspend(session, until):
-    """The call is not inside the driver: the session can be suspended, and the call then waits."""
+    """The call is not inside the driver. So the session can be suspended while the call waits."""
     child = session.child()
     assert child.do("_ = context()") == 0
     asked, go = threading.Event(), threading.Event()
@@ -553,7 +555,7 @@ def test_failed_request_for_growth_is_not_out_of_memory(session, way):
         "cuMemAlloc_v2(ctypes.byref(x), ctypes.c_size_t(4096))",
     ],
 )
-def test_calls_without_cuinit_neither_wait_nor_ask(session, call, hidden):
+def test_calls_without_cuinit_neither_wait_nor_ask_the_broker(session, call, hidden):
     """A user who hides all GPUs, or forgets cuInit, gets the driver's own error."""
     session.page.set_gate(pages.CLOSED)
     child = session.child(**({"CUDA_VISIBLE_DEVICES": ""} if hidden else {}))
@@ -567,7 +569,7 @@ def test_calls_without_cuinit_neither_wait_nor_ask(session, call, hidden):
 
 
 def test_call_asks_again_when_the_broker_is_busy(session, waiting):
-    """Its user has too many connections; that is no reason to fail a CUDA call."""
+    """The user has too many connections, but this is no reason to fail a CUDA call."""
     answers = [{"type": "error", "id": None, "code": "busy", "message": "M."}] * 3
     session.broker.answer = lambda message: (
         answers.pop() if answers else session.attach_on_request(message)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The launch window: while the slice is contended, what is submitted drains in milliseconds."""
+"""The launch window: while the slice is contended, submitted work is done within milliseconds."""
 
 import time
 
@@ -9,10 +9,11 @@ import pytest
 from jupyter_gpupool.guard import page as pages
 from tests.emulated import PTX
 
-#: Of a launch that takes long for a kernel, and how many make a queue that is worth seconds.
+#: SLOW_MS: milliseconds of a launch that is long for a kernel. MANY: so many launches make a queue
+#: of seconds.
 SLOW_MS, MANY = 5, 400
 
-#: Seconds of the queue's work that may be left: the window settles at about 20 ms of it.
+#: The most seconds of work that the queue may have left. The window settles at about 20 ms of work.
 SHORT = 0.3
 
 LAUNCH = """
@@ -58,7 +59,7 @@ def child(session):
     return made
 
 
-def test_uncontended_program_submits_without_bound(child):
+def test_uncontended_program_submits_without_a_limit(child):
     assert child.do(f"launches({MANY}, {SLOW_MS}); _ = left()") > MANY * SLOW_MS / 1000 / 2
 
 
@@ -70,15 +71,15 @@ def test_contended_program_has_little_work_in_flight(session, child):
 
 
 def test_window_opens_for_short_kernels(session, child):
-    """After a few waits that were short, hundreds of launches go without one."""
+    """After a few short waits, hundreds of launches follow without a wait."""
     session.page.set_contended(True)
     child.do("launches(2100, 0.001); assert C.cuCtxSynchronize() == 0")
     assert child.do("launches(300, 5); _ = left()") > 0.5
-    # But the wait that ends that is long, and the window is small again.
+    # But the next wait is long, and then the window is small again.
     assert child.do(f"launches(2100, 1); launches(100, {SLOW_MS}); _ = left()") < SHORT
 
 
-def test_each_stream_is_bounded(session, child):
+def test_window_limits_each_stream(session, child):
     session.page.set_contended(True)
     child.do("streams = [handle(C.cuStreamCreate, 1) for _ in range(3)]")
     seconds = child.do("""
@@ -91,7 +92,7 @@ _ = left()
 
 
 @pytest.mark.parametrize("launch", ["graph", "per-thread", "extended", "cooperative"])
-def test_every_way_to_launch_is_bounded(session, child, launch):
+def test_window_limits_every_way_to_launch(session, child, launch):
     child.do("""
 class Config(ctypes.Structure):
     _fields_ = [("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p),
@@ -162,8 +163,8 @@ t.join()
     assert child.do("_ = problems") == []
 
 
-def test_other_threads_of_the_interpreter_run_meanwhile(session, child):
-    """Also where the launch is made with its lock held: a host function may need that lock."""
+def test_other_threads_of_the_interpreter_run_during_a_wait(session, child):
+    """They run even if the caller holds the interpreter's lock: a host function may need it."""
     session.page.set_contended(True)
     ticks = child.do("""
 ticks, stop = 0, False
@@ -182,8 +183,8 @@ stop = True
     assert ticks[1] > 50
 
 
-def test_work_on_another_stream_is_not_waited_for(session, child):
-    """It may wait for something that this thread submits now."""
+def test_launch_does_not_wait_for_work_on_another_stream(session, child):
+    """The work on the other stream may wait for work that this thread submits now."""
     session.page.set_contended(True)
     child.do("other = handle(C.cuStreamCreate, 1); launches(1, 4000, other)")
     begun = time.monotonic()
@@ -193,7 +194,7 @@ def test_work_on_another_stream_is_not_waited_for(session, child):
 
 
 def test_gate_that_closes_ends_the_wait(session, child, until):
-    """The launch is not counted inside for longer than a moment: the suspend need not wait."""
+    """The launch is soon no longer counted as inside, so the suspend need not wait for it."""
     session.page.set_contended(True)
     child.do("launches(1, 1)")
     child.send("launches(4, 2000); _ = left()")
@@ -207,7 +208,7 @@ def test_gate_that_closes_ends_the_wait(session, child, until):
     assert child.reply() >= 0
 
 
-def test_child_of_a_fork_has_a_window_of_its_own(session, child):
+def test_forked_child_of_a_contended_process_gets_an_answer(session, child):
     session.page.set_contended(True)
     child.do(f"launches({MANY}, 1)")
     assert (

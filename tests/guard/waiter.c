@@ -1,10 +1,10 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * A program without an interpreter that makes one call and says how it ended.
+ * A program without an interpreter that makes one call and prints its result.
  *
- * waiter handler|default|ignore: what SIGINT is to it.
- * waiter exit: has a context and says how a call ends that is made as it exits.
+ * waiter handler|default|ignore: how the program handles SIGINT. waiter exit: the program has a
+ * context, makes a call while it exits, and prints the result of that call.
  */
 #include <dlfcn.h>
 #include <signal.h>

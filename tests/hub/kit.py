@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A real JupyterHub with its proxy, real accounts, and the broker under the service's rules.
+"""A real JupyterHub with its proxy, real accounts, and a broker with the service's rights.
 
-The long form has an environment of its own and accounts that it makes; the short one has neither.
+The long form has its own environment, and makes its own accounts. The short form has neither.
 """
 
 from __future__ import annotations
@@ -28,37 +28,41 @@ from tests.broker import kit
 from tests.broker.kit import wait_until
 from tests.server.kit import Cells
 
-#: Made by ``make test-hub``.
+#: ``make test-hub`` makes this environment.
 HUB = kit.ROOT / ".venv-hub"
 EXAMPLES = kit.ROOT / "examples"
 TOKEN, OURS = "token-of-the-test", "token-of-the-broker"
 
 
 class Installed(NamedTuple):
-    """An environment with JupyterHub: where its programs are, and which is the proxy."""
+    """An environment with JupyterHub: the folder of its programs, and its proxy."""
 
     bin: Path
     proxy: Path
 
 
-#: Any account can read its files; its proxy is the program of Node.js that sites have.
+#: Any account can read the files of this environment. Its proxy is the Node.js program that sites
+#: use.
 OWN = Installed(HUB / "bin", HUB / "chp" / "node_modules" / ".bin" / "configurable-http-proxy")
 
-#: That of the tests; its proxy is a package of PyPI, so that it needs no other package registry.
+#: The environment of the tests. Its proxy is a package of PyPI, so no other package registry is
+#: needed.
 TESTS = Installed(
     Path(sys.executable).parent, Path(sys.executable).with_name("configurable-http-proxy")
 )
 
 
 class Account:
-    """A user of this machine, for the time of a test."""
+    """An account on this machine that exists during a test."""
 
     def __init__(self, name):
         self.name = name
         subprocess.run(["useradd", "--create-home", name], check=True, timeout=60)
 
     def close(self):
-        """End what runs as this user (a Hub that was killed leaves servers), and remove it."""
+        """End all processes of this user, such as servers of a killed Hub, and
+        remove the account.
+        """
         uid = pwd.getpwnam(self.name).pw_uid
 
         def running():
@@ -77,7 +81,9 @@ class Account:
 
 
 class MachineBroker(kit.Broker):
-    """The machine's broker, root with the capabilities that the service's unit leaves it."""
+    """The machine's broker: root, but only with the capabilities that the unit of
+    the service allows.
+    """
 
     def start(self):
         names = ",".join("+" + name.removeprefix("CAP_").lower() for name in CAPABILITIES)
@@ -100,7 +106,7 @@ class MachineBroker(kit.Broker):
 
 
 def free_ports(count):
-    """Return free ports below those that Linux gives to a program that asks for any port."""
+    """Return free ports below the range from which Linux chooses a port itself."""
     with ExitStack() as open_ones:
         found = []
         while len(found) < count:
@@ -112,9 +118,10 @@ def free_ports(count):
 
 
 class Hub:
-    """JupyterHub with the example's configuration, and what a test must choose itself.
+    """JupyterHub with the example's configuration, and values that a test must choose itself.
 
-    ``course``: who has the example's role; ``environment`` and ``arguments``: more for the servers.
+    ``course``: the users who have the example's role. ``environment`` and ``arguments``:
+    additions for the servers.
     """
 
     def __init__(self, folder, pool_socket, *, course, installed=OWN, environment=(), arguments=()):
@@ -122,7 +129,7 @@ class Hub:
         self.installed = installed
         self.log = self.folder / "hub.log"
         self.process = None
-        #: Further environment variables of the Hub.
+        #: More environment variables for the Hub.
         self.variables = {}
         self._cells = []
         self.ports = dict(zip(("public", "api", "hub"), free_ports(3), strict=True))
@@ -168,7 +175,7 @@ c.Spawner.default_url = "/tree"
     def start(self):
         path = f"{self.installed.bin}:{os.environ['PATH']}"
         environment = {**kit.environment(self.folder), "PATH": path, **self.variables}
-        # As an installed one reads it: with the environment's own kernels and extensions.
+        # Like an installed Hub, it reads the environment's own kernels and extensions.
         for name in ("JUPYTER_NO_CONFIG", "JUPYTER_PREFER_ENV_PATH"):
             environment.pop(name)
         with self.log.open("ab") as log:
@@ -192,20 +199,20 @@ c.Spawner.default_url = "/tree"
         self.process = None
 
     def close(self):
-        """End the Hub, its proxy and its servers, which outlive it."""
+        """End the Hub, and then its proxy and its servers, which outlive the Hub."""
         for cells in self._cells:
             cells.close()
         if self.process is not None:
             self.process.kill()
             self.process.wait(60)
             proxy = self.folder / "jupyterhub-proxy.pid"
-            if proxy.exists():  # it has a session of its own
+            if proxy.exists():  # the proxy has its own session
                 with suppress(ProcessLookupError):
                     os.kill(int(proxy.read_text()), signal.SIGKILL)
         wait_until(lambda: not self._end_servers(), "the end of the Hub's servers and kernels")
 
     def _end_servers(self):
-        """Kill the servers that are left, with their kernels; return their numbers."""
+        """Kill the remaining servers with their kernels; return their process ids."""
         mark = f"JUPYTERHUB_API_URL=http://127.0.0.1:{self.ports['hub']}/".encode()
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
@@ -216,7 +223,7 @@ c.Spawner.default_url = "/tree"
         return found
 
     def call(self, method, path, body=None, *, bare=False):
-        """Call the Hub's REST API; fail unless it agrees."""
+        """Call the Hub's REST API; fail if it reports an error."""
         answer = requests.request(
             method, f"http://127.0.0.1:{self.ports['public']}/hub/api{path}", json=body,
             headers={"Authorization": f"token {TOKEN}"}, timeout=240,
@@ -240,7 +247,9 @@ c.Spawner.default_url = "/tree"
         return f"/user/{user}/{server}/" if server else f"/user/{user}/"
 
     def kernel(self, path, running=""):
-        """Start a pooled kernel of a server, or take the ``running`` one; return its cells."""
+        """Start a pooled kernel on a server, or use the ``running`` one; return
+        an object that runs its cells.
+        """
         base, headers = f"127.0.0.1:{self.ports['public']}{path}api/kernels", {
             "Authorization": f"token {TOKEN}"
         }  # fmt: skip

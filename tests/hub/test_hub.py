@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""JupyterHub with two accounts of the machine, and the machine's broker between them.
+"""JupyterHub with two accounts of the machine, which share GPUs through the machine's broker.
 
-The configuration is the one of ``examples/jupyterhub``; ``make test-hub`` makes the environment.
+The configuration is that of ``examples/jupyterhub``. ``make test-hub`` makes the environment.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make accounts and be the service"),
 ]
 
-#: Data on the device that a suspend must keep.
+#: Puts data on the device, which a suspend must keep.
 FILL = """
 from cuda.core import Device
 device = Device(); device.set_current(); stream = device.create_stream()
 buffer = device.allocate(64 << 20, stream=stream); buffer.fill(%d, stream=stream); stream.sync()
 """
 
-#: Whether each byte is what it was.
+#: Fails if a byte of the data has changed.
 CHECK = """
 import ctypes
 from cuda.bindings import driver
@@ -51,7 +51,7 @@ def site():
     names = [f"gpool-{who}-{os.getpid()}" for who in ("ada", "bob")]
     broker = MachineBroker(
             folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB,
-            preempt=["class", "guarantee", "burst"],  # no turns: a slice can be kept
+            preempt=["class", "guarantee", "burst"],  # without turns, a kernel can keep its slice
         )  # fmt: skip
     broker.socket = where / "broker.sock"
     accounts, hub = [], None
@@ -60,7 +60,8 @@ def site():
             accounts.append(Account(name))
         hub = Hub(
             folder, broker.socket, course=names[1:],
-            environment={"JUPYTERHUB_ACTIVITY_INTERVAL": "1"},  # for the culler
+            # The culler needs recent activity times.
+            environment={"JUPYTERHUB_ACTIVITY_INTERVAL": "1"},
         )  # fmt: skip
         hub.start()
         broker.start()
@@ -86,13 +87,13 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
     hub, broker, ada, bob = site
     path = hub.spawn(ada)
     mine = hub.kernel(path)
-    theirs = hub.kernel(hub.spawn(bob, "second"))  # a named server is the same user
+    theirs = hub.kernel(hub.spawn(bob, "second"))  # the named server belongs to the same user
     mine.run("%gpu 300MiB")
     mine.run(FILL % 7)
-    theirs.run(FILL % 9)  # one GPU, and room for one: the first kernel is suspended
+    theirs.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
     found = owners(broker)
     assert {name: session["group"] for name, session in found.items()} == {
-        ada: "students", bob: "course"  # bob by a role of the Hub
+        ada: "students", bob: "course"  # the group of bob comes from a role of the Hub
     }  # fmt: skip
     assert found[ada]["suspended_bytes"] > 0
     mine.run(CHECK % 7)
@@ -103,9 +104,9 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
     theirs.run(CHECK % 9)
     hub.kernel(path)
     groups = {s["group"] for s in broker.status()["sessions"] if s["owner"] == ada}
-    assert groups == {"students", "research"}  # the new kernel, and the one from before
+    assert groups == {"students", "research"}  # of the earlier kernel, and of the new kernel
 
-    # A restart of the Hub ends no server, and no kernel.
+    # A restart of the Hub ends no server and no kernel.
     hub.stop()
     hub.start()
     assert set(owners(broker)) == {ada, bob}
@@ -114,7 +115,7 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
 
 
 @pytest.mark.timeout(1800)
-def test_idle_culler_ends_an_idle_server_but_none_that_waits(site):
+def test_culler_ends_an_idle_server_but_no_waiting_one(site):
     hub, broker, ada, bob = site
     theirs = hub.kernel(hub.spawn(bob))
     theirs.run(FILL % 9)
@@ -131,7 +132,7 @@ def test_idle_culler_ends_an_idle_server_but_none_that_waits(site):
         env={**os.environ, "JUPYTERHUB_API_TOKEN": TOKEN},
     )  # fmt: skip
     try:
-        # The culler ends the other server, whose kernel keeps the only GPU.
+        # The culler ends the other server, whose kernel has kept the only GPU so far.
         assert mine.end(cell)["status"] == "ok"
     finally:
         culler.kill()

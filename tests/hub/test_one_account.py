@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A real JupyterHub with one account, that of the tests: the short form of ``test_hub.py``.
+"""A real JupyterHub with only the account of the tests: the short form of ``test_hub.py``.
 
-Two accounts, the service's capabilities, restarts and the proxy of Node.js are in the long form.
+The long form has two accounts, the service's capabilities, restarts and the Node.js proxy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .test_hub import CHECK, FILL, owners
 
 @pytest.fixture
 def site():
-    """A Hub whose only user runs the tests, and a broker that asks it for groups."""
+    """A Hub whose only user runs the tests, and a broker that asks the Hub for groups."""
     folder = kit.short_folder()
     name = pwd.getpwuid(os.geteuid()).pw_name
     broker = kit.Broker(folder, emulate=kit.ONE, default_memory=200 * kit.MiB)
@@ -36,7 +36,7 @@ def site():
                    "--LanguageServerManager.autodetect=False"],
     )  # fmt: skip
     settings = broker.config_file
-    broker.config_file = folder / "pool.py"  # the example, and a broker for a test
+    broker.config_file = folder / "pool.py"  # the example, plus the options of a test broker
     with broker.config_file.open("a") as file:
         file.write(f"c.GPUPool.update(json.loads(Path({str(settings)!r}).read_text())['GPUPool'])")
     try:
@@ -54,10 +54,12 @@ def test_role_of_the_hub_limits_the_kernel_of_its_user(site):
     hub, broker, name = site
     kernel = hub.kernel(hub.spawn(name))
     kernel.run(FILL % 7)
-    refused = kernel.end(kernel.begin("%gpu 300MiB"))  # the example gives the course half a GPU
+    # In the example, the course may have half a GPU.
+    refused = kernel.end(kernel.begin("%gpu 300MiB"))
     assert "your group course may have at most 256 MiB" in refused["evalue"]
     (session,) = broker.status()["sessions"]
-    assert (session["owner"], session["group"]) == (name, "course")  # by a role of the Hub
+    # The group comes from a role of the Hub.
+    assert (session["owner"], session["group"]) == (name, "course")
     assert [s["granted_bytes"] for s in session["slices"]] == [200 * kit.MiB]
     kernel.run(CHECK % 7)
     hub.call("DELETE", f"/users/{name}/server")

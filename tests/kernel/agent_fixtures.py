@@ -17,7 +17,8 @@ from packaging.utils import canonicalize_name
 
 from tests.broker import forks
 
-#: An environment with ipykernel 6 and without this package; it is made once and kept.
+#: An environment with ipykernel 6 and without this package. The first run makes it, later runs
+#: use it.
 OLD_VENV = ROOT / ".venv-ipykernel629"
 
 
@@ -26,7 +27,7 @@ def old_python() -> str:
     """Return the interpreter of an environment with ipykernel 6.29.5 and without this package."""
     python = OLD_VENV / "bin" / "python"
     done = OLD_VENV / "complete"
-    # Test workers are separate processes: the first makes the environment, the others wait.
+    # Test workers are separate processes: the first worker makes the environment, the others wait.
     with (Path(sys.prefix) / "old-venv.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
@@ -42,7 +43,7 @@ def old_python() -> str:
 
 
 def _link_requirements(folder: Path) -> None:
-    """Link what ipykernel requires from this environment: to install it anew takes 10 s."""
+    """Link the requirements of ipykernel from this environment: a new installation takes 10 s."""
     seen = {"ipykernel"}
     wanted = _requirements("ipykernel")
     while wanted:
@@ -59,7 +60,7 @@ def _link_requirements(folder: Path) -> None:
 
 
 def _requirements(name: str) -> list[str]:
-    """Return the names of what an installed package requires on this machine."""
+    """Return the names of the installed requirements of a package."""
     lines = map(Requirement, distribution(name).requires or ())
     return [
         canonicalize_name(line.name)

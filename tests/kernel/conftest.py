@@ -30,7 +30,7 @@ def python(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def start(broker: ScriptedBroker) -> Iterator[Callable[..., Kernel]]:
-    """Start kernels that belong to ``broker``."""
+    """Return a function that starts kernels of ``broker``."""
     kernels: list[Kernel] = []
 
     def begin(python: str = this_python(), **options: str) -> Kernel:
@@ -47,5 +47,5 @@ def start(broker: ScriptedBroker) -> Iterator[Callable[..., Kernel]]:
 
 @pytest.fixture
 def kernel(start: Callable[..., Kernel], python: str) -> Kernel:
-    """Return a kernel of the broker; each test runs once with each ipykernel."""
+    """Return a kernel of the broker; each test runs once with each version of ipykernel."""
     return start(python)

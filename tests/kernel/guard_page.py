@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a guard writes into the session's page; here the test writes it.
+"""Writes the session's page in place of a guard.
 
-The agent only reads the page and the list of mapped files. A page and an empty library with the
-guard's name make it believe that there is a guard.
+The agent only reads the page and the list of mapped files. So a page, and an empty library with
+the guard's name, make the agent believe that there is a guard.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GuardPage:
         }
 
     def grant(self, device: str, granted: int, limit: int, epoch: int = 1) -> None:
-        """Open the gate with this many bytes granted."""
+        """Open the gate, with this many bytes granted."""
         self.page.set_devices([device])
         self.page.set_grant([granted], limit, epoch)
         self.page.set_gate(UNUSED)

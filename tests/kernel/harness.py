@@ -24,7 +24,7 @@ AGENT = "--IPKernelApp.extra_extensions=jupyter_gpupool.kernel"
 
 
 class Execution:
-    """One execute request: its reply, and its outputs as a notebook would save them."""
+    """One execute request, with its reply and its outputs as a notebook would save them."""
 
     def __init__(self, kernel: Kernel, msg_id: str) -> None:
         self.kernel = kernel
@@ -43,7 +43,9 @@ class Execution:
             self.kernel.read(deadline, self)
 
     def shows(self, text: str, timeout: float = 60) -> None:
-        """Wait until the outputs contain ``text``; a wait may first be shown without its place."""
+        """Wait until the outputs contain ``text``. A wait may first be shown
+        without its queue position.
+        """
         deadline = time.monotonic() + timeout
         while text not in self.text:
             self.kernel.read(deadline, self)
@@ -67,7 +69,9 @@ class Execution:
 
     @property
     def outputs(self) -> list[dict[str, Any]]:
-        """Return the outputs left after ``clear_output`` and ``update_display_data`` messages."""
+        """Return the outputs that remain after ``clear_output`` and
+        ``update_display_data`` messages.
+        """
         left: list[dict[str, Any]] = []
         for message in self.messages:
             kind = message["msg_type"]
@@ -75,7 +79,7 @@ class Execution:
                 assert not message["content"]["wait"]
                 left.clear()
             elif kind == "stream" and left and left[-1].get("name") == message["content"]["name"]:
-                left[-1]["text"] += message["content"]["text"]  # as notebooks join them
+                left[-1]["text"] += message["content"]["text"]  # joined as in a notebook
             elif kind == "update_display_data":
                 for output in left:
                     if output.get("transient") == message["content"]["transient"]:
@@ -131,7 +135,7 @@ class Kernel:
         return self.start(code, **options).done()
 
     def value(self, expression: str) -> str:
-        """Return an expression's text, without a cell that would take a hold."""
+        """Return the text of an expression, evaluated without a cell: a cell would take a hold."""
         execution = self.run("", user_expressions={"it": expression}, silent=True)
         assert execution.reply is not None
         found = execution.reply["user_expressions"]["it"]
@@ -166,28 +170,31 @@ class Kernel:
         self.manager.cleanup_resources()
 
 
-#: What a kernelspec has behind its Python.
+#: The words after the Python in a kernelspec.
 IPYKERNEL = ["-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
 def private_connection_file() -> str:
-    """Return a path whose folder no other kernel uses: its sockets are in that folder."""
+    """Return a path in a folder that no other kernel uses: the kernel's sockets
+    are in that folder.
+    """
     folder = tempfile.mkdtemp(prefix="gpk")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return f"{folder}/k.json"
 
 
 def private_manager(kernel_name: str) -> KernelManager:
-    """Return a manager whose kernel has sockets of its own.
+    """Return a manager whose kernel has its own sockets.
 
-    Not TCP: ports are chosen before they are bound, and another test may take one in between.
+    They are not TCP sockets: TCP ports are chosen before they are bound, and another test may
+    take one in between.
     """
     file = private_connection_file()
     return KernelManager(kernel_name=kernel_name, transport="ipc", connection_file=file)
 
 
 def start_kernel(python: str, env: dict[str, str], *, agent: bool = True, **extra: str) -> Kernel:
-    """Start ipykernel of the interpreter ``python`` with the agent, and without a provisioner."""
+    """Start ipykernel with the interpreter ``python`` and the agent, but without a provisioner."""
     manager = private_manager("python3")
     manager.kernel_spec.argv[0] = python
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL_")}

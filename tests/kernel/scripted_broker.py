@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose answers the test decides: queues, refusals, delays and death, on demand.
+"""A broker whose answers the test decides: it queues, refuses, delays or dies on demand.
 
-It speaks the real protocol on a real socket, checks every request as the real broker does, and
-records them. Without a script it grants everything at once.
+The broker uses the real protocol on a real socket. It checks every request as the real broker
+does, and records the request. Without a script, it grants everything at once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ GiB = 1 << 30
 DEVICE = "GPU-5c21ed00-0000-0000-0000-000000000001"
 OTHER_DEVICE = "GPU-5c21ed00-0000-0000-0000-000000000002"
 
-#: A script: gets the message, returns the answer's fields, raises a refusal, or returns None for
-#: "no answer yet" (see ``ScriptedBroker.answer``).
+#: A script gets the message, and returns the answer's fields, raises a refusal, or returns None
+#: for "no answer yet" (see ``ScriptedBroker.answer``).
 Script = Callable[[Message], "dict[str, Any] | None"]
 
 
 class ScriptedBroker:
-    """One broker at ``path``; ``start`` and ``die`` may alternate."""
+    """One broker at ``path``; a test may call ``start`` and ``die`` in turns."""
 
     def __init__(self, path: Path, *, attach: str = "cell") -> None:
         self.path = path
@@ -52,7 +52,7 @@ class ScriptedBroker:
         }
         self.limits: dict[str, Any] = {"memory": 16 * GiB}
         self.env: dict[str, str] = {}
-        #: Whether kernels have to be retired before they are killed.
+        #: Whether the provisioner must retire kernels before it kills them.
         self.retire = False
         self.sessions: dict[str, dict[str, Any]] = {}
         self._opened = 0
@@ -89,12 +89,14 @@ class ScriptedBroker:
         asyncio.run(serve())
 
     def hang_up(self) -> None:
-        """Cut all connections. A script may call this, to die and be back at once."""
+        """Cut all connections. A script may call this, as if the broker died and
+        came back at once.
+        """
         for writer in list(self._writers):
             writer.transport.abort()
 
     def die(self) -> None:
-        """End like a killed process: cut the connections, leave the socket file."""
+        """End without an answer, as if killed: cut the connections, and remove the socket file."""
         if self._thread is None:
             return
         assert self._loop is not None
@@ -109,7 +111,7 @@ class ScriptedBroker:
     # ------------------------------------------------------------------ what tests do
 
     def push(self, kind: str, /, **fields: Any) -> None:
-        """Push to the agent that connected last."""
+        """Push a message to the agent that connected last."""
 
         def send() -> None:
             self._agents[-1].write(encode({"type": kind, **fields}))
@@ -117,11 +119,11 @@ class ScriptedBroker:
         self._run(send)
 
     def hold_back(self, kind: str = "hold") -> None:
-        """From now on answer messages of this kind only by :meth:`answer`."""
+        """From now on, answer messages of this kind only when :meth:`answer` is called."""
         self.scripts[kind] = lambda message: None
 
     def grant(self, hold: str) -> None:
-        """Answer a hold that was held back: grant its slice."""
+        """Answer a hold that has no answer yet: grant its slice."""
         self._run(lambda: self.answer(hold, self.lease()))
 
     def refuse(self, hold: str, error: GPUPoolError) -> None:
@@ -146,7 +148,7 @@ class ScriptedBroker:
         return [{"device": self.device, "bytes": self.request["memory"]}]
 
     def ask_back(self) -> Message:
-        """Ask the agent for its slice and return its answer."""
+        """Ask the agent to yield its slice; return the agent's answer."""
         before = len(self.seen("yielded"))
         self.push("yield", epoch=self.epoch)
         answer = self.wait_for("yielded", count=before + 1)
@@ -179,7 +181,7 @@ class ScriptedBroker:
                     raise AssertionError(f"no {kind} {fields} (number {count}); got {got}")
 
     def live_holds(self) -> set[str]:
-        """Return the holds that were taken and not dropped, according to the messages."""
+        """Return the holds that the messages have taken and not dropped."""
         live: set[str] = set()
         with self._changed:
             for message in self.messages:
@@ -245,7 +247,7 @@ class ScriptedBroker:
             if request_id is not None and fields is not None:
                 self._pending.pop(message.get("hold", ""), None)
                 answer = {"type": "ok", "id": request_id, **fields}
-        # Before the answer: a test reads the messages once its request has been answered.
+        # The message is recorded before the answer: after its answer, a test reads the messages.
         with self._changed:
             self.messages.append(message)
             self._changed.notify_all()

@@ -41,7 +41,7 @@ print("good")
 """
 
 
-def test_probe_detects_cuinit_and_does_not_call_it(tmp_path: Any) -> None:
+def test_probe_detects_cuinit_without_a_call_of_it(tmp_path: Any) -> None:
     machine = parse_machine("1x1GiB")
     env = environment(machine, tmp_path / "state", base=os.environ)
     done = subprocess.run(
@@ -58,7 +58,8 @@ def test_probe_detects_cuinit_and_does_not_call_it(tmp_path: Any) -> None:
 def test_visible_devices_are_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     show_devices(())
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"  # not empty: the driver would keep that
+    # Not empty, because the driver would keep an empty value.
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     show_devices(("GPU-a", "GPU-b"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"
 
@@ -69,7 +70,7 @@ def test_cap_leaves_room_for_the_context_and_is_never_zero() -> None:
 
 
 class FakeTorch(types.ModuleType):
-    """The part of torch.cuda 2.x that the caps use."""
+    """The part of torch.cuda 2.x that the code for the caps uses."""
 
     def __init__(self, initialised: bool) -> None:
         super().__init__("torch")
@@ -112,13 +113,13 @@ def test_torch_gets_one_cap_for_each_size(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(torch.fractions) == 3
 
 
-def test_torch_is_never_initialised_for_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_never_initialised_only_to_set_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch(initialised=False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     caps(cuda=False).apply((Slice("GPU-a", 4 * GiB),))
     assert torch.fractions == []
     torch.initialised = True
-    for function in torch.queued:  # as torch does at the end of its initialisation
+    for function in torch.queued:  # torch sets this at the end of its initialisation
         function()
     assert torch.fractions == [(3.5 / 16, 0)]
 
@@ -181,6 +182,6 @@ def test_out_of_device_memory_errors_are_recognised(
     assert tried_bytes(text) == tried
 
 
-def test_advice_without_a_slice_is_to_attach() -> None:
+def test_advice_for_a_kernel_without_a_slice_is_to_attach() -> None:
     link = SessionLink("/nowhere/broker.sock", "s1", "token")
     assert "Type %gpu attach" in advice(link, "")

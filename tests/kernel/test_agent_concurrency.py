@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Widget messages, subshells, and other work beside a cell that runs or waits."""
+"""Widget messages, subshells, and other work during a cell that runs or waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def comm_done(kernel: Kernel, msg_id: str) -> None:
     raise AssertionError("the comm message was not handled")
 
 
-def test_a_widget_callback_holds_while_attached(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_a_widget_callback_takes_a_hold_while_attached(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
     kernel.run(COMM)
     send_comm(kernel, "comm_open", target_name="test")
     comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 1}))
@@ -100,7 +102,7 @@ def test_subshell_has_its_own_hold(broker: ScriptedBroker, start: Callable[..., 
     assert broker.live_holds() == set()
 
 
-def test_slice_is_kept_while_another_shell_runs(
+def test_kernel_keeps_its_slice_while_another_shell_runs(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -133,11 +135,11 @@ def test_an_interrupt_ends_the_wait_of_a_subshell(
     assert [o["ename"] for o in side.outputs] == ["GPUWaitInterrupted"]
     assert kernel.value("'ran' in globals()") == "False"
     assert kernel.value("__import__('signal').getsignal(2).__name__") in (
-        "'default_int_handler'",  # of the request itself
+        "'default_int_handler'",  # the handler of this request itself
     )
 
 
-def test_a_second_interrupt_ends_the_wait_beside_a_cell(
+def test_a_second_interrupt_ends_the_wait_of_a_subshell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -179,7 +181,7 @@ def test_the_main_shell_serves_widgets_while_a_cell_waits(
     assert cell.done().status == "ok"
 
 
-def test_end_of_a_forked_child_keeps_the_connection(
+def test_a_forked_child_that_ends_does_not_close_the_connection(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()

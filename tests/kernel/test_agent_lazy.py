@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Policy ``lazy``: cells send nothing; the agent shows and explains what the guard does."""
+"""Policy ``lazy``: cells send no message, and the agent shows and explains the guard's actions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jupyter_gpupool.kernel import waits
 
 MiB = 1 << 20
 
-#: Waits for the file as a thread inside a CUDA call does: without the interpreter's lock.
+#: Waits for the file like a thread inside a CUDA call: without the interpreter's lock.
 INSIDE = """
 import time
 from pathlib import Path
@@ -33,7 +33,7 @@ while not Path({flag!r}).exists():
 
 @pytest.fixture
 def page(broker: ScriptedBroker, tmp_path: Path) -> GuardPage:
-    """Run the broker's kernels under a guard."""
+    """Make the broker's kernels believe that they run under a guard."""
     page = GuardPage(tmp_path)
     broker.attach = "lazy"
     broker.env = page.env(DEVICE)
@@ -54,7 +54,7 @@ def kinds(broker: ScriptedBroker) -> list[str]:
 
 
 def queued(broker: ScriptedBroker, position: int = 1, reason: str = "") -> None:
-    """Push the messages that the broker sends when a thread at the gate has to queue."""
+    """Push the messages that the broker sends when a thread at the gate must queue."""
     broker.push("queue", position=position, length=3, waited=0.0, left=[24.0, 58.0], reason=reason)
     broker.push("lease", state="queued", epoch=0, slices=[], reason="", pinned_reason="")
 
@@ -66,7 +66,7 @@ def granted(broker: ScriptedBroker, device: str = DEVICE, epoch: int = 1) -> Non
 
 
 def inside(flag: Path) -> None:
-    """Wait until the cell has begun: before that ipykernel publishes its input."""
+    """Wait until the cell runs: ipykernel publishes the cell's input already before that."""
     begun = flag.with_name(f"{flag.name}.in")
     deadline = time.monotonic() + 60
     while not begun.exists():
@@ -76,7 +76,9 @@ def inside(flag: Path) -> None:
 
 
 def read_pushes(kernel: Kernel) -> None:
-    """Wait until the agent has read all pushes so far: the answer to a request comes after them."""
+    """Wait until the agent has read all earlier pushes: the answer to a request
+    comes after them.
+    """
     assert kernel.run("%gpu pool").status == "ok"
 
 
@@ -103,7 +105,7 @@ def test_cells_and_widgets_send_nothing(
     kernel.run("x = 2", metadata={"tags": ["no-gpu"]})
     kernel.run("x", metadata={"tags": ["gpu"]}, silent=True)
     assert kernel.value("seen") == "[{'n': 1}]"
-    # Suspended state makes no difference: a CUDA call would wait in the guard.
+    # Suspended state makes no difference, because a CUDA call would wait in the guard.
     page.process(pid_of(kernel), flags=SLOT_CUDA | SLOT_CONTEXT, used=1 << 20)
     comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 2}))
     kernel.run("x = 3", silent=True)
@@ -111,7 +113,7 @@ def test_cells_and_widgets_send_nothing(
     assert kinds(broker) == ["hello"]
 
 
-def test_cell_that_asks_for_a_slice_gets_it_first(
+def test_cell_that_requests_a_slice_gets_it_before_it_runs(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -142,14 +144,14 @@ def test_lazy_kernel_without_a_guard_behaves_like_cell(
     missing: str,
     reason: str,
 ) -> None:
-    """The broker believes in a guard, but without one a CUDA call would not wait."""
+    """The broker assumes a guard, but without a guard a CUDA call would not wait."""
     kernel = start(**{missing: ""})
     kernel.run("x = 1")
     assert broker.wait_for("hold")["wait"] is True
     assert reason in kernel.run("%gpu").text
 
 
-def test_the_brokers_reason_for_no_guard_is_shown(
+def test_agent_shows_the_brokers_reason_for_a_missing_guard(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -199,7 +201,7 @@ def test_kernel_reports_after_each_cell_while_a_session_waits(
     cell = kernel.start(INSIDE.format(flag=str(flag)))
     inside(flag)
     broker.push("wanted")
-    # A push with an old epoch: after its answer the agent has read the push before it.
+    # This push has an old epoch. When the agent has answered it, it has read the push before it.
     broker.push("yield", epoch=0)
     assert broker.wait_for("yielded")["yielded"] is False
     assert not broker.seen("resting")
@@ -265,7 +267,7 @@ def test_children_see_the_devices_of_the_lease(
     kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = ''")
     granted(broker, DEVICE, epoch=2)
     read_pushes(kernel)
-    assert kernel.run(SEE).text == f" {OTHER_DEVICE}\n"  # the user's own choice stays
+    assert kernel.run(SEE).text == f" {OTHER_DEVICE}\n"  # the user's own value stays
 
 
 def test_guarded_kernel_sets_no_framework_cap(
@@ -299,7 +301,7 @@ def test_tooltip_does_not_touch_suspended_state(
 
     kernel.run("kernel_pid = 7")
     assert "int" in tooltip()
-    page.process(os.getpid(), flags=SLOT_CONTEXT)  # the state of a child does not count
+    page.process(os.getpid(), flags=SLOT_CONTEXT)  # the state of a child process does not count
     assert "int" in tooltip()
     page.process(pid_of(kernel), flags=SLOT_CONTEXT)
     assert tooltip().startswith("The GPU state of this kernel is in host memory")
@@ -340,7 +342,7 @@ def test_wait_of_a_call_is_shown_and_leaves_no_trace(
     assert set(kinds(broker)) == {"hello", "why"}
 
 
-def test_waiting_cell_shows_what_helps(
+def test_waiting_cell_shows_what_its_user_can_do(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     lease = {"session": "s2", "own": True, "label": "alpha.ipynb", "bytes": 6 * GiB, "use": "busy"}
@@ -371,7 +373,7 @@ def test_waiting_cell_shows_what_helps(
     cell.done()
 
 
-def test_wait_says_that_an_interrupt_was_held_back(
+def test_wait_shows_that_an_interrupt_had_no_effect(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -391,7 +393,7 @@ def test_wait_says_that_an_interrupt_was_held_back(
     assert cell.done().reply["status"] == "ok"
 
 
-def test_interrupt_after_a_wait_is_not_shown_as_one_during_it(
+def test_interrupt_after_a_wait_does_not_count_for_the_wait(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -461,23 +463,25 @@ def test_no_wait_is_shown_without_a_cell_or_a_waiting_thread(
     kernel = start()
     page.process(pid_of(kernel), waiting=1)
     queued(broker)
-    read_pushes(kernel)  # a widget callback waits: no cell runs that could show it
+    # This is like a widget callback that waits: no cell runs that could show the wait.
+    read_pushes(kernel)
     page.process(pid_of(kernel), waiting=0)
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
     inside(flag)
-    queued(broker)  # granted at once: no thread waits now
+    queued(broker)  # the slice is granted at once: no thread waits now
     page.grant(DEVICE, 4 * GiB, 4 * GiB)
     page.process(pid_of(kernel), waiting=1)
-    queued(broker)  # the gate is open: a thread waits for its turn, not for the slice
-    # Longer than the delay of the display. Only time can show that nothing comes: on a slow
-    # machine the test checks less, but does not fail.
+    # The gate is open: a thread waits for its turn, not for the slice.
+    queued(broker)
+    # This is longer than the delay of the display. Only time can show that no display comes. On a
+    # slow machine, the test checks less, but does not fail.
     time.sleep(2 * waits.PATIENCE + waits.TICK)
     flag.touch()
     assert cell.done().outputs == [{"name": "stdout", "text": "1\n"}]
     assert "display_data" not in [m["msg_type"] for m in cell.messages]
 
 
-def test_an_interrupt_ends_the_cell_and_the_display(
+def test_an_interrupt_ends_the_cell_and_removes_the_display(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], python: str, flag: Path
 ) -> None:
     kernel = start(python)
@@ -494,11 +498,11 @@ def test_an_interrupt_ends_the_cell_and_the_display(
         "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
         "lines before the call that waited have run.\n"
     )
-    page.process(pid_of(kernel), waiting=0)  # as the interrupted call does
+    page.process(pid_of(kernel), waiting=0)  # the interrupted call does this
     assert kernel.run("1 + 1").text == "2"
 
 
-#: Is interrupted once the agent has handled the first of two places in the queue.
+#: Raises KeyboardInterrupt when the agent has handled the first of two queue positions.
 INTERRUPTED = """
 import time
 from jupyter_gpupool.kernel import _agents, call_waits
@@ -511,7 +515,7 @@ raise KeyboardInterrupt
 """
 
 
-def test_interrupt_of_a_short_wait_says_that_it_was_stopped(
+def test_interrupt_of_a_short_wait_says_that_the_wait_ended(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -549,7 +553,9 @@ def test_waiting_call_names_a_broker_that_is_away(
 
 
 def raising(kernel: Kernel, broker: ScriptedBroker, flag: Path, text: str, push: Any) -> str:
-    """Run a cell that fails with this error after ``push``; return the lines of its output."""
+    """Run a cell that fails with this error after ``push``; return the line that
+    follows the error.
+    """
     cell = kernel.start(INSIDE.format(flag=str(flag)) + f"raise RuntimeError({text!r})")
     inside(flag)
     if push is not None:
@@ -629,7 +635,7 @@ def test_refusal_is_shown_under_the_error_it_caused(
     def push() -> None:
         broker.push("refused", what=what, code="x", message="no, because", next_step="Do that.")
         broker.push("yield", epoch=0)
-        broker.wait_for("yielded")  # the agent has read the push
+        broker.wait_for("yielded")  # now the agent has read the push
 
     line = raising(kernel, broker, flag, text, push)
     assert line == "GPU pool: No, because. Do that.\n"
@@ -663,7 +669,7 @@ def test_bytes_of_a_dead_process_are_not_counted(
     assert "1 GiB of 4 GiB" in kernel.run("%gpu").text
 
 
-def test_error_waits_a_moment_for_the_brokers_reason(
+def test_failed_cell_waits_briefly_for_the_brokers_reason(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -697,7 +703,8 @@ def test_error_of_a_call_without_a_broker_is_explained(
     broker.start()
     broker.wait_for("hello", count=2)
     flag.unlink()
-    line = raising(kernel, broker, flag, NOT_READY, None)  # the broker is back, but too late
+    # The broker is back, but too late for this call.
+    line = raising(kernel, broker, flag, NOT_READY, None)
     assert str(broker.path) in line
     assert "Run the cell again." in line
 
@@ -745,7 +752,7 @@ def test_gpu_shows_the_figures_of_the_guard(
     assert "3.5 GiB of 4 GiB, may grow to 8 GiB" in shown["data"]["text/html"]
     page.process(os.getpid(), waiting=2, number=1)
     assert "2 threads wait for the slice" in kernel.run("%gpu").text
-    broker.die()  # the page still has the figures
+    broker.die()  # the figures come from the page, which is still there
     assert "3.5 GiB of 4 GiB" in kernel.run("%gpu").text
 
 

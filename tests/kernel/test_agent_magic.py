@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``%gpu`` and ``%%gpu`` in a real kernel, with every wrong use of them."""
+"""``%gpu`` and ``%%gpu`` in a real kernel, including every kind of wrong use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jupyter_gpupool.errors import RefusedError
 
 
 def error_of(cell: Any) -> str:
-    """Return the message of a failed magic; fail if it came with a traceback."""
+    """Return the message of a failed magic; fail if a traceback comes with it."""
     assert cell.status == "error"
     assert cell.reply["ename"] == "UsageError"
     assert "Traceback" not in cell.text
@@ -121,7 +121,7 @@ def test_cell_with_a_wrong_header_does_not_run(
     assert one_kernel.value("'ran' in globals()") == "False"
 
 
-def test_refusal_names_its_rule(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_refusal_names_the_rule_behind_it(broker: ScriptedBroker, kernel: Kernel) -> None:
     def refuse(message: Any) -> None:
         raise RefusedError(
             "You asked for 99 GiB and may have 16 GiB (c.GPUPool.max_memory_per_kernel).",
@@ -216,7 +216,7 @@ def test_cell_with_a_larger_slice_may_use_top_level_await(calm: Kernel) -> None:
 def test_attached_kernel_gets_a_larger_slice_for_one_cell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """The attached slice is too small: the kernel gives it back, and waits for a larger one."""
+    """The attached slice is too small, so the kernel releases it and waits for a larger one."""
     kernel = start()
     kernel.run("pass")
 
@@ -237,7 +237,7 @@ def test_attached_kernel_gets_a_larger_slice_for_one_cell(
     assert broker.wait_for("hold", count=2)["wait"] is True
 
 
-def test_a_request_that_cannot_be_met_does_not_run_the_cell(
+def test_a_cell_with_an_impossible_request_does_not_run(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     def refuse(message: Any) -> None:
@@ -289,11 +289,13 @@ def test_gpu_without_a_broker_names_its_socket(broker: ScriptedBroker, kernel: K
     assert str(broker.path.with_suffix(".log")) in message
     cell = kernel.run("%gpu")
     assert cell.status == "ok"
-    assert f"4 GiB on {DEVICE}" in cell.text  # what the agent knows without the broker
+    assert f"4 GiB on {DEVICE}" in cell.text  # the agent knows this without the broker
     assert str(broker.path) in cell.text
 
 
-def test_names_of_devices_outlive_the_broker(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_agent_knows_the_names_of_devices_without_the_broker(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
     kernel.run("pass")
     kernel.run("%gpu pool")
     broker.die()
@@ -302,7 +304,7 @@ def test_names_of_devices_outlive_the_broker(broker: ScriptedBroker, kernel: Ker
     assert "EMULATED" in text
 
 
-def test_gpu_in_a_kernel_without_a_session_says_so(python: str) -> None:
+def test_gpu_without_a_session_says_that_there_is_none(python: str) -> None:
     kernel = start_kernel(python, {})
     try:
         assert "has no GPU pool session" in error_of(kernel.run("%gpu"))
@@ -347,7 +349,7 @@ def one_kernel() -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module", params=["ipykernel 7", "ipykernel 6"])
 def calm(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return a kernel of each ipykernel, for cells that get all that they ask for."""
+    """Return a kernel of each ipykernel version, for cells whose every request is granted."""
     old = request.param == "ipykernel 6"
     with alone(request.getfixturevalue("old_python") if old else this_python()) as kernel:
         yield kernel

@@ -22,7 +22,7 @@ link._cuda = lambda: True
 """
 
 
-def test_a_running_cell_survives_the_broker(
+def test_a_running_cell_survives_the_death_of_the_broker(
     broker: ScriptedBroker, kernel: Kernel, tmp_path: Path
 ) -> None:
     go_on = tmp_path / "go-on"
@@ -83,7 +83,8 @@ def test_cpu_cells_run_without_a_broker_with_one_notice(
     )
     assert str(broker.path.with_suffix(".log")) in notice["text"]
     assert kernel.run("print('again')").outputs == [{"name": "stdout", "text": "again\n"}]
-    # When the broker is back, cells wait for a slice again, and the next outage has its notice.
+    # When the broker is back, cells wait for a slice again, and a notice appears at the next
+    # outage.
     broker.start()
     broker.wait_for("hello", count=2)
     assert kernel.run("1").text == "1"
@@ -113,7 +114,7 @@ def test_agent_sends_the_old_request_when_the_broker_returns(
     broker.start()
     broker.wait_for("hello", count=2)
     assert broker.wait_for("request", count=2)["memory"] == 4 * GiB
-    # The request is in force when the broker's answer has come, not before.
+    # The request is in force after the broker's answer has come, not before.
     deadline = time.monotonic() + 60
     while "This kernel asks for 4 GiB" not in (text := kernel.run("%gpu help").text):
         assert time.monotonic() < deadline, text
@@ -161,7 +162,7 @@ def test_old_request_is_sent_until_a_broker_answers_it(
     assert broker.wait_for("request", count=3)["memory"] == 4 * GiB
 
 
-def test_request_of_a_cell_that_got_no_answer_is_taken_back(
+def test_unanswered_request_of_a_failed_cell_is_taken_back(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     """The dead broker may have changed the request before it could answer."""
@@ -191,7 +192,7 @@ def test_manual_policy_reports_a_released_state_once(
 def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Otherwise it would hang: a CUDA call would wait for a resume that never comes."""
+    """Otherwise the cell would hang: a CUDA call would wait for a resume that never comes."""
     kernel.run(USED_CUDA)
     assert broker.ask_back() == {
         **broker.seen("yielded")[-1],
@@ -210,9 +211,7 @@ def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     assert kernel.run("'ran' in globals()", metadata={"tags": ["no-gpu"]}).text == "False"
 
 
-def test_agent_asks_a_new_broker_for_a_slice_that_it_lost(
-    broker: ScriptedBroker, kernel: Kernel
-) -> None:
+def test_agent_asks_a_new_broker_for_the_lost_slice(broker: ScriptedBroker, kernel: Kernel) -> None:
     cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
     cell.until("stream")
     hold = broker.wait_for("hold")["hold"]
@@ -227,7 +226,7 @@ def test_agent_asks_a_new_broker_for_a_slice_that_it_lost(
     assert broker.live_holds() == set()
 
 
-def test_user_is_told_of_a_forgotten_session(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_user_learns_of_a_forgotten_session(broker: ScriptedBroker, kernel: Kernel) -> None:
     broker.die()
 
     def unknown(message: Any) -> None:
@@ -244,14 +243,14 @@ def test_user_is_told_of_a_forgotten_session(broker: ScriptedBroker, kernel: Ker
 def test_refused_hello_or_another_version_does_not_end_the_agent(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    broker.push("lease", state="active")  # fields are missing: that must not end the agent
+    broker.push("lease", state="active")  # A lease without its fields must not end the agent.
     broker.push("whatever", of="the future")
     broker.push("yield", epoch=99)
     assert broker.wait_for("yielded")["yielded"] is True
     assert kernel.run("1 + 1").text == "2"
 
 
-def test_user_is_told_of_lost_state_at_once_and_again(
+def test_user_learns_of_lost_state_at_once_and_again(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
@@ -277,7 +276,7 @@ def test_agent_shows_the_new_size_of_its_slice(broker: ScriptedBroker, kernel: K
         reason="resized",
         pinned_reason="",
     )
-    # The agent reads the push before the answer to a later request.
+    # The agent reads the push before it reads the answer to a later request.
     kernel.run("%gpu pool")
     broker.die()
     assert "6 GiB on" in kernel.run("%gpu").text
@@ -306,7 +305,7 @@ def test_agent_shows_the_new_size_of_its_slice(broker: ScriptedBroker, kernel: K
         ("ValueError", "out of ideas", ""),
     ],
 )
-def test_out_of_memory_error_gets_one_line_of_advice(
+def test_out_of_memory_error_is_followed_by_one_line_of_advice(
     broker: ScriptedBroker, start: Callable[..., Kernel], name: str, text: str, line: str
 ) -> None:
     kernel = start()
@@ -330,7 +329,7 @@ def test_out_of_memory_at_the_limit_offers_no_larger_size(
     assert "It may ask for at most 4 GiB. Free some" in cell.text
 
 
-def test_the_holds_of_a_dead_kernel_are_not_renewed(
+def test_holds_of_a_dead_kernel_are_not_renewed(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()

@@ -112,7 +112,8 @@ def test_two_kernels_take_turns_and_keep_their_data(pool_of: Callable[..., Pool]
     assert first.run(ALLOCATE.format(size=64 * MiB)).status == "ok"
     first.run("stream = gpu.create_stream(); block.fill(7, stream=stream); stream.sync()")
     pool.until(first, state="idle")
-    assert second.run(ALLOCATE.format(size=64 * MiB)).status == "ok"  # takes the idle slice
+    # This kernel gets the slice of the idle one.
+    assert second.run(ALLOCATE.format(size=64 * MiB)).status == "ok"
     seen = pool.until(first, state="detached")
     assert seen["suspended_bytes"] >= 64 * MiB
     back = first.run("block.fill(8, stream=stream); stream.sync(); print('back')")
@@ -120,7 +121,7 @@ def test_two_kernels_take_turns_and_keep_their_data(pool_of: Callable[..., Pool]
     assert pool.session(first)["resumes"] == 1
 
 
-def test_gpu_why_tells_what_the_kernel_has_and_who_may_take_it(
+def test_gpu_why_shows_the_slice_and_who_may_take_it(
     pool_of: Callable[..., Pool],
 ) -> None:
     pool = pool_of()

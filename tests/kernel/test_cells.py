@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The cell gate, in a real ipykernel against a scripted broker."""
+"""The gate for cells, in a real ipykernel with a scripted broker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scripted_broker import DEVICE, OTHER_DEVICE, GiB, ScriptedBroker
 from jupyter_gpupool.errors import RefusedError
 
 
-def test_a_cell_holds_the_slice_while_it_runs(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_a_cell_keeps_the_slice_while_it_runs(broker: ScriptedBroker, kernel: Kernel) -> None:
     cell = kernel.run("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     assert cell.status == "ok"
     assert cell.text.strip() == DEVICE
@@ -39,7 +39,7 @@ def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Ker
     broker.push(
         "queue", position=2, length=3, waited=0.0, left=[24.0, 58.0], reason="Alice has it."
     )
-    kernel.run("%gpu pool")  # the agent has read the push when this is answered
+    kernel.run("%gpu pool")  # when this is answered, the agent has read the push
     cell = kernel.start("print('hi')")
     hold = broker.wait_for("hold")["hold"]
     shown = cell.until("display_data")["content"]
@@ -47,7 +47,8 @@ def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Ker
         "Waiting for a GPU slice of 4 GiB: position 2 of 3, 20 to 60 s left. Alice has it."
     )
     assert "position 2 of 3" in shown["data"]["text/html"]
-    assert shown["metadata"] == {"gpupool": {"wait": True}}  # JupyterLab finds it by this field
+    # JupyterLab finds the output by this field.
+    assert shown["metadata"] == {"gpupool": {"wait": True}}
     broker.push("queue", position=1, length=2, waited=0.0, left=None, reason="")
     update = cell.until("update_display_data")["content"]
     assert update["transient"] == shown["transient"]
@@ -57,7 +58,7 @@ def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Ker
     assert cell.outputs == [{"name": "stdout", "text": "hi\n"}]
     kinds = [m["msg_type"] for m in cell.messages]
     assert kinds.count("display_data") == 1
-    assert kinds.count("update_display_data") == 1  # only after a change
+    assert kinds.count("update_display_data") == 1  # an update is sent only after a change
 
 
 def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kernel: Kernel) -> None:
@@ -68,7 +69,8 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
     cell.until("display_data")
     kernel.manager.interrupt_kernel()
-    broker.wait_for("cancel", hold=hold)  # never granted; e2e/test_policy tests how soon
+    # The broker grants no slice in this test; e2e/test_policy checks how soon a wait ends.
+    broker.wait_for("cancel", hold=hold)
     cell.done()
     assert cell.status == "error"
     assert cell.reply is not None
@@ -76,7 +78,7 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     assert [o.get("ename") for o in cell.outputs] == ["GPUWaitInterrupted"]
     assert behind.done().status == "aborted"
     assert kernel.value("sorted(n for n in globals() if n.endswith('ran'))") == "[]"
-    # And the kernel continues.
+    # The kernel continues after the interrupt.
     del broker.scripts["hold"]
     assert kernel.run("1 + 1").text == "2"
     broker.wait_for("drop", hold=broker.seen("hold")[-1]["hold"])
@@ -143,7 +145,9 @@ def test_cells_do_not_wait_under_the_manual_policy(
     assert tagged.done().status == "ok"
 
 
-def test_a_running_cell_does_not_yield(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_a_kernel_with_a_running_cell_does_not_yield(
+    broker: ScriptedBroker, kernel: Kernel
+) -> None:
     cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
     cell.until("stream")
     assert broker.ask_back()["yielded"] is False
@@ -156,17 +160,18 @@ def test_a_running_cell_does_not_yield(broker: ScriptedBroker, kernel: Kernel) -
         "yielded": True,
         "cuda": False,
     }
-    # Detached: the next cell asks again.
+    # The session is detached, so the next cell asks again.
     kernel.run("pass")
     assert broker.wait_for("hold", count=2)["wait"] is True
 
 
-def test_an_old_yield_is_refused(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_a_yield_with_an_old_epoch_is_refused(broker: ScriptedBroker, kernel: Kernel) -> None:
     kernel.run("pass")
     broker.push("lease", state="detached", epoch=1, slices=[], reason="", pinned_reason="")
     broker.state = "detached"
     broker.push("yield", epoch=1)
-    broker.wait_for("yielded")  # the agent reads pushes in order: it knows that it is detached
+    # The agent reads pushes in order, so now it knows that it is detached.
+    broker.wait_for("yielded")
     kernel.run("pass")
     assert broker.wait_for("hold", count=2)["wait"] is True
     broker.wait_for("drop", count=2)
@@ -181,10 +186,10 @@ def test_a_new_device_is_made_visible(broker: ScriptedBroker, kernel: Kernel) ->
     broker.device = OTHER_DEVICE
     assert kernel.run(see).text.strip() == OTHER_DEVICE
     kernel.run("os.environ['CUDA_VISIBLE_DEVICES'] = '0'")
-    assert kernel.run(see).text.strip() == "0"  # the user's own choice stays
+    assert kernel.run(see).text.strip() == "0"  # the user's own value stays
 
 
-def test_nested_cells_take_one_hold(broker: ScriptedBroker, kernel: Kernel) -> None:
+def test_nested_cells_take_only_one_hold(broker: ScriptedBroker, kernel: Kernel) -> None:
     kernel.run("get_ipython().run_cell('x = 1'); get_ipython().run_cell('%time x = 2')")
     broker.wait_for("drop")
     assert len(broker.seen("hold")) == 1
@@ -209,7 +214,7 @@ def test_errors_syntax_errors_and_exits_drop_the_hold(
 def test_silent_requests_wait_while_the_state_is_suspended(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """A CUDA call on suspended state would block the kernel for good."""
+    """Otherwise a CUDA call on suspended state would block the kernel permanently."""
     kernel = start()
     kernel.run("pass")
     kernel.run(
@@ -233,7 +238,7 @@ def test_silent_requests_wait_while_the_state_is_suspended(
 
 
 def beats(kernel: Kernel) -> None:
-    """Return once the kernel answers its heartbeat; a busy machine may miss one."""
+    """Return when the kernel answers its heartbeat; a busy machine may miss one."""
     deadline = time.monotonic() + 60
     while not kernel.client.hb_channel.is_beating():
         assert time.monotonic() < deadline
@@ -251,7 +256,7 @@ def test_kernel_answers_requests_while_a_cell_waits(broker: ScriptedBroker, kern
 
 
 def test_interrupted_cell_keeps_its_number(broker: ScriptedBroker, kernel: Kernel) -> None:
-    """A refused cell gets its number as an interrupted one does."""
+    """A refused cell gets its number, too, like an interrupted one."""
     broker.hold_back()
     cell = kernel.start("x = 1")
     broker.wait_for("hold")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the agent reports about cells of an attached session, and when."""
+"""The agent's reports about cells of an attached session, and their times."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def by_hand(monkeypatch):
     reported.reports.close()
 
 
-def test_many_short_cells_make_one_report(by_hand):
+def test_many_short_cells_cause_one_report(by_hand):
     assert all(by_hand.cell(f"c{n}") for n in range(20))
     assert by_hand.words == []
     by_hand.reports.send()
@@ -79,7 +79,7 @@ def test_long_cell_is_reported_once(by_hand):
     assert by_hand.words == [("lasting", "long"), ("lasting", "longer")]
 
 
-def test_holds_of_the_greeting_are_not_reported_again(by_hand):
+def test_holds_of_the_hello_are_not_reported_again(by_hand):
     by_hand.cell("short")
     by_hand.reports.begin("long", "cell")
     by_hand.reports.forget()
@@ -105,14 +105,14 @@ def test_thread_sends_one_report_after_another():
 def test_earlier_cells_are_reported_before_a_request(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Otherwise the broker would refuse a release because of a cell that has ended."""
+    """Otherwise the broker would refuse a release because of a cell that has already ended."""
     kernel.run("pass")
     kernel.run(
         "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600\n"
         "from jupyter_gpupool.kernel import _agents\n"
         "reported = next(iter(_agents.values())).link._reports"
     )
-    # The thread may have begun to wait with the old interval.
+    # The thread of the reports may have begun to wait with the old interval.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     assert kernel.value("reported._over[0][:5]") == "'cell-'"
@@ -127,10 +127,10 @@ def test_earlier_cells_are_reported_before_a_request(
 def test_finished_short_cell_is_reported_before_a_yield(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Otherwise a series of short cells would keep the slice from a waiting kernel."""
+    """Otherwise a series of short cells could keep the slice from a waiting kernel."""
     kernel.run("pass")
     kernel.run("import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600")
-    # The thread may have begun to wait with the old interval.
+    # The thread of the reports may have begun to wait with the old interval.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     before = len(broker.messages)

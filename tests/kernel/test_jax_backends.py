@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""JAX looks for the GPU again after a cell whose wait for a slice has failed."""
+"""After a cell whose wait for a slice has failed, JAX looks for the GPU again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_gpupool.kernel.jax_backends import AGAIN, STAYS, JaxBackends
 
 
 class Jax:
-    """The modules of JAX that matter here, with the names of JAX 0.11."""
+    """The modules of JAX that matter in these tests, with the names of JAX 0.11."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bridge: Any = types.ModuleType("jax._src.xla_bridge")
@@ -60,7 +60,7 @@ def test_interrupted_first_use_makes_jax_look_again(jax: Jax) -> None:
     assert set(jax.bridge._backends) == {"cpu", "cuda"}
 
 
-def test_cell_without_error_keeps_its_arrays_and_is_told(jax: Jax) -> None:
+def test_cell_without_error_keeps_its_arrays_and_gets_a_note(jax: Jax) -> None:
     look = JaxBackends()
     look.before()
     jax.opens("cpu", error=NOT_READY)
@@ -70,7 +70,7 @@ def test_cell_without_error_keeps_its_arrays_and_is_told(jax: Jax) -> None:
     assert look.after(failed=False, waits=False) == "", "told once"
 
 
-def test_jax_that_was_open_before_the_cell_is_left_alone(jax: Jax) -> None:
+def test_jax_initialised_before_the_cell_is_not_changed(jax: Jax) -> None:
     look = JaxBackends()
     jax.opens("cpu", error=NOT_READY)
     look.before()
@@ -81,11 +81,11 @@ def test_jax_that_was_open_before_the_cell_is_left_alone(jax: Jax) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda jax: jax.bridge._backend_factories.pop("cuda"),  # JAX for the CPU alone
+        lambda jax: jax.bridge._backend_factories.pop("cuda"),  # JAX built for the CPU only
         lambda jax: setattr(jax.jax.config, "jax_platforms", "cpu"),
     ],
 )
-def test_jax_that_wants_no_gpu_is_left_alone(jax: Jax, change: Any) -> None:
+def test_jax_that_uses_no_gpu_is_not_changed(jax: Jax, change: Any) -> None:
     change(jax)
     look = JaxBackends()
     look.before()
@@ -93,14 +93,14 @@ def test_jax_that_wants_no_gpu_is_left_alone(jax: Jax, change: Any) -> None:
     assert look.after(failed=True, waits=True) == ""
 
 
-def test_another_error_of_the_gpu_is_not_the_pools(jax: Jax) -> None:
+def test_other_errors_of_the_gpu_do_not_count(jax: Jax) -> None:
     look = JaxBackends()
     look.before()
     jax.opens("cpu", error="CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected")
     assert look.after(failed=True, waits=False) == ""
 
 
-def test_without_jax_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jax_is_not_imported_if_the_kernel_has_not_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "jax"]:
         monkeypatch.delitem(sys.modules, name)
     look = JaxBackends()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The link alone: cases that a real kernel would show too late or not at all."""
+"""The link alone, in situations that a real kernel would show too late or not at all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_closing_a_link_without_a_broker_ends_its_threads(
 
 
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each hold's answer arrive before the request returns."""
+    """Make the answer to each hold arrive before the call that sends the hold returns."""
     start = Client.start
 
     def started(self, kind, /, **fields):
@@ -81,10 +81,10 @@ def test_link_repeats_all_waiting_requests_after_a_reconnect(
         link.close()
 
 
-def test_late_end_of_an_old_connection_disturbs_no_new_one(
+def test_late_end_of_an_old_connection_leaves_the_new_one_alone(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that reads a connection may notice its end after the link has another."""
+    """The thread that reads a connection may notice its end after the link has a new connection."""
     ends = []
 
     def connect(path, *, on_push, on_close):
@@ -142,7 +142,9 @@ def test_exception_in_the_agent_does_not_end_the_connection(
 def test_hello_waits_in_the_queue_of_the_machine_s_socket(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service manager listens while the broker starts: another attempt would only fill it."""
+    """The service manager listens while the broker starts. A second attempt would
+    only fill its queue.
+    """
     broker.die()
     monkeypatch.setattr(revive, "is_machine_path", lambda _: True)
     monkeypatch.setattr(client_module, "is_machine_path", lambda _: True, raising=False)
@@ -158,7 +160,8 @@ def test_hello_waits_in_the_queue_of_the_machine_s_socket(
         with connection:
             hello = decode(connection.recv(65536))
             connection.settimeout(0.3)
-            with pytest.raises(TimeoutError):  # it is still open; a slow machine changes nothing
+            # The connection is still open. On a slow machine, this check is only weaker.
+            with pytest.raises(TimeoutError):
                 connection.recv(1)
             assert not link.given_up(wait)
             connection.sendall(encode({**broker._on_hello(hello), "type": "ok", "id": hello["id"]}))

@@ -43,7 +43,7 @@ def test_kernel_without_a_slice_shows_why_no_gpu_is_in_service() -> None:
     assert "no GPU now" not in rows(detached, paused)
 
 
-def test_a_shortage_of_host_memory_has_a_line() -> None:
+def test_status_has_a_line_about_a_shortage_of_host_memory() -> None:
     said = rows({"state": "detached", "host_note": "Host memory is short: ..."})
     assert said["host memory"] == "Host memory is short: ..."
     assert "host memory" not in rows({"state": "detached", "host_note": ""})
@@ -69,7 +69,7 @@ def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
     assert describe(link) == expected
 
 
-def test_a_wait_without_an_estimate_says_how_long_it_has_lasted(
+def test_a_wait_without_an_estimate_shows_its_age(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
@@ -152,7 +152,7 @@ def test_completion_offers_sizes_up_to_the_limit(line: str, offered: list[str]) 
 def test_pool_shows_why_a_gpu_is_out_of_service() -> None:
     why = "paused by the administrator: new driver"
     device = {"index": 0, "name": "A", "memory_granted": 0, "memory_capacity": 8 << 30}
-    for free in (None, 8 << 30):  # an older broker sends a figure
+    for free in (None, 8 << 30):  # an older broker sends a number here
         shown = PoolDisplay(
             {"devices": [{**device, "memory_free": free, "drained_reason": why}]}, ""
         )

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a kernel does while the broker is away: whether and how long it waits, and its message."""
+"""A kernel while the broker is away: whether and how long it waits, and what it shows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def socket(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """Return the file to which the command of these tests adds a line for each call."""
+    """Return the path of the file to which each call of the start command adds a line."""
     return tmp_path / "started"
 
 
@@ -39,7 +39,7 @@ def reviver(socket: Path, started: Path) -> Reviver:
 def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     one = reviver(socket, started)
-    for _ in range(3):  # each failed attempt to connect
+    for _ in range(3):  # once for each failed attempt to connect
         assert one.away(AWAY) is AWAY
     assert started.read_text() == "called\n"
     assert one.expected
@@ -50,7 +50,7 @@ def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started
 def test_wait_for_a_start_does_not_end_during_the_next_check(
     socket: Path, started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread of a cell may read ``patience`` while another thread looks at the files."""
+    """A cell's thread may read ``patience`` while another thread checks the files."""
     startrecord.write_record(socket, ["/bin/true"], {})
     one = reviver(socket, started)
     one.away(AWAY)
@@ -65,7 +65,7 @@ def test_wait_for_a_start_does_not_end_during_the_next_check(
     assert seen == [(True, START_TIMEOUT)]
 
 
-def test_failed_starts_of_a_broker_say_nothing_about_the_next(socket: Path, started: Path) -> None:
+def test_failed_starts_do_not_count_for_the_next_broker(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     startfailures.note_failure(socket, startfailures.Failures(), "It failed.", "", final=True)
     one = reviver(socket, started)
@@ -85,7 +85,7 @@ def test_message_about_a_dying_broker_names_its_log(socket: Path, started: Path)
     assert f"its log: {socket.with_suffix('.log')}" in one.describe()
 
 
-def test_broker_that_ended_in_order_is_not_started(socket: Path, started: Path) -> None:
+def test_broker_that_ended_in_an_orderly_way_is_not_started(socket: Path, started: Path) -> None:
     one = reviver(socket, started)
     assert one.away(AWAY) is AWAY
     assert not started.exists()
@@ -138,7 +138,7 @@ def test_failed_start_is_reported_at_once(socket: Path, started: Path) -> None:
 
 def test_kernel_waits_for_the_machines_broker_without_a_start(started: Path) -> None:
     one = reviver(Path("/run/gpupool/broker.sock"), started)
-    # systemd takes the connection while no broker runs, so that no attempt fails.
+    # systemd accepts the connection while no broker runs, so no attempt fails.
     assert (one.expected, one.patience) == (True, START_TIMEOUT)
     assert one.away(AWAY) is AWAY
     one.came_back()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The meaning of a notebook's CUDA_VISIBLE_DEVICES in a session."""
+"""What a notebook's CUDA_VISIBLE_DEVICES means in a session."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEVICES = ("GPU-1111", "GPU-2222")
         ("0,0,7", None),
         ("GPU-2", None),
         ("gpu-1111", None),
-        ("GPU-", None),  # two names begin with it
+        ("GPU-", None),  # two names begin with this text
         ("GPU-abbb", None),
         ("1st", None),
         ("2", HOME),
@@ -55,7 +55,7 @@ def environ(monkeypatch):
     visible.uninstall()
 
 
-def test_every_way_to_assign_is_corrected_with_one_message(environ, capsys):
+def test_each_way_to_assign_is_corrected_with_one_message(environ, capsys):
     environ["CUDA_VISIBLE_DEVICES"] = "5"
     assert environ["CUDA_VISIBLE_DEVICES"] == HOME
     environ.update({"CUDA_VISIBLE_DEVICES": "5"})
@@ -72,7 +72,7 @@ def test_valid_choice_of_the_user_stays_without_a_message(environ, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_deleted_variable_gets_the_value_of_the_pool_again(environ):
+def test_deleted_variable_gets_the_pools_value_again(environ):
     environ["CUDA_VISIBLE_DEVICES"] = "1"
     assert environ.pop("CUDA_VISIBLE_DEVICES") == "1"
     assert environ["CUDA_VISIBLE_DEVICES"] == HOME

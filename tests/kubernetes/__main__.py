@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``python -m tests.kubernetes`` writes what the manifests are once kustomize has made them."""
+"""``python -m tests.kubernetes`` writes the manifests that kustomize makes from the example."""
 
 from .test_manifests import RENDERED, rendered
 

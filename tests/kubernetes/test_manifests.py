@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``examples/kubernetes``: by schema, as rendered, and against the code. No cluster runs them here.
+"""``examples/kubernetes``, checked by schema, as rendered, and against the code, without a cluster.
 
 ``kubernetes-1.34.json`` has the strict schemas of the kinds in use, from kubernetes-validate 1.37
-(Apache 2.0), without descriptions. ``z2jh-values.json`` is the part for ``hub`` and ``singleuser``
-of the schema of Zero to JupyterHub at 48ea50e3 (BSD 3-clause), likewise, and without what is
-required: the chart's own values have that. ``rendered.yaml`` is what ``python -m
-tests.kubernetes`` writes with kubectl.
+(Apache 2.0), without descriptions. ``z2jh-values.json`` is the part for ``hub`` and
+``singleuser`` of the schema of Zero to JupyterHub at 48ea50e3 (BSD 3-clause). It has no
+descriptions either, and no lists of required values: the chart itself has these values. ``python
+-m tests.kubernetes`` writes ``rendered.yaml`` with kubectl.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SCHEMA = json.loads((HERE / "kubernetes-1.34.json").read_text())
 
 
 def rendered():
-    """Return the manifests as kustomize makes them."""
+    """Return the manifests that kustomize makes from the example."""
     done = subprocess.run(
         ["kubectl", "kustomize", str(EXAMPLE)], capture_output=True, text=True, check=True,
         timeout=60,
@@ -47,7 +47,7 @@ def objects():
 
 
 def check(thing):
-    """Raise where an object is not one of Kubernetes' API; an unknown field is an error."""
+    """Fail if an object is not valid in Kubernetes' API; an unknown field is an error."""
     schema = {
         "$ref": f"#/definitions/{SCHEMA['kinds'][thing['kind']]}",
         "definitions": SCHEMA["definitions"],
@@ -65,11 +65,11 @@ def container(name, of):
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
-def test_the_rendered_manifests_are_those_of_the_example():
+def test_the_rendered_manifests_match_the_example():
     assert rendered() == RENDERED.read_text(), "python -m tests.kubernetes"
 
 
-def test_each_object_is_one_of_the_api():
+def test_each_object_is_valid_in_the_kubernetes_api():
     kinds = [thing["kind"] for thing in objects()]
     assert sorted(kinds) == [
         "ConfigMap", "DaemonSet", "Namespace", "NetworkPolicy", "Service", "StatefulSet",
@@ -85,7 +85,7 @@ def test_a_wrong_field_is_found():
         check(daemons)
 
 
-def test_the_values_are_those_of_zero_to_jupyterhub():
+def test_the_values_are_valid_for_zero_to_jupyterhub():
     schema = json.loads((HERE / "z2jh-values.json").read_text())
     values = yaml.safe_load((EXAMPLE / "hub-values.yaml").read_text())
     check = jsonschema.Draft202012Validator(schema)
@@ -110,7 +110,7 @@ def test_only_the_broker_is_privileged_and_it_has_no_token():
     assert pod("gpupool-node")["hostPID"]
 
 
-def test_the_head_starts_ray_as_the_command_does():
+def test_the_head_starts_ray_like_the_node_command():
     head = container("head", "gpupool-head")
     assert head["command"][1:] == raylet_command("", 6379, "head")[1:]
     env = {row["name"]: row["value"] for row in head["env"]}
@@ -130,7 +130,7 @@ def test_the_commands_exist_and_read_the_configuration(tmp_path, monkeypatch):
     assert settings.cluster_node in settings.cluster_nodes
     assert settings.user_sockets
     user = container("agent", "gpupool-node")["securityContext"]["runAsUser"]
-    assert settings.cluster_agent == f"uid-{user}"  # a user id without an account
+    assert settings.cluster_agent == f"uid-{user}"  # this user id has no account
 
 
 def test_servers_find_the_socket_of_the_broker():

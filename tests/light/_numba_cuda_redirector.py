@@ -21,7 +21,7 @@ def _redirect():
         file = pathlib.Path(folder, "_numba_cuda_redirector.py")
         if file.is_file() and not file.samefile(__file__):
             spec = importlib.util.spec_from_file_location("_numba_cuda_redirector_itself", file)
-            # numba-cuda's module puts its own finder in front of all others.
+            # numba-cuda's module puts its own finder before all other finders.
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
             return
 

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Short forms for the tests of the pool: ``lab.open("a")``, ``lab.hold("a")``, ``Attach & {...}``.
+"""Short forms for the tests of the pool: ``lab.open("a")``, ``lab.hold("a")``, ``got(.., Attach)``.
 
-Sizes are a few bytes: a device has 16.
+Sizes are a few bytes: a device has 16 bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def device(index: int, memory: int = 16, **kwargs: Any) -> Device:
 
 
 class Lab:
-    """A pool and the clock; each method sends one event and returns the actions that follow."""
+    """A pool and its clock. Most methods send one event and return the actions that follow."""
 
     def __init__(self, *devices: Device, **rules: Any) -> None:
         self.now = 0.0

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What must be true of a pool after every event, checked through its public methods."""
+"""Checks of what must be true of a pool after every event, mostly through its public methods."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from jupyter_gpupool.states import HAS_LEASE
 def check_pool(
     pool: Pool, now: float, *, deep: bool = True, one_by_one: bool = True
 ) -> dict[str, Explanation]:
-    """Check the accounts and every record, and that planning again changes nothing.
+    """Check the accounts and every record, and that a second plan changes nothing.
 
-    With ``deep``, planning again must not change an explanation either. Without ``one_by_one``,
-    explanations are compared only if planning again has changed the data behind them.
+    With ``deep``, a second plan must not change an explanation either. With ``one_by_one``, the
+    check always compares the explanations. Without it, the check compares them only if the second
+    plan has changed the data behind them.
     """
     assert pool.self_check() == []
     check_leaving(pool)
@@ -41,7 +42,7 @@ def check_pool(
 
 
 def told_by(pool: Pool) -> object:
-    """Return the data behind the explanations, as far as a plan may change it."""
+    """Return the data behind the explanations, but only data that a plan can change."""
     facts, plan = pool._facts, pool._plan
     sessions = [
         (s.id, s.state, s.measured.gap, s.wait.head_since, s.lease.stuck_since, s.lease.slices)

@@ -16,7 +16,7 @@ from .checks import check_pool
 
 @pytest.fixture(scope="session", autouse=True)
 def skipped_passes_would_be_empty() -> Iterator[None]:
-    """Check each plan that the pool made without a full pass: a full pass must give the same."""
+    """Check each plan that the pool made without a full pass against the plan of a full pass."""
 
     def checked(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
         found = schedule.plan(facts, before, relieve)
@@ -31,7 +31,7 @@ def skipped_passes_would_be_empty() -> Iterator[None]:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    """Two devices of 16 bytes, much host memory; the fixture checks all accounts at the end."""
+    """A lab with two devices of 16 bytes and much host memory; at the end, check all accounts."""
     lab = Lab()
     yield lab
     check_pool(lab.pool, lab.now)
@@ -39,7 +39,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def make() -> Iterator[type[Lab]]:
-    """Make labs with other devices or settings; the fixture checks them like ``lab``."""
+    """The class of labs with other devices or settings; at the end, check each lab like ``lab``."""
     made: list[Lab] = []
 
     class Made(Lab):

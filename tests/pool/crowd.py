@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Simulated users with endless or occasional demand on one pool, and the GPU time that each got.
 
-Cells have a length in seconds of computing. A preempted cell later continues from the same point.
-Moving its state takes ``move`` seconds each way; meanwhile it occupies its devices and computes
-nothing. ``crowded``: all devices share one path to host memory, so a move takes ``move`` seconds
-times the number of moves under way.
+The length of a cell is in seconds of computing. A preempted cell later continues where it stopped.
+A move of its state takes ``move`` seconds each way. During a move, the session occupies its devices
+and computes nothing. With ``crowded``, all devices share one path to host memory: a move takes
+``move`` seconds times the number of moves under way.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Crowd:
     ) -> None:
         self.rng = random.Random(seed)
         self.crowded, self.moving = crowded, 0
-        #: The seconds of each move, in order.
+        #: The duration of each move in seconds, in the order in which the moves start.
         self.took: list[float] = []
         self.now, self.move, self.count = 0.0, move, 0
         self.pool = Pool(PoolSettings(**{"host_memory": 10_000, "resume_headroom": 0, **rules}))
@@ -149,7 +149,7 @@ class Crowd:
             k.running = False
 
     def moves(self) -> float:
-        """Start a move; return its seconds."""
+        """Start a move; return how many seconds the move takes."""
         self.moving += 1
         self.took.append(self.move * (self.moving if self.crowded else 1))
         return self.took[-1]

@@ -1,15 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Brute-force checks: no session waits without need, and no backfilled session delays the head.
+"""Brute-force checks: no session waits that could start, and no backfill delays the head.
 
-A plan for a waiting session is a set of idle leases to preempt (possibly none) and a place for each
-of its slices. The plan is feasible if the places have enough bytes after the suspends under way and
-those of the set, if host memory has room for the set, and if the plan exceeds no quota. The plan is
-harmless if it takes no promised bytes, no bytes that the head of the queue has reserved and cannot
-spare, and no host memory or quota that the head is going to need.
+A plan for a waiting session is a set of idle leases to preempt, and a place for each slice of the
+session. The set may be empty. A plan is feasible under three conditions. Its places have enough
+bytes after the suspends under way and the preemptions of the plan. Host memory has room for the
+state of the preempted leases. The plan exceeds no quota. A plan is harmless if it takes no promised
+bytes, no bytes that the head of the queue has reserved and needs, and no host memory or quota that
+the head is going to need.
 
-The checks use only what ``Pool.explain``, ``Pool.view`` and ``Pool.record`` return, and the naive
-model.
+The checks know the pool only from its query methods, for example ``Pool.explain`` and
+``Pool.record``. Everything else comes from the naive model.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from jupyter_gpupool.pool.requests import SETTLE
 
 from .naive import Naive, NaiveSession
 
-#: A lease that is older than this, in seconds, has had its minimum residence.
+#: Age in seconds after which every lease has had its minimum residence.
 LONG = 60.0
 #: Reasons of a wait other than a lack of memory.
 HELD_UP = ("quota", "cap", "paused", "drained", "foreign", "nowhere", "retry", "class-closed")
-#: More idle leases than this have too many subsets to try.
+#: Largest number of idle leases for which the check tries all subsets.
 MOST_IDLE = 6
 
 
@@ -42,7 +43,7 @@ class Look:
     pool: Pool
     naive: Naive
     told: dict[str, Explanation]
-    #: Bytes that no lease and no process outside the pool uses, by device.
+    #: Free bytes of each device: no lease and no process outside the pool uses them.
     free: dict[str, int]
     promised: dict[str, int]
     head: str = ""
@@ -119,11 +120,12 @@ def check_liveness(look: Look) -> None:
 
 
 def check_guarantees(look: Look) -> None:
-    """Check that no session waits within its guarantee while a lease above one would do.
+    """Check that a session does not wait for memory that its group's guarantee covers.
 
-    The check uses the naive model's own sums, not the pool's reports. It fails if a session waits
-    for memory although its group stays within its guarantee with this request, and although one
-    lease of another group would be enough, is old enough, and is covered by no guarantee.
+    The check uses the naive model's own sums, not the pool's reports. It fails if all of this is
+    true: a session waits for memory; with its request, its group stays within the group's
+    guarantee; and one lease of another group would free enough bytes, is old enough, and is not
+    covered by a guarantee.
     """
     naive = look.naive
     groups = naive.settings.groups
@@ -150,7 +152,7 @@ def check_guarantees(look: Look) -> None:
             continue
         for group in names:
             sure = groups[group].guarantee
-            # Count all members that wait for memory: then their order does not matter.
+            # Count all members that wait for memory, so that their order does not matter.
             members = [
                 n
                 for n in waiting
@@ -181,11 +183,11 @@ def check_guarantees(look: Look) -> None:
 
 
 def check_recalls(look: Look) -> None:
-    """Check that the pool does every recall at its time, and where a recalled cell then waits.
+    """Check that the pool does every recall on time, and that a recalled cell waits in its place.
 
-    Before that time, the pool must ask for a ``Tick`` no later than it. After that time, a lease
-    may stay only if something prevents its suspend. The naive model checks that no recall comes
-    early, twice or without an order.
+    Before the time of a recall, the pool must ask for a ``Tick`` at that time or earlier. After
+    that time, a lease may stay only if something prevents its suspend. The naive model checks the
+    rest: no recall comes early, twice, or without an order.
     """
     naive, now = look.naive, look.naive.now
     wakeup = look.pool.next_wakeup()
@@ -223,7 +225,7 @@ def _check_turn(look: Look, name: str) -> None:
 
 
 def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:
-    """Return whether no guarantee covers a lease of ``in_use``, in any order of suspends."""
+    """Return whether no guarantee covers a lease of ``in_use``, for any order of the suspends."""
     naive, groups = look.naive, look.naive.settings.groups
     own = path(groups, naive.sessions[name].owner.group)
     for victim in in_use:
@@ -239,7 +241,10 @@ def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence
 
 
 def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
-    """Return whether the pool may preempt a lease; ask it only about residence and retries."""
+    """Return whether the pool may preempt a lease.
+
+    The function asks the pool only about the minimum residence and about retries.
+    """
     naive, now = look.naive, look.naive.now
     if s.state != "idle" or now < s.idle_since + naive.settings.reclaim_after:
         return False
@@ -258,7 +263,10 @@ def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
 
 
 def _check_growth(look: Look) -> None:
-    """Check that no lease keeps grown bytes that a sample shows as unused while a session waits."""
+    """Check that no lease keeps unused grown bytes while a session waits.
+
+    A sample shows which grown bytes are unused.
+    """
     reasons = [e.reason for e in look.told.values() if e.position is not None]
     if all(why is not None and why.rule == "retry" for why in reasons):
         return
@@ -413,10 +421,11 @@ def _charge(s: NaiveSession, count: int) -> int:
 
 
 def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
-    """Return whether giving away ``more`` bytes cannot delay a session that waits for ``wanted``.
+    """Return whether a session that waits for ``wanted`` bytes can spare ``more`` without a delay.
 
-    This must hold in every order in which the leases may end. If even the end of all leases does
-    not free enough, the session waits for another change, which is unpredictable: return False.
+    The answer must hold in every order in which the leases may end. If even the end of all leases
+    does not free enough bytes, the session waits for some other change. That change is
+    unpredictable, so the answer is False.
     """
     sizes = list(leases)
     if free + sum(sizes) < wanted:
@@ -430,11 +439,11 @@ def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
 def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.Action]) -> None:
     """Check that the sessions that these ``actions`` attach do not delay the head of the queue.
 
-    Only sessions behind the head count. Together they must not make the head start later, in
-    whatever order the leases on its reserved devices end. This function does not check:
+    Only sessions behind the head count. Together they must not delay the head, whatever the order
+    in which the leases on the head's reserved devices end. This function does not check:
 
-    * a session to which the pool had promised its slices ``before``: the pool checked the promise
-      when it made it, and may keep it although another session is the head now;
+    * a session that gets the slices that the pool had promised ``before``: the pool checked the
+      promise when it made the promise, and may keep it even if another session is the head now;
     * a preempted session, because its age includes its computation, which this module ignores;
     * rules under which usage changes the order, because this module knows only class and age.
     """

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A second, simple model of the pool, built from its events and actions alone.
+"""A second, simple model of the pool, which knows only the pool's events and actions.
 
-The model uses none of the pool's data structures. It checks each action when the pool returns it:
-no grant without room, no suspend of a busy session, no two effects at once, growing epochs, quotas
-and host memory, and exactly one answer to every waiting hold.
+The model uses none of the pool's data structures. It checks each action that the pool returns: a
+grant has room, only a rule suspends a session in use, a session has one effect at a time, and
+epochs grow. Quotas and host memory suffice, and each waiting hold gets exactly one answer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ class NaiveSession:
     request: Request
     state: str = "detached"
     epoch: int = 0
-    holds: dict[str, bool] = field(default_factory=dict)  # name -> whether the pool has answered it
+    holds: dict[str, bool] = field(default_factory=dict)  # name -> has the pool granted the hold
     lease: dict[str, int] = field(default_factory=dict)
     suspended: dict[str, int] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
-    #: The guard can move its processes to another device of the same model at their first context.
+    #: Whether the guard can move the processes to another device of the same model at their first
+    #: context.
     lands: bool = False
-    #: The guard can hold back its calls, so that the pool may suspend it while it is in use.
+    #: Whether the guard can hold back the session's calls: then the pool may suspend it while in
+    #: use.
     gated: bool = True
-    #: The driver refused to move its state.
+    #: Whether the driver refused to move the session's state.
     immovable: bool = False
     #: Whether ``suspended`` is state that a pause of a device has set aside.
     aside: bool = False
@@ -48,23 +50,25 @@ class NaiveSession:
     keep_until: float = 0.0
     #: Time at which its lease was attached.
     began: float = 0.0
-    #: Weighted means of the seconds of its suspends and resumes, and the end of the last resume.
+    #: Weighted mean duration of its suspends and of its resumes, and the end of the last resume.
     suspend_mean: float = 0.0
     resume_mean: float = 0.0
     resumed_at: float = float("-inf")
     #: Time of the last growth, and of the last sample of each device on which the lease has grown.
     grown_at: float = float("-inf")
     sampled: dict[str, float] = field(default_factory=dict)
-    #: A suspend was refused, or the broker restarted: the pool may wait before the next suspend.
+    #: Whether a suspend was refused or the broker restarted: the pool may wait before the next
+    #: suspend.
     refused: bool = False
     asked: dict[str, Request] = field(default_factory=dict)
-    #: Time of an admin's recall of its slice (None: no recall), the reason, and unanswered orders.
+    #: An admin's recall of its slice: the time (None: no recall), the reason, and unanswered
+    #: orders.
     recall_at: float | None = None
     recall_reason: str = ""
     recalls: dict[str, ev.RecallAsked] = field(default_factory=dict)
-    #: A recall has suspended it during a cell.
+    #: Whether a recall has suspended the session during a cell.
     recalled: bool = False
-    #: Its process has ended.
+    #: Whether the session's process has ended.
     gone: bool = False
     position: int = 0
 
@@ -272,7 +276,7 @@ class Naive:
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
                 if s.state == "detaching" and not s.holds:
-                    s.idle_since = self.now  # counts if the agent refuses the suspend
+                    s.idle_since = self.now  # start of the idle time if the agent refuses
         elif isinstance(event, ev.HoldsReplaced):
             before = bool(s.holds)
             kept = {name: answered for name, answered in s.holds.items() if name == "device"}
@@ -371,7 +375,7 @@ class Naive:
         return None
 
     def _too_large(self, s: NaiveSession) -> bool:
-        """Return whether its state may be larger than host memory can ever hold."""
+        """Return whether its state may be larger than host memory or its quota can ever hold."""
         own, most = self.quota(s.owner.name).suspended, self.settings.host_memory
         most = most if own is None else min(own, most)
         return max(sum(s.lease.values()), sum(s.footprints.values())) > most
@@ -400,7 +404,7 @@ class Naive:
         if a.new == "ended":
             s.effect = ""  # the session keeps its bytes until its process is gone
         if a.old == "detaching" and a.new in ("active", "idle"):
-            s.recalled = False  # refused
+            s.recalled = False  # the agent or the driver refused the suspend
         if (a.old, a.new) == ("detaching", "queued"):
             self.requeued.add(a.session)
         if a.new == "idle" and a.old in ("active", "attaching"):
@@ -433,7 +437,7 @@ class Naive:
         elif not s.bound:
             assert len(a.slices) == s.request.devices
         allowed = self.settings.classes_allowed
-        # The pool may resume state for lack of host memory: then no hold waits for it.
+        # Under host memory pressure, the pool may resume state although no hold waits for it.
         closed = allowed is not None and s.request.priority not in allowed
         assert not closed or not s.holds, f"{a}: its class is closed"
         places = tuple(x.device for x in a.slices)

@@ -15,11 +15,11 @@ import time
 
 from .world import World
 
-#: Events before a new machine with other settings starts.
+#: Number of events after which the soak starts a new machine with other settings.
 EPISODE = 2000
 
-#: After this many events the soak makes all explanations one by one, plans again and compares them,
-#: even if the data behind them has not changed.
+#: Once in this many events, the soak makes all explanations one by one, plans again and compares
+#: the explanations, even if the data behind them has not changed.
 EVERY = 10
 
 

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How GPU memory is attributed to sessions, driver and others; overhead, overuse, state."""
+"""How the pool attributes GPU memory to sessions, to the driver and to other processes.
+
+The other tests are about the overhead of a process, overuse, and the size of state that is moved.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def observed(used, /, *, hidden=(), driver=DRIVER, **listed):
         "more under such a number than the slice covers",
     ],
 )
-def test_memory_in_use_belongs_to_sessions_driver_or_foreigners(device, granted, foreign):
+def test_used_memory_belongs_to_sessions_the_driver_or_others(device, granted, foreign):
     """Session ``a`` has a slice if ``granted`` is not zero; ``s`` is suspended."""
     found = attribute(device, {"a": LeaseHolder(granted)} if granted else {})
     assert found.foreign == foreign
@@ -103,7 +106,7 @@ def test_session_that_never_called_cuinit_holds_nothing():
     assert attribute(observed(0), holders).footprints == {"a": 0}
 
 
-def test_guard_figures_count_up_to_the_size_of_the_slice():
+def test_figures_of_the_guard_are_capped_at_the_slice():
     holders = {"a": LeaseHolder(300, counted=5000), "b": LeaseHolder(300, counted=200)}
     found = attribute(observed(600, b=250), holders)
     assert found.footprints == {"a": 300, "b": 250}
@@ -152,7 +155,8 @@ def test_attribution_counts_no_byte_twice_and_no_unused_byte(device, holders, la
         assert listed[name] <= size <= most
     for name, size in found.shown.items():
         assert 0 <= size <= listed[name]
-    # Neither the order of the list matters, nor the figures in the sessions' shared pages.
+    # The order of the list does not matter. Wrong figures in the shared pages do not change
+    # ``foreign``.
     again = Observed(
         device.used, data.draw(st.permutations(device.listed)), device.driver, device.context
     )
@@ -194,12 +198,13 @@ def test_driver_share_includes_reserve_and_variation():
     total = 64 * GiB
     assert driver_share(300 * MiB, 100 * MiB, total) == 400 * MiB + slack(total)
     assert driver_share(0, 0, total) == 0, "a driver that shows none is exact"
-    # The driver's share is bounded: the rest belongs to processes that it does not list.
+    # The driver's share has a limit: memory above the limit belongs to processes that are not
+    # listed.
     assert driver_share(0, 5 * GiB, total) == 1 * GiB + slack(total)
     assert driver_share(0, 5 * GiB, 4 * GiB) == 512 * MiB + slack(4 * GiB)
 
 
-def test_device_without_slices_and_unknown_processes_is_at_rest():
+def test_device_without_slice_or_unknown_process_is_at_rest():
     assert at_rest([], leased=False)
     assert at_rest([Listed(5, "suspended")], leased=False)
     assert not at_rest([Listed(5)], leased=False)
@@ -218,7 +223,7 @@ def test_driver_share_is_measured_again_at_rest():
 
 
 @given(st.lists(st.integers(0, 4 * GiB), min_size=REST_LOOKS), st.integers(0, GiB))
-def test_same_measurement_again_changes_nothing(looks, reserved):
+def test_repeated_measurement_changes_nothing(looks, reserved):
     total = 16 * GiB
     found = measured_again(looks, reserved, total, was=10**15)
     assert found is not None
@@ -246,7 +251,7 @@ def test_overhead_is_learnt_when_samples_agree():
     assert known.beyond(32) == 100
 
 
-def test_small_context_is_credited_only_if_all_use_is_listed():
+def test_small_context_lowers_overhead_only_if_list_is_complete():
     known, _ = looks(*[(32, 20)] * AGREE)
     assert known.beyond(32) == -12
     assert known.look(32, 96, 84, complete=True)[0].beyond(32) == -12
@@ -260,7 +265,7 @@ def test_extra_cost_of_a_context_is_charged_once():
 
 
 @given(steady=st.integers(0, 100), at=st.integers(0, 9), extra=st.integers(0, 1000))
-def test_one_sample_alone_raises_no_learnt_overhead(steady, at, extra):
+def test_single_sample_does_not_raise_the_learnt_overhead(steady, at, extra):
     known = Overhead()
     for look in range(10):
         shown = 200 + steady + (extra if look == at else 0)
@@ -277,7 +282,7 @@ def test_list_is_complete_if_it_lacks_only_the_drivers_memory():
     assert complete(Observed(500, [Listed(None)], 0)), "one process may have all of it"
 
 
-def test_excused_driver_memory_grows_with_the_device_to_a_limit():
+def test_excused_driver_memory_grows_with_the_device_up_to_1_gib():
     assert [excused(size) for size in (GiB // 4, 2 * GiB, 80 * GiB)] == [
         64 * MiB,
         256 * MiB,
@@ -291,7 +296,7 @@ TOTALS = {"G0": 2 * GiB, "G1": 2 * GiB}
 
 
 def test_use_beyond_grant_and_tolerance_is_overuse():
-    allowed = 128 * MiB  # a sixteenth
+    allowed = 128 * MiB  # a sixteenth of the device
     used, granted = {"G0": GiB + allowed}, {"G0": GiB}
     assert overuse(used, granted, {}, TOTALS) == 0
     used = {"G0": GiB + allowed + 1}
@@ -348,7 +353,7 @@ SLICES = (Slice("G0", 300), Slice("G1", 200))
         "it is listed elsewhere",
     ],
 )
-def test_state_to_move_is_the_measured_size_else_the_largest(shown, counted, guarded, cuda, want):
+def test_state_size_is_measured_or_else_the_largest_possible(shown, counted, guarded, cuda, want):
     contexts = {"G0": 40, "G1": 40}
     found = state_to_move(SLICES, shown, counted, contexts, guarded=guarded, cuda=cuda)
     assert found == want
@@ -359,7 +364,7 @@ def test_state_to_move_is_at_most_the_slice():
     assert found == {"G0": 30}
 
 
-def test_moved_state_is_the_freed_bytes_else_the_measured_size():
+def test_size_of_moved_state_is_freed_bytes_or_measured_size():
     assert state_moved(SLICES, {"G0": 7}, {"G0": 5, "G1": 6}) == (Slice("G0", 7), Slice("G1", 6))
     assert state_moved(SLICES, {"G0": 0}, {}) == SLICES
 

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Requests of one instant get the same slices, one after the other or all in one batch.
+"""A batch of requests gets the same slices as the same requests one by one.
 
-"One after the other" means in the order of the queue. (In another order, a request could take free
-memory before a request with a higher rank arrives.) The test leaves out cases in which serving the
-requests changes the order of the queue: the pool may already have suspended idle leases for a head
-that another request then overtakes; and a suspend may bring a group below its guarantee, which puts
-its requests first.
+"One by one" means in the order of the queue. In another order, a request could take free memory
+before a request with a higher rank arrives. The test leaves out cases in which the order of the
+queue changes while the pool serves the requests. There are two such cases. The pool may already
+have suspended idle leases for a head that another request then overtakes. A suspend may bring a
+group below its guarantee, so that the group's requests go first.
 """
 
 from __future__ import annotations

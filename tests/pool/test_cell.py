@@ -53,7 +53,7 @@ def test_lease_counts_as_granted_until_its_suspend_is_done(lab):
     assert lab.pool.view(lab.now).host_used == 5
 
 
-def test_headroom_of_a_resume_is_free_again_after_it(lab):
+def test_headroom_of_a_resume_is_free_after_the_resume(lab):
     lab.parked("a", used=12, memory=10)
     attach = got(lab.hold("a"), ev.Attach, epoch=2, origin=("G0",))
     assert attach.slices == (Slice("G0", 13),)
@@ -65,7 +65,7 @@ def test_headroom_of_a_resume_is_free_again_after_it(lab):
     assert lab.record("a").resumes == 1
 
 
-def test_resume_uses_another_device_if_its_own_is_taken(lab):
+def test_state_resumes_on_another_device_if_its_own_is_in_use(lab):
     lab.parked("a", used=10)
     lab.running("b", 10)
     assert lab.where("b") == [("G0", 10)]
@@ -83,7 +83,7 @@ def test_state_that_fills_a_device_resumes_there(make):
     lab.done("a")
 
 
-def test_hold_taken_while_detaching_queues_afterwards(lab):
+def test_hold_taken_while_detaching_waits_in_the_queue(lab):
     lab.idle("a")
     lab.after(300)
     none(lab.hold("a", "c2"), ev.HoldGranted)
@@ -144,7 +144,7 @@ def test_a_cancelled_wait_leaves_the_queue(lab):
     assert lab.pool.view(lab.now).sessions[2].queue_position is None
 
 
-def test_attach_of_a_cancelled_cell_ends_idle(lab):
+def test_session_of_a_cancelled_cell_is_idle_after_its_attach(lab):
     lab.open("a")
     lab.hold("a")
     assert lab.drop("a") == []
@@ -152,7 +152,7 @@ def test_attach_of_a_cancelled_cell_ends_idle(lab):
     assert got(lab.done("a"), ev.StateChanged).new == "idle"
 
 
-def test_waiting_ends_after_max_wait_with_every_hold_refused(make):
+def test_pool_refuses_all_waiting_holds_after_max_wait(make):
     lab = make(device(0), max_wait=30.0)
     lab.running("a")
     lab.open("w")
@@ -181,7 +181,7 @@ def test_completion_of_another_epoch_is_logged_and_dropped(lab, epoch):
     assert lab.state("a") == "attaching"
 
 
-def test_a_completion_after_the_end_is_dropped(lab):
+def test_completion_after_the_end_of_a_session_is_dropped(lab):
     lab.idle("a")
     lab.after(300)
     lab.end("a")
@@ -198,7 +198,7 @@ def test_failed_attach_is_retried_and_keeps_its_place(make):
     lab.open("b")
     lab.hold("b")
     actions = lab.failed("a", "memory was not free")
-    # b is behind a, but a must first wait before its next attempt.
+    # b is behind a in the queue, but a must wait before its next attempt.
     got(actions, ev.Attach, session="b")
     assert lab.reason("a") == "memory was not free"
     assert lab.pool.view(lab.now).sessions[0].queue_position == 1
@@ -277,12 +277,12 @@ def test_events_of_unknown_sessions_are_answered_or_logged(lab):
     assert [type(a) for a in lab.seen("x")] == [ev.Log]
 
 
-def test_a_session_opens_once(lab):
+def test_session_can_open_only_once(lab):
     assert got(lab.open("a", rid="1"), ev.Answer).refusal is None
     assert got(lab.open("a", rid="2"), ev.Answer).refusal.code == "session-exists"
 
 
-def test_event_with_an_earlier_time_counts_at_the_latest_time(lab):
+def test_event_with_an_earlier_time_gets_the_latest_time(lab):
     lab.now = 50.0
     lab.idle("a")
     lab.now = 10.0

@@ -45,13 +45,13 @@ def test_running_session_stops_when_its_class_is_closed():
     got(allow(lab, None), ev.Attach, session="b")
 
 
-def test_idle_session_of_a_closed_class_leaves_as_well():
+def test_idle_session_of_a_closed_class_is_suspended():
     lab = Lab(device(0))
     lab.idle("b", 16, priority="batch")
     assert not got(allow(lab, DAY), ev.Suspend, session="b").busy
 
 
-def test_session_stops_once_it_has_stayed_for_the_least_time():
+def test_session_of_a_closed_class_has_its_minimum_residence():
     lab = Lab(device(0))
     lab.running("b", 16, priority="batch")
     none(allow(lab, DAY), ev.Suspend)
@@ -67,7 +67,7 @@ def test_pool_suspends_no_session_of_an_open_class():
     none(allow(lab, DAY), ev.Suspend)
 
 
-def test_a_closed_class_takes_nothing_from_its_group_s_guarantee():
+def test_session_of_a_closed_class_uses_no_group_guarantee():
     lab = Lab(
         device(0), classes_allowed=DAY,
         groups={"g": Group(guarantee=Portion(bytes=8))}, preempt=frozenset({"guarantee"}),

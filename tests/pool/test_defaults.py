@@ -77,14 +77,14 @@ def test_a_kernel_that_asks_for_nothing_gets_the_defaults():
         (False, {"default_limit": 5}, (4, 5)),
     ],
 )
-def test_default_limit_is_the_device_where_growth_is_metered(metered, rules, want):
+def test_default_limit_is_a_whole_device_if_growth_is_metered(metered, rules, want):
     settings = PoolSettings(default_memory=4, **rules)
     request = default_request(settings, [10, 16], metered=metered)
     found = fit_unasked(request, (), settings, "ann", [10, 16])
     assert (found.memory, found.limit) == want
 
 
-def test_default_limit_for_two_devices_is_what_both_have():
+def test_default_limit_for_two_devices_is_the_smaller_capacity():
     settings = PoolSettings(default_memory=4)
     request = changed_request(default_request(settings, [10, 16]), {"devices": 2})
     assert fit_unasked(request, ["devices"], settings, "ann", [10, 16]).limit == 10
@@ -101,7 +101,7 @@ def test_default_limit_for_two_devices_is_what_both_have():
     ],
     ids=["memory alone", "a limit above it", "more than the limit", "both", "the limit alone"],
 )
-def test_default_limit_follows_the_memory(base, asked, want):
+def test_default_limit_rises_to_the_requested_memory(base, asked, want):
     found = changed_request(base, asked)
     assert (found.memory, found.limit) == want
 
@@ -139,7 +139,7 @@ def test_device_with_room_comes_before_one_with_few_kernels():
     assert home(view(0, free=4), view(1), kernels=(0, 9)) == "1"
 
 
-def test_large_enough_device_comes_before_one_with_room():
+def test_large_enough_device_comes_before_a_small_free_one():
     assert home(view(0, free=0), view(1, capacity=8, free=8)) == "0"
 
 
@@ -171,7 +171,7 @@ def test_kernel_leaves_a_device_without_room_for_one_with_room():
     assert home(view(1), seen="0") == "1", "device 0 has gone"
 
 
-def test_kernel_stays_where_no_device_has_room():
+def test_kernel_keeps_its_device_if_no_device_has_room():
     assert home(view(0, free=4), view(1, free=9), seen="0") == "0"
     assert home(view(0, free=4), view(1), count=2, seen="01") == "01"
 

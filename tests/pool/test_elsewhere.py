@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Quotas and caps that kernels on other machines use in part."""
+"""Quotas and caps of which kernels on other machines use a part."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_use_on_other_machines_makes_a_session_wait(lab, held):
     elsewhere(lab, held)
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == []
-    # The session waits even if other machines use all of the quota: they give it back later.
+    # The session waits even if other machines use all of the quota: they return the quota later.
     elsewhere(lab, (16, 2, 2))
     assert lab.state("a") == "queued"
     assert attaches(elsewhere(lab)) == ["a"]
 
 
-def test_only_the_quota_itself_refuses_a_request(lab):
+def test_pool_refuses_only_a_request_above_the_whole_quota(lab):
     elsewhere(lab, (16, 0, 0))
     assert all_of(lab.open("a", 16, owner=ANN), ev.Answer) == []
     assert got(lab.open("b", 17, owner=ANN), ev.Answer).refusal.code == "over-quota"
@@ -107,7 +107,7 @@ def test_use_on_other_machines_is_no_error_in_the_accounts(lab):
 
 
 def budget(lab, here, *, more=True, then="stop", seconds=100.0, **rules):
-    """Let this machine use so much of a daily budget of ann's."""
+    """Set how many GPU-seconds of ann's daily budget this machine may use."""
     daily = Daily(seconds, then=then, here=here, more_elsewhere=more)
     found = dataclasses.replace(
         lab.pool.settings, quotas={"ann": Quota(daily=daily)}, groups={}, **rules
@@ -129,7 +129,7 @@ def test_a_session_waits_for_gpu_seconds_of_other_machines(lab, then):
     assert attaches(budget(lab, 20.0, then=then)) == ["a"]
 
 
-def test_a_budget_that_all_machines_have_used_up_refuses(lab):
+def test_hold_is_refused_if_all_machines_used_up_the_budget(lab):
     budget(lab, 0.0, then="refuse")
     lab.open("a", 8, owner=ANN)
     lab.hold("a")
@@ -139,7 +139,7 @@ def test_a_budget_that_all_machines_have_used_up_refuses(lab):
     assert refused.details["used"] is None
 
 
-def test_a_running_session_stops_at_the_end_of_the_part(lab):
+def test_running_session_stops_when_this_machines_part_is_spent(lab):
     budget(lab, 20.0)
     lab.running("a", 8, owner=ANN)
     lab.after(19)
@@ -153,7 +153,7 @@ def test_a_running_session_stops_at_the_end_of_the_part(lab):
     )
 
 
-def test_a_spent_part_that_borrows_still_gets_free_memory(lab):
+def test_session_with_a_spent_part_may_borrow_free_memory(lab):
     budget(lab, 0.0, then="borrow")
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == ["a"]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Expected waits, computed from past waits alone; and the time at which an idle slice leaves."""
+"""Expected waits, which the pool computes only from past waits, and when an idle slice leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def turn(lab, one, other, seconds):
 
 @pytest.fixture
 def pair():
-    """Two sessions that need the whole device; ``a`` runs its first cell, of 30 s."""
+    """Two sessions that each need the whole device; ``a`` runs its first cell."""
     lab = Lab(device(0), max_swap_overhead=0.0)
     lab.running("a", 16)
     lab.open("b", 16)
@@ -87,7 +87,7 @@ def test_estimate_ends_with_the_time_slice_of_the_holder():
     lab.hold("w")
     pool = lab.pool
     figure = Ahead(pool._facts, pool._plan).figure(pool._facts.sessions["w"], 1)
-    # The cells of a usually run for 1000 s, but its time slice is over.
+    # A cell of session a usually runs for 1000 s, but the time slice of a is over.
     assert figure is not None
     assert figure.seconds < 10.0
     assert any("may take it" in line for line in pool.why("w").lines)
@@ -109,7 +109,7 @@ def test_estimate_includes_the_sessions_ahead():
     assert seconds[1] == pytest.approx(60.0, abs=1.0)
 
 
-# ---------------------------------------------------------------------- evidence alone
+# ---------------------------------------------------------------------- ranges from past waits
 
 
 def seen(*ratios):
@@ -128,7 +128,7 @@ def test_range_scales_the_estimate_by_the_ratios_of_past_waits():
     assert expected.left(150.0) is None
 
 
-def test_range_uses_only_past_waits_that_lasted_as_long():
+def test_range_uses_only_past_waits_at_least_as_long():
     found = seen(*([0.5] * 50), *([4.0] * LEAST))
     late = found.expected(Figure(0.0, 10.0, 1, 1), 10.0)
     assert late is not None
@@ -143,7 +143,7 @@ def test_old_waits_are_forgotten():
     assert expected.until == 10.0
 
 
-def test_waits_for_cells_give_no_range_for_waits_for_suspends():
+def test_range_for_a_suspend_ignores_waits_for_cells():
     found = seen(*([1.0] * 20))
     assert found.expected(Figure(0.0, 10.0, 1, 1, moving=True), 0.0) is None
 
@@ -151,7 +151,7 @@ def test_waits_for_cells_give_no_range_for_waits_for_suspends():
 # ---------------------------------------------------------------------- when an idle slice leaves
 
 
-def test_idle_slice_has_a_countdown_only_if_the_clock_decides():
+def test_idle_slice_has_a_countdown_only_if_no_session_waits():
     lab = Lab(device(0), idle_timeout=60.0)
     lab.idle("a", 6)
     lab.running("busy", 10)
@@ -165,7 +165,7 @@ def test_idle_slice_has_a_countdown_only_if_the_clock_decides():
     assert (view(lab, "a").leaves_at, view(lab, "a").wanted) == (60.0, False)
 
 
-def test_release_and_keep_set_when_an_idle_slice_leaves():
+def test_keep_changes_the_time_when_an_idle_slice_leaves():
     lab = Lab(device(0), idle_timeout=60.0)
     lab.idle("a", 6)
     lab.keep("a", 600)

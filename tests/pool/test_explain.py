@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Explanations of a wait: the leases that a session needs, the rule behind it, what can end it."""
+"""Explanations of a wait: which leases it needs, by which rule it waits, and what can end it."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_quota_names_only_the_owners_own_leases(make):
     assert told(lab, "v").ahead == ("w",)
 
 
-def test_others_read_what_a_session_waits_for_without_figures(make):
+def test_other_users_see_why_a_session_waits_but_no_figures(make):
     lab = make(quotas={"ann": Quota(leases=1)})
     lab.running("a", 4, owner="ann")
     lab.open("w", 4, owner="ann")
@@ -133,12 +133,12 @@ def test_backfill_leaves_the_reservation_of_the_head_unchanged(make):
     lab = make(device(0), device(1), priority_classes={"high": 100, "notebook": 0})
     lab.running("a", 12)
     lab.running("b", 10)
-    lab.idle("c", 6)  # beside b
+    lab.idle("c", 6)  # on the device of b
     lab.open("head", 16, priority="high")
     lab.hold("head")
     lab.open("w", 4)
     actions = lab.hold("w")
-    got(actions, ev.Attach, session="w")  # any device where the head can spare the bytes
+    got(actions, ev.Attach, session="w")  # on any device where the head can spare the bytes
     before = told(lab, "head").reserved
     for _ in range(3):
         lab.after(1.0)
@@ -180,7 +180,7 @@ def test_wait_for_memory_and_quota_at_once_is_stable(make):
     lab.drop("a")
     lab.running("b", 16)
     lab.open("w", 4, owner="ann")
-    # A check after each event proves that planning again changes nothing.
+    # After each event, the lab checks that a second plan changes nothing.
     lab.send(ev.HoldTaken, session="w", hold="h", kind="device", bound=("G1",))
     lab.after(10)
     assert (told(lab, "w").reason.rule, told(lab, "w").reason.limit) == ("busy", "leases")
@@ -308,7 +308,7 @@ def test_preempted_session_names_the_bytes_that_must_be_free(make):
     assert told(lab, "w").text.endswith(" it goes on by itself as soon as 13 B is free on a GPU")
 
 
-def test_wait_names_an_idle_kernel_that_host_memory_keeps(make):
+def test_wait_names_an_idle_kernel_that_cannot_be_suspended(make):
     lab = make(device(0))
     lab.idle("a", 12, owner="ann", label="a.ipynb")
     lab.send(ev.HostPressure, sessions=frozenset({"a"}))
@@ -333,7 +333,7 @@ def by_time(lab, name):
     return next((x.removeprefix(begin) for x in lines(lab, name) if x.startswith(begin)), "")
 
 
-def test_closed_class_names_its_time_and_no_estimate(make):
+def test_wait_of_a_closed_class_names_its_time_but_no_estimate(make):
     lab = make(device(0), classes_allowed=frozenset({"notebook"}), classes_open={"batch": 7200.0})
     lab.running("a", 4)
     lab.after(5)
@@ -349,7 +349,7 @@ def test_closed_class_names_its_time_and_no_estimate(make):
     assert told(lab, "a").takers == ()
 
 
-def test_class_that_no_schedule_opens_names_no_time(make):
+def test_wait_of_a_class_without_a_schedule_names_no_time(make):
     lab = make(device(0), classes_allowed=frozenset({"notebook"}))
     lab.open("w", 4, priority="batch")
     lab.hold("w")
@@ -360,8 +360,8 @@ def test_class_that_no_schedule_opens_names_no_time(make):
 @pytest.mark.parametrize(
     ("rules", "at"), [({"class"}, None), ({"class", "turns"}, 120.0)], ids=["class", "turns"]
 )
-def test_age_has_a_time_only_if_it_may_change_the_plan(make, rules, at):
-    """Age can raise it to the holder's class: turns apply there, and class rules do not."""
+def test_wait_names_a_time_for_age_only_if_it_changes_the_plan(make, rules, at):
+    """Age can raise ``w`` to the holder's class: turns apply there, and class rules do not."""
     classes = {"batch": 0, "urgent": 2}
     lab = make(
         device(0), preempt=frozenset(rules), priority_classes=classes, default_priority="batch",
@@ -373,7 +373,7 @@ def test_age_has_a_time_only_if_it_may_change_the_plan(make, rules, at):
     assert told(lab, "w").changes_at == at
 
 
-def test_age_that_overtakes_the_queue_has_a_time(make):
+def test_wait_names_the_time_when_age_overtakes_the_queue(make):
     classes = {"batch": 0, "urgent": 2}
     lab = make(device(0), preempt=frozenset({"class"}), priority_classes=classes,
                default_priority="batch", half_life=3600.0)  # fmt: skip
@@ -388,8 +388,8 @@ def test_age_that_overtakes_the_queue_has_a_time(make):
 
 
 @pytest.mark.parametrize(("owner", "half_life"), [("ann", 3600.0), ("bob", 0.0)])
-def test_age_that_overtakes_no_session_has_no_time(make, owner, half_life):
-    """Class and age order sessions of one owner, and all sessions if fair shares are off."""
+def test_wait_names_no_time_if_age_overtakes_no_session(make, owner, half_life):
+    """Age never changes the order of one owner's sessions, nor any order if fair shares are off."""
     lab = make(device(0), preempt=frozenset(), half_life=half_life)
     lab.running("a", 16, owner="cyd")
     for name, whose in (("h", "ann"), ("w", owner)):

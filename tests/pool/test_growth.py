@@ -154,7 +154,7 @@ def test_growth_beyond_host_memory_leaves_room_for_open_sessions(make, asks, mos
     assert attaches(lab.hold("o")) == (["o"] if asks + most <= 16 else [])
 
 
-def test_growth_beyond_host_memory_leaves_guarantees_of_groups(make):
+def test_growth_beyond_host_memory_respects_group_guarantees(make):
     groups = {"bio": Group(guarantee=Portion(bytes=4)), "phy": Group(guarantee=Portion(bytes=8))}
     lab = make(device(0), host_memory=10, groups=groups)
     lab.running("a", 4, limit=16, owner=Owner("ann", "phy"))
@@ -275,7 +275,7 @@ def test_unused_grown_bytes_go_to_growth_of_another_session(make):
     ]
 
 
-def test_bytes_just_grown_stay_until_a_sample_is_new_enough(make):
+def test_newly_grown_bytes_stay_until_a_sample_after_the_growth(make):
     lab = make(device(0), growth_step=8)
     lab.running("a", 4, limit=12)
     lab.grow("a", 8)
@@ -296,7 +296,7 @@ def test_used_grown_bytes_are_reclaimed_by_a_suspend(make):
     assert suspends(lab.drop("a")) == ["a"]
     assert attaches(lab.suspended("a", ("G0", 12))) == ["w"]
     lab.end("w")
-    # The resume takes the used bytes and, until it is done, the headroom.
+    # Until the resume is done, the slice has the used bytes and the headroom.
     assert got(lab.hold("a"), ev.Attach).slices == (Slice("G0", 13),)
     assert got(lab.done("a"), ev.Resize).slices == (Slice("G0", 12),)
 
@@ -324,7 +324,7 @@ def test_bytes_reclaimed_while_used_are_granted_again(make):
     assert lab.where("a") == [("G0", 9)]
 
 
-def test_a_limit_below_what_is_in_use_is_refused_with_the_figure(make):
+def test_limit_below_the_bytes_in_use_is_refused_with_the_figure(make):
     lab = grown(make, used=9)
     refusal = got(lab.change("a", 4, limit=8), ev.Answer).refusal
     assert refusal.code == "in-use"
@@ -410,14 +410,14 @@ def test_waiting_growth_gains_points_with_age(make):
     lab.running("b", 8)
     lab.change("a", 12)
     lab.after(150.0)
-    lab.open("w", 8, priority="interactive")  # 100 points for its class, but 150 s later
+    lab.open("w", 8, priority="interactive")  # 100 points for its class, but it asks 150 s later
     lab.hold("w")
     assert lab.pool.explain("w").ahead == ("a",)
     got(lab.end("b"), ev.Resize, session="a")
 
 
 def test_growth_at_the_head_reserves_bytes_of_other_leases(make):
-    """Sessions behind the head get its spare bytes; the head does not reserve its own lease."""
+    """The head reserves bytes only of other leases; sessions behind it get only its spare bytes."""
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 4)

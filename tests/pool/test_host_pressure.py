@@ -28,7 +28,7 @@ def attached(actions):
     return [a.session for a in all_of(actions, ev.Attach)]
 
 
-def test_largest_state_that_fits_goes_back_one_at_a_time(make):
+def test_largest_fitting_state_goes_back_first_one_at_a_time(make):
     lab = make(device(0))
     for name, size in (("small", 2), ("large", 9), ("huge", 14)):
         away(lab, name, size)
@@ -38,12 +38,12 @@ def test_largest_state_that_fits_goes_back_one_at_a_time(make):
     assert attached(press(lab, "small", "large", "huge")) == []
     lab.done("large")
     assert lab.record("large").state == "idle"
-    assert attached(press(lab, "small", "large", "huge")) == []  # no room for it
+    assert attached(press(lab, "small", "large", "huge")) == []  # no room for small
     lab.end("busy")
     assert attached(press(lab, "small", "large", "huge")) == ["small"]
 
 
-def test_only_states_under_host_pressure_go_back(make):
+def test_only_states_under_host_pressure_go_back_to_a_device(make):
     lab = make(device(0))
     away(lab, "here", 2)
     away(lab, "elsewhere", 9)
@@ -52,7 +52,7 @@ def test_only_states_under_host_pressure_go_back(make):
     assert attached(press(lab, "here")) == []
 
 
-def test_relief_preempts_no_lease_and_takes_no_promised_bytes(make):
+def test_resume_under_pressure_takes_no_lease_or_promised_bytes(make):
     lab = make(device(0))
     away(lab, "a", 8)
     lab.idle("b", 10)
@@ -67,7 +67,7 @@ def test_relief_preempts_no_lease_and_takes_no_promised_bytes(make):
     none(press(lab, "a"), ev.Attach)
 
 
-def test_relief_respects_a_quota(make):
+def test_resume_under_pressure_respects_a_quota(make):
     lab = make(device(0), quotas={"*": Quota(leases=1)})
     away(lab, "a", 4, owner="ann")
     lab.running("b", 4, owner="ann")
@@ -76,7 +76,7 @@ def test_relief_respects_a_quota(make):
     assert attached(press(lab, "a")) == ["a"]
 
 
-def test_nothing_is_suspended_under_host_pressure(make):
+def test_no_lease_with_state_is_suspended_under_host_pressure(make):
     lab = make(device(0), idle_timeout=10.0)
     lab.idle("a", 10)
     press(lab, "a")
@@ -123,7 +123,7 @@ def test_hold_during_the_resume_is_granted_at_its_end(make):
     assert lab.record("a").state == "active"
 
 
-def test_suspend_refused_for_host_memory_explains_the_stay(make):
+def test_refusal_for_host_memory_says_why_the_slice_stays(make):
     lab = make(device(0))
     lab.idle("a", 10)
     lab.open("w", 10)

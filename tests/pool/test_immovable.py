@@ -20,7 +20,10 @@ def not_moved(lab: Lab, name: str) -> list[ev.Action]:
 
 @pytest.fixture
 def lab(make):
-    """``a`` has state from G0, which ``b`` uses; the driver fails to resume ``a`` on G1."""
+    """``a`` has suspended state from G0, and ``b`` uses G0.
+
+    The driver cannot resume ``a`` on G1.
+    """
     lab = make(device(0), device(1))
     lab.parked("a", used=10)
     assert [s.device for s in lab.record("a").suspended] == ["G0"]
@@ -85,7 +88,7 @@ def test_the_headroom_of_a_resume_is_less_on_a_small_device(make, size, room):
 
 
 def test_resume_does_not_wait_for_bytes_of_a_display_server(make):
-    """The kernel filled all of the device that others leave: no headroom can become free."""
+    """The kernel's state fills the rest of the device: no headroom can become free."""
     lab = make(device(0, 64), resume_headroom=4)
     lab.seen("G0", foreign=2)
     lab.parked("a", used=61, memory=60)
@@ -95,7 +98,7 @@ def test_resume_does_not_wait_for_bytes_of_a_display_server(make):
     assert lab.where("a") == [("G0", 61)]
 
 
-def test_resume_waits_for_headroom_or_finds_it_elsewhere(make):
+def test_resume_goes_to_another_device_that_has_headroom(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.seen("G0", foreign=2)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions whose processes have seen a device, and can be moved at their first context."""
+"""Sessions whose processes have seen a device; the guard can move them at their first context."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_capacity_leaves_room_for_a_landing_context():
 
 def test_session_stays_on_the_device_it_saw_if_there_is_room():
     lab = Lab(landing(0), landing(1))
-    lab.running("b", 4)  # on G0, which best fit would choose
+    lab.running("b", 4)  # b is on G0, which best fit would choose for a
     got(asked(lab, "a", "G1"), ev.Attach, session="a", slices=(Slice("G1", 10),))
 
 
@@ -56,9 +56,9 @@ def test_sessions_that_saw_one_gpu_may_use_all_gpus_of_its_model():
 
 
 def test_session_is_bound_to_the_device_that_has_its_memory():
-    """The session saw G0 and moved to G1; G1 keeps no room for a context, so it cannot move on."""
+    """The session saw G0 and landed on G1. It cannot move again: G1 reserves no landing context."""
     lab = Lab(landing(0), device(1, 17, model="A"))
-    lab.running("b", 16)  # on G0
+    lab.running("b", 16)  # b is on G0
     asked(lab, "a", "G0")
     lab.done("a")
     assert lab.where("a") == [("G1", 10)]
@@ -66,7 +66,7 @@ def test_session_is_bound_to_the_device_that_has_its_memory():
     assert lab.pool.record("a").bound == ("G1",)
 
 
-def test_session_avoids_another_model_and_its_reason_says_why():
+def test_session_waits_for_its_gpu_model_and_the_reason_says_so():
     lab = Lab(landing(0), landing(1), landing(2, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -80,7 +80,7 @@ def test_session_avoids_another_model_and_its_reason_says_why():
 
 def test_each_device_of_a_gang_is_replaced_by_one_of_its_model():
     lab = Lab(landing(0, "B"), landing(1), landing(2), landing(3, "B"))
-    lab.running("x", 16, devices=1)  # on G0
+    lab.running("x", 16, devices=1)  # x is on G0
     got(
         asked(lab, "a", "G1", "G0"), ev.Attach, session="a",
         slices=(Slice("G1", 10), Slice("G3", 10)),
@@ -188,7 +188,7 @@ def test_cuinit_binds_a_waiting_session_to_visible_devices():
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))
 
 
-def test_preferred_devices_of_a_waiting_session_are_the_promised():
+def test_waiting_session_prefers_the_devices_promised_to_it():
     lab = Lab(landing(0), landing(1, "B"))
     lab.running("b", 16)
     lab.running("c", 16)
@@ -213,7 +213,7 @@ def test_request_too_large_for_its_model_is_refused():
     assert refused.next_step == ("Restart the kernel to use another GPU, or ask for at most 16 B.")
     assert refused.details["most"] == 16
     assert lab.state("a") == "detached"
-    # A smaller request helps, as the message says; a larger one is refused again.
+    # The pool grants a smaller request, as the message says.
     assert lab.change("a", 16)[0].refusal is None
     got(lab.hold("a"), ev.Attach, session="a", slices=(Slice("G0", 16),))
 
@@ -226,7 +226,7 @@ def test_changed_request_too_large_for_its_model_is_refused():
     assert "of the model A" in lab.change("a", 20)[0].refusal.message
 
 
-def test_wait_ends_when_its_model_is_too_small():
+def test_wait_ends_when_the_session_binds_to_a_too_small_model():
     lab = Lab(landing(0), device(1, 49, model="B", landing_bytes=1))
     lab.running("b", 48)
     lab.open("a", 20, lands=True)
@@ -256,7 +256,7 @@ def test_second_largest_gpu_limits_a_request_for_two_gpus():
     assert "2 of these GPUs can give at most 16 B on each" in refused.message
 
 
-def test_session_set_aside_is_restored_with_its_next_lease():
+def test_a_set_aside_session_is_restored_with_its_next_lease():
     lab = Lab(landing(0), landing(1))
     lab.open("a", 10, lands=True)
     lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 0),))
@@ -269,7 +269,7 @@ def test_session_set_aside_is_restored_with_its_next_lease():
     assert lab.record("a").bound == ("G1",)
 
 
-def test_session_set_aside_and_restored_needs_no_resume():
+def test_restored_session_that_was_set_aside_needs_no_resume():
     lab = Lab(landing(0), landing(1))
     lab.open("a", 10, lands=True)
     lab.send(ev.SetAside, session="a", suspended=(Slice("G0", 2),))

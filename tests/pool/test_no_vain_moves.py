@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pool moves no idle holder in vain.
+"""The pool moves an idle holder only if a waiting session gains by the move.
 
-Either the plan that suspends the holder lets a waiting session attach, or the holder gets its slice
-back only after the head of the queue.
+Each suspend of an idle holder does one of two things. Its plan lets a waiting session attach, or
+the holder gets its slice back only after the head of the queue.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jupyter_gpupool.pool.schedule import HEAD
 
 from .builders import Lab, all_of, device, got, none
 
-#: Reasons of a suspend for which no session needs to wait.
+#: Suspends with these reasons happen although no session waits.
 OWN_REASONS = {"idle", "release"}
 
 
 class Watched(Lab):
-    """A lab that checks each suspend of an idle holder when the pool decides it."""
+    """A lab that checks each suspend of an idle holder when the pool decides on the suspend."""
 
     for_head = 0
 
@@ -71,7 +71,7 @@ def test_idle_slice_that_the_head_does_not_need_is_not_taken():
         lab.open(name, 6)
         lab.hold(name)
     none(lab.after(200), ev.Suspend)
-    # The head does not need the idle bytes: it has room whichever kernel ends.
+    # The head does not need the idle bytes: it has room as soon as either running kernel ends.
     got(lab.end("cat"), ev.Attach, session="dan")
     assert lab.state("mine") == "idle"
 

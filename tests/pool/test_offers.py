@@ -44,7 +44,7 @@ def test_no_offer_without_a_wait_or_without_free_memory(make):
     assert offered(lab, "a") is None
 
 
-def test_offer_leaves_what_the_head_of_the_queue_reserves(make):
+def test_offer_takes_no_bytes_that_the_head_reserves(make):
     lab = make(device(0))
     lab.running("a", 11)
     lab.open("head", 16)
@@ -83,7 +83,7 @@ def test_offer_stays_within_quota_and_cap(make):
     [
         (12 * GiB + 700 * MiB, 3 * GiB),
         (15 * GiB + 400 * MiB, 512 * MiB),
-        (15 * GiB + 700 * MiB, None),  # 320 MiB: a context does not fit
+        (15 * GiB + 700 * MiB, None),  # 320 MiB is left, too little for a context
     ],
 )
 def test_offer_is_a_round_size_that_fits_a_context(make, taken, size):

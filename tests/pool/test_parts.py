@@ -33,7 +33,7 @@ def session(name: str = "s", **fields: Any) -> Session:
     wanted=st.integers(1, 24),
 )
 def test_spare_bytes_never_delay_the_head_of_the_queue(leases, free, wanted):
-    """In whatever order the leases end, the head starts as early as without the backfill."""
+    """The head starts as early as without the backfill, in whatever order the leases end."""
     room = Room(DeviceLedger(device(0), capacity=sum(leases) + free, granted=sum(leases)))
     room.leases = [(session(), size) for size in leases]
     given_away = room.spare(wanted)
@@ -107,7 +107,7 @@ def test_session_is_recorded_and_restored_with_every_field():
     full = {f.name: values.get(str(f.type)) for f in dataclasses.fields(SessionRecord)}
     before = SessionRecord(**{**full, **fixed})
     after = record(restored(before, 100.0), "busy")
-    changed = {"state_since", "idle_since"}  # both restart with the broker
+    changed = {"state_since", "idle_since"}  # a restart of the broker resets these
     changed |= {"recall_at", "recall_reason"}  # a recall ends with the lease
     for field in dataclasses.fields(SessionRecord):
         if field.name not in changed:

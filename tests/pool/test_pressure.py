@@ -44,7 +44,7 @@ def test_lease_with_most_bytes_times_idle_time_yields_first(make):
     assert suspends(lab.hold("w")) == ["small-old"]
 
 
-def test_no_more_leases_yield_than_needed(make):
+def test_pool_preempts_no_more_leases_than_needed(make):
     lab = make(device(0, 12))
     lab.idle("a", 2)
     lab.after(100)
@@ -73,7 +73,7 @@ def test_suspend_under_way_is_awaited_before_another_begins(make):
     assert attaches(lab.suspended("a", ("G0", 1))) == ["w"]
 
 
-def test_lease_is_protected_for_reclaim_after_and_while_kept(make):
+def test_lease_is_protected_during_reclaim_after_and_keep(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -159,7 +159,7 @@ def test_full_host_memory_is_the_reason_of_a_wait(make):
     assert suspends(lab.end("p")) == ["a"]
 
 
-def test_message_tells_low_host_memory_from_a_full_budget(make):
+def test_reason_distinguishes_low_host_memory_from_full_budget(make):
     lab = make(device(0), host_memory=16)
     lab.idle("a", 16)
     lab.send(ev.HostMemorySeen, available=5)
@@ -208,7 +208,7 @@ def test_free_memory_of_the_host_limits_suspends(make):
 
 
 def test_busy_victim_is_tried_again_when_its_cell_ends(make):
-    """A later attempt would find it busy: its short cells follow each other without a pause."""
+    """The victim runs short cells without a pause: a later attempt would find it busy."""
     lab = make(device(0))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -252,7 +252,7 @@ def test_idle_lease_leaves_once_host_memory_has_room(make):
 # --------------------------------------------------------------------------- the order
 
 
-def test_first_come_first_served_within_a_class(make):
+def test_queue_is_first_come_first_served_within_a_class(make):
     lab = make(device(0))
     lab.running("a", 16)
     for name in ("w1", "w2", "w3"):

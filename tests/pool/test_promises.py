@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Promises and reservations, and the sessions ahead that they may not delay."""
+"""Promises and reservations, which may not delay the sessions ahead in the queue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jupyter_gpupool.pool.model import Quota
 from .builders import Lab, device, got, none
 
 
-def test_session_ahead_takes_quota_that_was_promised_behind_it():
+def test_session_ahead_takes_quota_promised_to_a_later_session():
     """The session ``first`` needs the quota that is promised to ``behind``, not the memory."""
     lab = Lab(device(0), device(1, 8), quotas={"u": Quota(leases=1)})
     lab.idle("a", 8)
@@ -25,7 +25,7 @@ def test_session_ahead_takes_quota_that_was_promised_behind_it():
 
 
 def test_request_beyond_all_idle_leases_waits_for_memory():
-    """``less`` is ahead and waits for host memory; ``more`` needs more than idle leases have."""
+    """``less`` is ahead and waits for host memory. ``more`` needs more than idle leases have."""
     lab = Lab(device(0), device(1))
     lab.running("c", 9)
     lab.idle("d", 5)
@@ -44,7 +44,7 @@ def test_request_beyond_all_idle_leases_waits_for_memory():
 
 
 def test_lease_of_the_former_head_counts_for_the_next_head():
-    """Growth of the lease of 3 bytes was the head; now it is idle, and so last in the queue."""
+    """The growth of ``g`` was the head. Now ``g`` is idle, so its growth is last in the queue."""
     lab = Lab(device(0, 12))
     for name, size in (("x", 6), ("y", 1), ("g", 3)):
         lab.running(name, size)
@@ -52,13 +52,13 @@ def test_lease_of_the_former_head_counts_for_the_next_head():
     for name, size in (("h", 6), ("l", 2)):
         lab.open(name, size)
         none(lab.hold(name), ev.Attach)
-    # If "l" got no bytes, the end of the leases of 3 and 1 would be enough for "h".
+    # The 2 free bytes and the ends of "g" and "y" are enough for "h", if "l" gets no bytes.
     none(lab.drop("g"), ev.Attach)
     assert lab.reason("l") == "the free memory is reserved for the next kernel in the queue"
 
 
 def test_lease_granted_in_the_same_pass_counts_for_the_head(make):
-    """The head can start when the new lease ends, so those bytes are reserved for the head."""
+    """The head can start when the new lease ends, so the pool reserves those bytes for the head."""
     lab = make(device(0, 9))
     lab.running("a", 4)
     lab.seen("G0", foreign=5)

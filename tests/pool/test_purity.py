@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pool decides and does nothing else: no clock, no I/O, no random numbers; and its layers."""
+"""The pool only decides: it has no clock, no I/O and no random numbers. Its modules form layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ FORBIDDEN = {
     "uuid",
 }
 
-#: A module may import modules to the left of it; imports only for types count as well.
+#: A module may import only modules that come before it in this list. Imports only for types count
+#: as well.
 ORDER = [
     "residence",
     "evidence",
@@ -83,7 +84,7 @@ def names(tree: ast.Module) -> set[str]:
     return found
 
 
-def test_every_module_has_its_place():
+def test_order_lists_every_module():
     assert {f.stem for f in FILES} == {*ORDER, "__init__"}
 
 

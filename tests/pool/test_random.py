@@ -160,11 +160,11 @@ def test_large_request_does_not_starve(seed):
 
 
 def test_random_events_break_no_rule():
-    """5,000 random events; the same every time."""
+    """The 5,000 random events are the same in each run."""
     assert soak.run(5_000, seed=0)["violations"] == 0
 
 
-def test_soak_with_shares():
+def test_random_events_with_shares_break_no_rule():
     """Random events with groups, guarantees, caps, budgets and preemption of running work."""
     assert soak.run(4_000, seed=0, shares=True)["violations"] == 0
 

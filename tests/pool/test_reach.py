@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The pass skips requests that must fail; the plan is the same as if it tried all of them."""
+"""The pass skips requests that must fail. The plan is the same as if the pass tried all of them."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_kept_idle_lease_is_recalled():
     got(lab.after(60.0), ev.Suspend, session="a", reason=WHY, busy=False)
 
 
-def test_dropped_recall_takes_no_slice():
+def test_cancelled_recall_takes_no_slice():
     lab = Lab(device(0))
     lab.running("a")
     recall(lab, "a", 60.0)
@@ -112,7 +112,7 @@ def test_restart_keeps_a_recall_only_with_its_lease():
         ),
     ],
 )
-def test_recall_without_a_slice_that_can_leave_is_refused(prepare, code):
+def test_recall_is_refused_if_no_slice_can_leave(prepare, code):
     lab = Lab(device(0))
     prepare(lab)
     assert got(recall(lab, "a"), ev.Answer, rid="x").refusal.code == code

@@ -22,7 +22,7 @@ def attaches(actions):
     return [a.session for a in all_of(actions, ev.Attach)]
 
 
-# --------------------------------------------------------------------------- never
+# --------------------------------------------------------------------------- impossible requests
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,15 @@ def attaches(actions):
         ({"memory": 5, "devices": 2}, {"host_memory": 8}, "over-host"),
     ],
 )
-def test_a_request_that_can_never_be_met_is_refused_at_once(make, fields, rules, code):
+def test_impossible_request_is_refused_at_once(make, fields, rules, code):
     lab = make(**rules)
     refusal = got(lab.open("a", rid="1", **fields), ev.Answer, rid="1").refusal
     assert refusal.code == code
     assert refusal.message.endswith(".")
     assert refusal.next_step.endswith(".")
     assert "a" not in lab.pool
-    # A session that asks for it later gets the same answer: nothing else changes.
+    # A session that changes its request to the same size gets the same refusal and keeps its
+    # request.
     lab.open("b", 2, owner="user-a")
     if "b" in lab.pool:
         memory = fields["memory"]
@@ -122,7 +123,7 @@ def test_changed_rules_end_waits_that_have_become_impossible(make):
 # --------------------------------------------------------------------------- quotas
 
 
-def test_session_over_its_quota_waits_with_that_reason(make):
+def test_session_over_its_quota_waits_and_the_reason_says_so(make):
     lab = make(quotas={"ann": Quota(memory=16)})
     lab.running("a", 10, owner="ann")
     lab.open("b", 10, owner="ann")
@@ -134,7 +135,7 @@ def test_session_over_its_quota_waits_with_that_reason(make):
     assert attaches(lab.end("a")) == ["b"]
 
 
-def test_an_owners_own_idle_session_makes_room_in_its_quota(make):
+def test_idle_session_makes_room_in_its_owners_quota(make):
     lab = make(quotas={"ann": Quota(memory=16)})
     lab.idle("a", 10, owner="ann")
     lab.idle("other", 4)
@@ -168,7 +169,7 @@ def test_quota_goes_to_the_session_that_came_first(make):
     assert attaches(lab.end("a")) == ["b", "c"]
 
 
-def test_quota_of_suspended_state_keeps_a_session_attached(make):
+def test_full_quota_of_suspended_state_prevents_a_suspend(make):
     lab = make(device(0), quotas={"ann": Quota(suspended=12)})
     lab.parked("p", used=8, memory=8, owner="ann")
     lab.idle("a", 10, owner="ann")
@@ -218,7 +219,7 @@ def test_slice_grows_when_memory_becomes_free(make):
     assert got(lab.end("b"), ev.Resize, session="a").slices == (Slice("G0", 12),)
 
 
-def test_growth_that_a_quota_stops_says_so(make):
+def test_answer_names_the_quota_that_stops_growth(make):
     lab = make(device(0), quotas={"ann": Quota(memory=12)})
     lab.running("a", 4, owner="ann")
     lab.running("b", 6, owner="ann")
@@ -318,7 +319,7 @@ def test_release_of_a_busy_slice_waits_for_the_last_hold(lab):
     assert suspends(lab.drop("a", "c2")) == ["a"]
 
 
-def test_release_without_a_slice_says_so(make):
+def test_answer_to_a_release_says_that_there_is_no_slice(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.open("b", 16)
@@ -329,7 +330,7 @@ def test_release_without_a_slice_says_so(make):
     assert "on its way" in got(lab.release("a"), ev.Answer).note
 
 
-def test_release_without_suspend_says_what_to_do(make):
+def test_release_is_refused_on_a_device_without_suspend(make):
     lab = make(device(0, can_suspend=False))
     lab.idle("a")
     refusal = got(lab.release("a"), ev.Answer).refusal
@@ -372,7 +373,7 @@ def test_keep_for_longer_than_allowed_is_refused(make, most, asked):
     assert got(lab.keep("a", most), ev.Answer).refusal is None
 
 
-def test_size_below_a_context_is_refused_with_the_least(make):
+def test_refusal_of_a_size_below_a_context_names_the_least_size(make):
     small = device(0, 16 * GiB, context_bytes=300 << 20)
     other = dataclasses.replace(small, uuid="G1", index=1, context_bytes=400 << 20)
     lab = make(small, other, host_memory=100 * GiB)
@@ -407,8 +408,8 @@ def test_restarted_broker_continues_from_the_journal(make):
     assert lab.state("i") == "idle"
     assert lab.free() == [8]
     assert lab.pool.view(lab.now).host_used == 6
-    # The pool restores all sessions before it preempts one. The broker keeps a hold for sessions
-    # that may be busy until their agents reconnect.
+    # The pool restores all sessions before it preempts one. Until the agents reconnect, the broker
+    # keeps a hold for each session that may be busy.
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
     assert suspends(lab.after(1)) == ["i"]

@@ -23,7 +23,7 @@ INF = math.inf
 
 
 def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
-    """Simulate a gap during which a session waits; return lost GPU seconds and new habits."""
+    """Simulate an idle gap while a session waits; return lost GPU seconds and new habits."""
     there = Gap(0.0, wanted=-1.0)
     until = residence.protected_until(there, Stay(), habits, cost=cost, share=0.001)
     assert until >= 0
@@ -37,13 +37,13 @@ def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
 
 
 @given(COSTS, GAP)
-def test_gap_without_history_costs_at_most_twice_the_best(cost, gap):
+def test_gap_without_history_costs_at_most_twice_the_optimum(cost, gap):
     lost, _ = play(Habits(), gap, cost)
     assert lost <= 2 * min(gap, cost) + 1e-9
 
 
 @given(COSTS, st.lists(GAP, min_size=1, max_size=60))
-def test_gaps_cost_at_most_twice_the_best_and_one_move(cost, gaps):
+def test_gaps_cost_at_most_twice_the_optimum_and_one_move(cost, gaps):
     habits, lost = Habits(), 0.0
     for gap in gaps:
         more, habits = play(habits, gap, cost)
@@ -52,10 +52,10 @@ def test_gaps_cost_at_most_twice_the_best_and_one_move(cost, gaps):
     assert lost <= 2 * best + cost * (1 + 1e-6)
 
 
-def test_adversary_gains_no_more_than_twice_the_best():
+def test_adversary_costs_at_most_twice_the_optimum():
     """The adversary returns just before the move, just after it, or much later.
 
-    It plans two gaps ahead and chooses the most expensive pair, 400 times.
+    In each of 400 rounds, it plans two gaps ahead and chooses the most expensive pair.
     """
     cost, habits, lost, best = 1.0, Habits(), 0.0, 0.0
     ratios = []
@@ -138,7 +138,7 @@ def test_protected_computing_and_idle_time_is_bounded(habits, cost, share, compu
 @given(COSTS, st.floats(0.02, 0.5), st.data())
 @settings(max_examples=200)
 def test_moves_of_contending_loops_take_at_most_the_share(cost, share, data):
-    """The pauses are shorter than the move; bursts and pauses are arbitrary."""
+    """The lengths of bursts and pauses are random, but each pause is shorter than a move."""
     used = moved = now = 0.0
     habits = Habits()
     burst, pause = data.draw(st.floats(0.05, 3.0)), data.draw(st.floats(0.01, 0.95)) * cost

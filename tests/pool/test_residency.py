@@ -60,7 +60,7 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
     assert suspends(lab.after(0.01)) == ["a"]
 
 
-def test_idle_time_without_a_wait_uses_no_protection(make):
+def test_idle_time_uses_up_no_protection_if_no_session_waits(make):
     """The holder was idle before the wait, and now runs short cells: it keeps its slice."""
     lab = make(device(0))
     moved(lab)
@@ -84,7 +84,7 @@ def test_holder_that_computed_enough_yields_when_idle(make):
     lab.hold("a")
     lab.open("w", 10)
     lab.hold("w")
-    lab.after(20)  # 2 s / 0.1
+    lab.after(20)  # cost of a move (2 s) / share (0.1)
     assert suspends(lab.drop("a")) == ["a"]
 
 
@@ -193,10 +193,10 @@ def test_two_holders_lose_their_protection_together(make):
     assert sorted(suspends(lab.after(0.1))) == ["a", "b"]
 
 
-def test_wait_for_another_device_does_not_count(make):
+def test_wait_for_another_device_ends_no_protection(make):
     lab = make(device(0), device(1, model="B"))
     moved(lab)
-    lab.parked("w", 10, memory=16)  # on G1, because G0 has no room
+    lab.parked("w", 10, memory=16)  # w is on G1, because G0 has no room
     assert lab.record("w").suspended[0].device == "G1"
     lab.running("x", 10)
     lab.hold("w")
@@ -322,7 +322,8 @@ def test_newer_move_times_have_more_weight(make):
     lab.drop("a")
     lab.open("w", 10)
     lab.hold("w")
-    # 1 s + 0.3 x 10 s to suspend, 1 s to resume.
+    # The mean suspend takes 4 s (1 s + 0.3 x 10 s), the mean resume 1 s. With a share of 0.1, the
+    # lease stays for 50 s.
     assert suspends(lab.after(49.9)) == []
     assert suspends(lab.after(0.1)) == ["a"]
 
@@ -400,10 +401,11 @@ class Loops(Quick):
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
 @pytest.mark.parametrize("seed", range(4))
 def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
-    """The pauses are shorter than the move: the holder returns before a move could end.
+    """Moves take at most the configured share of the time, and the length of each wait is bounded.
 
-    Over a long time, for all bursts, pauses and costs of a move, moves take at most the configured
-    share, and no wait is longer than the stay, one burst and one move.
+    This holds over a long time, for all bursts, pauses and costs of a move. No wait is longer than
+    one stay, one burst and one move together. With the rule ``work``, the pauses are shorter than a
+    move: the holder returns before a move could end.
     """
     rng = random.Random(seed)
     swap = rng.uniform(0.4, 6.0)
@@ -425,7 +427,7 @@ def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
     assert lab.moves > 15, "they do take turns"
     assert min(map(len, lab.waits.values())) > 15
     check_pool(lab.pool, lab.now)
-    # The longest wait: the stay, the burst that runs at its end, and the move.
+    # The longest wait lasts for the stay, the burst that runs at the end of the stay, and the move.
     longest = max(map(max, lab.waits.values()))
     assert longest <= 1.5 * swap * (1 / share + 1) + 2 * burst + pause + 1
 
@@ -433,7 +435,7 @@ def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
 @pytest.mark.parametrize("swap", [0.4, 2.4, 16.0])
 @pytest.mark.parametrize("think", [1.1, 3.0, 40.0])
 def test_two_users_in_turns_wait_only_for_the_move(swap, think):
-    """The pauses are longer than a move, so a cell waits for moves and cells only."""
+    """The pauses are longer than a move, so a cell waits only for moves and for other cells."""
     rng = random.Random(int(10 * swap))
     lab = Loops(rng, swap, 0.1, 2 * think * swap)
     lab.wants("a")
@@ -448,7 +450,7 @@ def test_two_users_in_turns_wait_only_for_the_move(swap, think):
 
 
 def test_two_users_in_strict_turns_wait_only_for_the_move(make):
-    """Each user starts after the other one ends: after three gaps, neither is protected."""
+    """Each user starts after the other's cell ends: neither is protected after three gaps."""
     lab = make(device(0))
     for name in ("a", "b"):
         lab.open(name, 10)

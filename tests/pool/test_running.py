@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Preemption of sessions in use: guarantees, classes, bursts, turns; and the limits of each."""
+"""Preemption of sessions in use: guarantees, classes, bursts, turns, and each rule's limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jupyter_gpupool.pool.shares import Shares
 from .builders import Lab, all_of, device, got, none
 from .crowd import Crowd
 
-#: Values so large that the difference of two is never lost by rounding.
+#: Either 0 or large enough that rounding never loses the difference of two values.
 USED = st.one_of(st.just(0.0), st.floats(1e-6, 1000))
 RATE = st.sampled_from([0.0, 0.25, 1.0, 2.0])
 
@@ -248,8 +248,8 @@ def test_request_blocked_by_a_limit_uses_no_guarantee(make, why):
     assert preempted(lab)[0] in ("one", "two")
 
 
-def test_idle_victim_does_not_protect_a_larger_running_one(make):
-    """Preempting ``small`` would protect ``low`` by its group's guarantee, and free too little."""
+def test_idle_victim_does_not_protect_a_larger_running_session(make):
+    """A preemption of ``small`` frees too little, and the guarantee would then protect ``low``."""
     lab = make(
         device(0, 9), preempt=PREEMPT_ALL, groups={"team": Group(guarantee=Portion(bytes=6))}
     )
@@ -342,7 +342,7 @@ def test_equal_sessions_take_turns_within_the_move_overhead(owners, move):
 
 
 def test_turns_of_large_state_stay_within_the_move_overhead():
-    """Two moves take two minutes, so a time slice must last twenty."""
+    """Two moves take two minutes, so a time slice must last 20 minutes."""
     crowd = Crowd(1, move=60.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(3):
         crowd.add(f"k{i}", f"user{i}", cell=1e9)
@@ -352,7 +352,7 @@ def test_turns_of_large_state_stay_within_the_move_overhead():
 
 
 @pytest.mark.parametrize(("owners", "seconds"), [(1, 8000), (4, 4000), (16, 4000)])
-def test_slow_copies_make_slices_longer(owners, seconds):
+def test_slow_copies_make_time_slices_longer(owners, seconds):
     """Eight devices share one path to host memory, and their first turns end at the same time."""
     crowd = Crowd(8, move=2.0, crowded=True, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(16):
@@ -664,7 +664,7 @@ def test_temporary_lack_of_host_memory_gives_no_warning(make):
 
 
 def test_first_time_slice_depends_on_the_resident_bytes(make):
-    """To move all granted bytes would take 128 times as long as to move the resident ones."""
+    """A move of all granted bytes would take 128 times as long as a move of the resident bytes."""
     gib = 1 << 30
     lab = make(
         device(0, 96 * gib), preempt=frozenset({"turns"}), half_life=0.0, host_memory=999 * gib
@@ -687,7 +687,7 @@ def ends(lab: Lab, name: str) -> float:
 
 
 def test_session_that_fills_the_cap_of_its_group_is_warned(make):
-    """Otherwise other members of the group would wait for the cap without end."""
+    """Without the warning, other members of the group would wait for the cap without end."""
     lab = make(
         device(0, can_suspend=False),
         device(1),

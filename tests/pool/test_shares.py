@@ -144,7 +144,7 @@ def test_without_half_life_usage_does_not_count(make):
     assert [position(lab, n) for n in ("a", "b")] == [1, 2]
 
 
-def test_order_changes_as_usage_grows_without_an_event(make):
+def test_order_changes_with_usage_even_without_an_event(make):
     lab = make(device(0), device(1), half_life=1e6)
     lab.running("a", 16, owner="ann")
     lab.after(200)
@@ -172,7 +172,7 @@ def bound(half: float, ratio: float, classes: float, leases: float) -> float:
 @pytest.mark.parametrize("devices", [1, 3], ids=["one", "all of three"])
 @pytest.mark.parametrize("seed", range(3))
 def test_wait_of_the_heaviest_user_in_a_low_class_is_bounded(seed, devices, preempt):
-    """One user has used the whole machine and wants it again; others use it in a higher class."""
+    """One user has used the whole machine and wants it again; the others have a higher class."""
     half, ageing, cell, others = 60.0, 1.0, 5.0, 4
     crowd = Crowd(devices, half_life=half, ageing=ageing, seed=seed, preempt=preempt)
     rich = crowd.add(

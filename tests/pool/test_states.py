@@ -35,7 +35,7 @@ def test_page_shows_every_transition_in_diagram_and_table():
     assert rows == set(TRANSITIONS)
 
 
-def test_every_state_but_the_last_can_be_reached_and_left():
+def test_sessions_can_reach_every_state_and_leave_all_but_ended():
     states = set(get_args(State))
     assert {old for old, _ in TRANSITIONS} == states - {"ended"}
     assert {new for _, new in TRANSITIONS} == states

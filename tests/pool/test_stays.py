@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The sentence that says why an idle slice does not leave; it is empty if the slice leaves."""
+"""The sentence that says why an idle slice stays; the sentence is empty if the slice can leave."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def test_pinned_session_shows_its_own_reason(make):
     lab.refused("a", "pinned", "it shares memory")
     assert lab.record("a").pinned_reason
     assert told(lab) == ""
-    # The retry is due, and now host memory is full too: the pool still shows the first reason.
+    # The retry is due, and host memory is full now, too. The pool still shows only the first
+    # reason.
     lab.send(ev.SettingsChanged, settings=dataclasses.replace(lab.pool.settings, host_memory=5))
     lab.after(60.0)
     assert lab.state("a") == "idle"

@@ -43,7 +43,7 @@ def test_backfilling_takes_only_bytes_that_the_head_can_spare():
 
 
 def test_session_ahead_in_the_queue_takes_over_a_promise():
-    """A new session fits if sessions *behind* it give up promises that the pool made earlier."""
+    """A new session fits if sessions *behind* it give up promises that the pool made before."""
     lab = Lab(device(0))
     lab.idle("a")
     got(ask(lab, "b", priority="batch"), ev.Suspend, session="a")
@@ -85,7 +85,10 @@ def test_wait_for_a_quota_reserves_nothing():
 
 
 def test_victim_is_a_session_whose_state_fits_host_memory():
-    """A victim is a session whose state has room in host memory; else the reason is host memory."""
+    """The state of a victim has room in host memory.
+
+    Without a victim, the reason is host memory.
+    """
     lab = Lab(device(0))
     lab.idle("a")
     lab.seen("G0", a=8)

@@ -20,7 +20,8 @@ class Program:
 
     share: int
     devices: tuple[str, ...] = ("G0",)
-    #: Turns of work before each pause, and turns of the pause; 0 means always busy.
+    #: Number of turns of work before each pause, and of turns of each pause. No pause (0) means
+    #: always busy.
     work: int = 1
     pause: int = 0
     #: Seconds for which its GPU kernels may still run after the end of a turn.
@@ -79,7 +80,7 @@ class Machine:
         return found
 
     def check(self, found: Turn) -> None:
-        """Check that one busy program runs on a contended device, and that no turn is wasted."""
+        """Check that at most one busy program runs on a contended device, and no turn is wasted."""
         busy = {n: p for n, p in self.programs.items() if p.busy}
         for uuid in {u for p in self.programs.values() for u in p.devices}:
             there = [n for n, p in busy.items() if uuid in p.devices]
@@ -137,7 +138,7 @@ def test_busy_seconds_follow_the_shares_over_time(seed, overrun):
     m = Machine(seed, **programs)
     m.run(50)
     before = m.snapshot()
-    # Long enough that the smallest share has several turns.
+    # Run long enough that the smallest share has several turns.
     m.run(min(3000, 60 * sum(shares) // min(shares)))
     for name, got in m.shares(before).items():
         due = m.programs[name].share / sum(shares)
@@ -161,7 +162,8 @@ def test_no_session_starves_and_no_turn_is_wasted(seed):
     m.run(600)
     for name, p in programs.items():
         gaps = [b - a for a, b in zip([0, *p.ran], [*p.ran, 600], strict=True)]
-        # Every other program may have ten times this share; allow each of them two rounds.
+        # Every other program may have ten times this program's share; allow each of them two
+        # rounds.
         assert max(gaps) <= 2 * 10 * len(programs), f"{name} waited {max(gaps)} turns: {programs}"
 
 

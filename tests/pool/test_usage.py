@@ -160,7 +160,7 @@ def test_usage_continues_after_a_change_of_settings(make):
         (Portion(percent=0), 0),
     ],
 )
-def test_portion_of_a_machine(portion, size):
+def test_size_of_a_portion_depends_on_the_devices(portion, size):
     assert portion.of([30, 20, 10]) == size
     assert Portion(devices=2).of([]) == 0
 
@@ -242,7 +242,7 @@ def test_new_lease_is_refused_when_the_budget_is_used_up(make):
 
 
 @pytest.mark.parametrize("group", ["", "bio"])
-def test_refusal_names_when_a_budget_in_use_can_be_back(make, group):
+def test_refusal_names_when_gpu_seconds_can_come_back(make, group):
     daily = Daily(864.0, rule="refill", then="refuse")
     lab = make(device(0), **budget_of(group, daily))
     open_in(lab, "a", "ann", group, 8)
@@ -281,14 +281,14 @@ def test_refusal_for_a_budget_of_zero_names_no_renewal(make, rule, group):
     assert lines[-1].endswith(f"no GPU-seconds: {kernels} get no new slice.")
 
 
-def test_session_with_a_budget_of_zero_has_a_reason(make):
+def test_budget_of_zero_that_stops_sessions_refuses_a_hold(make):
     lab = make(device(0), **budget(0.0, then="stop"))
     lab.open("a", 8, owner="ann")
     refusal = got(lab.hold("a"), ev.HoldRefused).refusal
     assert refusal.message.startswith("You get no GPU-seconds")
 
 
-def test_session_without_budget_borrows_what_is_free(make):
+def test_session_with_a_spent_budget_borrows_free_memory(make):
     lab = make(device(0), **budget(100.0), preempt=frozenset({"guarantee"}))
     lab.running("a", 16, owner="ann")
     lab.after(150)
@@ -307,7 +307,7 @@ def test_session_without_budget_borrows_what_is_free(make):
     got(lab.past[-8:], ev.Suspend, session="b")
 
 
-def test_victim_of_a_spent_budget_has_that_reason(make):
+def test_reason_of_a_preemption_names_the_spent_budget(make):
     lab = make(device(0), **budget(100.0), preempt=frozenset({"guarantee"}))
     lab.running("a", 16, owner="ann")
     lab.after(150)
@@ -372,7 +372,7 @@ def test_session_runs_again_when_a_part_of_its_budget_is_back(make):
     assert lab.now - began == pytest.approx(8640 / 24 / 0.1, abs=120)
 
 
-def test_group_shares_its_budget(make):
+def test_members_of_a_group_share_its_budget(make):
     groups = {"bio": Group(daily=Daily(100.0, then="refuse"))}
     lab = make(groups=groups)
     open_in(lab, "a", "ann", "bio", 16)
@@ -457,12 +457,12 @@ def test_usage_rates_are_zero_after_the_last_lease():
 
 # --------------------------------------------------------------------------- the time of day
 
-#: 22 o'clock of a day whose window begins at midnight.
+#: 22:00 of a day. The window of the budget begins at midnight.
 LATE = 20 * DAY + 22 * 3600.0
 
 
 def spender(make, daily: Daily) -> Lab:
-    """Return a pool in which ann has used 1,000 GPU-seconds since 22 o'clock."""
+    """Return a pool in which ann has used 1,000 GPU-seconds since 22:00."""
     lab = make(device(0), half_life=HALF, quotas={"ann": Quota(daily=daily)})
     lab.now = LATE
     lab.running("a", 16, owner="ann")
@@ -504,7 +504,7 @@ def test_clock_that_is_set_back_renews_no_budget(make):
     for back in (-3600.0, -30 * 3600.0, -3000 * DAY):
         lab.send(ev.ClockSet, ahead=back)
         assert left(lab) == pytest.approx(0)
-    # Midnight by the new time of day is one hour later.
+    # The last step is a whole number of days, so midnight still comes 2 h after ``LATE``.
     lab.now = LATE + 2 * 3600 - 1
     assert left(lab) == pytest.approx(0)
     lab.now += 1
@@ -543,7 +543,7 @@ def queue(lab: Lab) -> list[str]:
     return [places[n] for n in sorted(p for p in places if p is not None)]
 
 
-def test_usage_on_other_machines_counts_in_the_order(make):
+def test_usage_on_other_machines_changes_the_queue_order(make):
     lab = make(device(0), half_life=HALF)
     lab.running("x", 16, owner="eve")
     lab.open("a", 16, owner="ann")

@@ -145,7 +145,7 @@ class World:
         self.shares = shares
         self.most = most
         self.deep = deep
-        #: Number of events after which the test checks explanations one by one.
+        #: Once in this many events, the world checks the explanations one by one.
         self.every = every
         self.now = 1000.0
         self.settings = random_settings(c, shares=shares)
@@ -301,7 +301,7 @@ class World:
         common: dict[str, Any] = {"now": self.now, "session": name, "epoch": s.epoch}
         if s.effect == "attach":
             if how <= 17:
-                # Some attaches with a later epoch also waited for other moves.
+                # The attach of every fourth epoch also reports a wait for other moves.
                 waited = 40.0 if s.epoch % 4 == 3 else 0.0
                 seconds = self.c.choice([0.0, 1.5])
                 self.send(ev.AttachDone(**common, seconds=seconds, waited=waited))
@@ -352,7 +352,7 @@ class World:
             )
 
     def aside(self) -> None:
-        """As a pause does, set aside processes that have only called cuInit, or restore them."""
+        """Set aside processes that have only called cuInit, as a pause does, or restore them."""
         names = self._sessions("detached", "queued")
         fresh = [n for n in names if self.naive.sessions[n].bound and not self._suspended(n)]
         back = [n for n in names if self.naive.sessions[n].aside]
@@ -424,7 +424,7 @@ class World:
         s = self.naive.sessions.get(name)
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
-        # The tick does the work that is already due, so that the growth does not cause it.
+        # This tick does all work that is already due, so that the growth cannot be its cause.
         self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
         planned = self._promised()
@@ -455,7 +455,7 @@ class World:
             self.send(ev.KeepAsked(now=self.now, session=name, until=until, rid="x"))
 
     def recall(self) -> None:
-        """Let an admin take a slice back after a while, in use or not."""
+        """Let an admin recall a slice at a later time, even if the slice is in use then."""
         self.count += 1
         name = self.c.choice([*(self._sessions("active", "idle") or self._sessions()), "nobody"])
         at = self.now + self.c.choice([0.0, 5.0, 60.0, 600.0])
@@ -533,7 +533,7 @@ class World:
             self.send(ev.DeviceAppeared(now=self.now, device=self.naive.devices[uuid]))
 
     def pause(self) -> None:
-        """Let an admin take devices out of service: idle sessions that can leave do so at once."""
+        """Let an admin pause devices: idle sessions that can be suspended leave them at once."""
         for uuid in self.c.choice([sorted(self.naive.devices), sorted(self.naive.devices)[:1]]):
             self.send(ev.DevicePaused(now=self.now, device=uuid, reason="paused by the admin"))
 
@@ -569,7 +569,7 @@ class World:
             if r.state == "ended":
                 del self.naive.sessions[r.id]
                 continue
-            # Like a broker, first finish or undo the effects under way.
+            # As a restarted broker does, first finish or undo the effects that were under way.
             state = {"queued": "detached", "attaching": "detached", "detaching": "idle"}.get(
                 r.state, r.state
             )

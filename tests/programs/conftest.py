@@ -15,13 +15,13 @@ from tests.broker.conftest import (  # noqa: F401
 
 from . import runkit
 
-#: One device, on which no two programs of a test fit.
+#: One device, which has no room for two programs of a test.
 MACHINE = "1x512MiB,context=32MiB"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def built():
-    """The guard and the emulated driver, compiled."""
+    """Compile the guard and the emulated driver."""
     from jupyter_gpupool.guard.install import library
 
     library()
@@ -34,7 +34,7 @@ def parts():
 
 @pytest.fixture
 def program(broker):  # noqa: F811
-    """Start programs under ``run``."""
+    """Return a function that starts programs under ``run``."""
     made = []
 
     def make(*options, **kwargs):
@@ -48,7 +48,7 @@ def program(broker):  # noqa: F811
 
 @pytest.fixture
 def terminal(broker):  # noqa: F811
-    """Open terminals."""
+    """Return a function that opens terminals."""
     made = []
 
     def make(command, **env):

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool run`` as a user starts it: real processes, real terminals.
 
-The commands are forked from a process that has imported their modules, which is most of their CPU
-time (``tests/broker/forks.py``). Commands on a terminal and those that a shell starts are executed.
+The commands are forked from a process that has imported their modules, because the imports take
+most of their CPU time (``tests/broker/forks.py``). Commands on a terminal, and commands that a
+shell starts, are executed instead.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from contextlib import ExitStack, suppress
 
 from tests.broker import forks, kit
 
-#: The command line, as the installed script calls it.
+#: The command line, called in the same way as by the installed script.
 CLI = [sys.executable, "-m", "jupyter_gpupool.cli"]
 
-#: A program that calls CUDA and knows nothing of the pool, steered by lines of JSON.
+#: A program that calls CUDA and does not know the pool. Lines of JSON control it.
 GPU = [sys.executable, "-m", "tests.broker.guarded_child"]
 
 
 def environment(broker, **more):
-    """Return an environment in which the commands find this broker, but no file of the user."""
+    """Return an environment in which the commands find this broker, but no files of the user."""
     return {
         **kit.environment(broker.folder),
         "GPUPOOL_SOCKET": str(broker.socket),
@@ -41,7 +42,7 @@ def environment(broker, **more):
 
 
 def run(broker, *words, input_=b"", timeout=120, **env):
-    """Run a command of ``jupyter gpupool`` to its end."""
+    """Run a command of ``jupyter gpupool`` until it ends."""
     with ExitStack() as stack:
         given, out, err = (
             stack.enter_context(os.fdopen(os.memfd_create(name), "w+b"))
@@ -63,7 +64,7 @@ def run(broker, *words, input_=b"", timeout=120, **env):
 
 
 class Program:
-    """A program under ``jupyter gpupool run``, with pipes."""
+    """A program under ``jupyter gpupool run``, with pipes as its streams."""
 
     def __init__(self, broker, *options, command=GPU, **env):
         self.broker = broker
@@ -87,7 +88,7 @@ class Program:
         return self.errors.read_text()
 
     def line(self, seconds=90):
-        """Return the next line that it prints; "" at the end."""
+        """Return the next line that the program prints; "" at the end."""
         ready = select.select([self.process.stdout], [], [], seconds)[0]
         assert ready, f"the program is silent: {self.stderr}"
         return self.process.stdout.readline().decode()
@@ -108,11 +109,11 @@ class Program:
         return self.answer()
 
     def wait(self, seconds=90):
-        """Return its exit code."""
+        """Wait for the program's end; return its exit code."""
         return self.process.wait(seconds)
 
     def end(self):
-        """Let it end by the end of its input; return its exit code."""
+        """Close the program's input, so that it ends; return its exit code."""
         self.process.stdin.close()
         return self.wait()
 
@@ -140,10 +141,11 @@ def state_of(broker, label):
 
 
 class Terminal:
-    """A terminal of its own, and what runs in it: the leader of its session."""
+    """A terminal for one test, and the program in it, which leads the terminal's session."""
 
     def __init__(self, broker, command, **env):
-        # Not forkpty: a fork of the test's own process would take its threads' locks along.
+        # This is not forkpty, because a fork of the test's own process would copy the locks of
+        # its threads.
         self.fd, inner = pty.openpty()
         self.resize(80, 24)
         self.seen = b""
@@ -161,7 +163,7 @@ class Terminal:
         os.write(self.fd, data)
 
     def read_until(self, text, seconds=90):
-        """Return what the terminal shows up to ``text``, which is not there again later."""
+        """Return the text before ``text`` on the terminal. Later calls read on after ``text``."""
         deadline = time.monotonic() + seconds
         while text not in self.seen:
             left = deadline - time.monotonic()
@@ -169,7 +171,7 @@ class Terminal:
             if select.select([self.fd], [], [], left)[0]:
                 try:
                     chunk = os.read(self.fd, 4096)
-                except OSError:  # nothing has the terminal open any more
+                except OSError:  # no process has the terminal open any more
                     chunk = b""
                 assert chunk, f"{text!r} was not shown: {self.seen!r}"
                 self.seen += chunk
@@ -180,7 +182,7 @@ class Terminal:
         return self.process.wait(seconds)
 
     def hang_up(self):
-        """Close the terminal, as a window is closed."""
+        """Close the terminal, as if its window was closed."""
         os.close(self.fd)
         self.fd = -1
 
@@ -193,7 +195,7 @@ class Terminal:
         self.process.wait(30)
 
 
-#: Takes the terminal as its own, then becomes the command.
+#: Takes the terminal as its controlling terminal, then becomes the command.
 _LEADER = """
 import fcntl, os, sys, termios
 descriptor = os.open(sys.argv[1], os.O_RDWR)

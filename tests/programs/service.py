@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A small inference service: ``service.py SOCKET MIB KEY``, one line of JSON for each request.
 
-It has a model of MIB on the GPU. A request names the seconds for which the GPU computes; the answer
-is a word that only this service's model has.
+The service has a model of MIB on the GPU. A request names the time for which the GPU computes.
+The answer is a word that only this service's model has.
 """
 
 from __future__ import annotations

@@ -27,20 +27,20 @@ from .runkit import CLI, environment, run, session_of, state_of
 
 @pytest.fixture(autouse=True)
 def state(broker, monkeypatch):
-    """Read the records that the commands of this test write; end what is left of them."""
+    """Read the records that the commands of this test write; at the end, kill their processes."""
     monkeypatch.setenv(runfiles.FOLDER_VARIABLE, str(broker.folder / "runs"))
     yield
     for record in runfiles.every():
         for pid, start in (record.supervisor, record.process):
             one = procfs.ProcessId(pid, start)
             procfs.kill([one] if pid not in (0, os.getpid()) else [])
-            # A process that still writes would leave something of the folder for the next test.
+            # A process that still writes would leave files in the folder for the next test.
             wait_until(lambda: pid == os.getpid() or not procfs.alive(one), "its end")  # noqa: B023
         runfiles.remove(record.name)
 
 
 def started(broker, *words, command):
-    """Start a command and return its name."""
+    """Start a command; return its name."""
     done = run(broker, "run", "--detach", *words, "--", *command)
     assert done.returncode == 0, done.stderr
     assert done.stderr == b""
@@ -53,7 +53,7 @@ def rows(broker):
     return {row["name"]: row for row in json.loads(done.stdout)}
 
 
-def test_name_is_chosen_and_its_end_is_kept(broker):
+def test_command_gets_a_name_and_its_end_is_recorded(broker):
     script = "echo out; echo err >&2; cat; exit 4"
     name = started(broker, command=["sh", "-c", script])
     assert name == "sh-1"
@@ -109,7 +109,7 @@ def test_stop_ends_the_program_and_its_session(broker):
     assert (done.returncode, b"loop does not run" in done.stderr) == (1, True)
 
 
-def test_stop_kills_what_does_not_end(broker):
+def test_stop_kills_a_program_that_does_not_end(broker):
     script = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
     name = started(broker, command=["sh", "-c", script])
     wait_until(lambda: run(broker, "logs", name).stdout == b"ready\n", "its start")
@@ -149,8 +149,10 @@ def test_program_whose_slice_is_refused_at_once_does_not_start(make_broker):
     assert run(broker, "wait", "echo-1").returncode == 0
 
 
-def test_refusal_is_told_after_the_last_record(monkeypatch):
-    """The command that started the program removes its record then: none may be written later."""
+def test_refusal_is_reported_after_the_last_record(monkeypatch):
+    """The command that started the program then removes the record, so no record
+    may be written later.
+    """
     reading, writing = os.pipe()
     told = []
     monkeypatch.setattr(
@@ -210,7 +212,7 @@ def test_followed_log_ends_with_the_program(broker):
     (broker.folder / "go").unlink()
 
 
-def test_killed_supervisor_is_told(broker):
+def test_death_of_the_supervisor_is_reported(broker):
     name = started(broker, command=["sleep", "600"])
     wait_until(lambda: rows(broker)[name]["state"] == "running", "its start")
     record = runfiles.read(name)
@@ -236,15 +238,17 @@ def record(name, **changes):
     return made
 
 
-def test_records_of_before_a_restart_have_ended():
+def test_records_from_before_a_restart_count_as_ended():
     record("old", state="running", boot="another", ended=0.0, code=None, process=(os.getpid(), 1))
     found = runfiles.find("old")
     assert found.state == "ended"
     assert found.describe(time.time()) == "ended: the machine restarted"
 
 
-def test_end_written_after_a_record_was_read_counts():
-    """A record was read, then its supervisor wrote the end and ended: nothing has killed it."""
+def test_end_counts_even_if_written_after_the_record_was_read():
+    """A record was read. Then its supervisor wrote the end, and ended: the
+    supervisor was not killed.
+    """
     record("late", state="running", ended=0.0, code=None)
     before = runfiles.read("late")
     runfiles.write(replace(before, state="ended", ended=time.time(), code=3))
@@ -262,7 +266,7 @@ def test_old_records_are_removed_by_age_and_number(monkeypatch):
     assert {one.name for one in runfiles.every()} == {"boot", "n0", "n1"}
 
 
-def test_log_is_bounded(monkeypatch):
+def test_log_has_a_limited_size(monkeypatch):
     monkeypatch.setattr(runfiles, "MAX_LOG", 100)
     record("log")
     writer = runfiles.LogWriter("log")
@@ -275,7 +279,7 @@ def test_log_is_bounded(monkeypatch):
     assert b"".join(runfiles.follow_log("log")) == kept
 
 
-def test_followed_log_goes_on_in_the_next_file(monkeypatch):
+def test_followed_log_continues_in_the_next_file(monkeypatch):
     monkeypatch.setattr(runfiles, "MAX_LOG", 100)
     record("log", state="running", supervisor=runfiles.this_process(), code=None, ended=0.0)
     writer, follower = runfiles.LogWriter("log"), runfiles.follow_log("log")
@@ -295,7 +299,7 @@ def test_followed_log_goes_on_in_the_next_file(monkeypatch):
     assert b"".join(follower) == b"end"
 
 
-def test_damaged_records_are_left_out():
+def test_damaged_records_are_ignored():
     record("good")
     runfiles.claim("bad", ["echo"])
     (runfiles.folder() / "bad" / "record.json").write_text('{"name": ')

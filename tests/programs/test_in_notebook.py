@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter_gpupool.slice`` in a notebook, beside the kernel's agent."""
+"""``jupyter_gpupool.slice`` in a notebook, together with the kernel's agent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ with jupyter_gpupool.slice("{mib}MiB") as gpu:
 """
 
 
-def test_block_in_a_cell_holds_and_can_be_interrupted(pool):  # noqa: F811
+def test_block_in_a_cell_keeps_a_slice_and_can_be_interrupted(pool):  # noqa: F811
     async def scene():
         first = await found.kernel("first", memory=600 * MiB)
         cell = await first.run(cells.setup(1, 64) + HOLD.format(mib=700))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter_gpupool.slice`` in scripts, started by ``run`` or by hand."""
+"""``jupyter_gpupool.slice`` in scripts that ``run`` or a user starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.emulated import library_dir
 
 from .runkit import Program, environment, run, session_of, state_of
 
-#: What the scripts begin with: CUDA by ctypes, and lines that the test answers.
+#: The scripts begin with this code: CUDA by ctypes, and ``tell``, which waits for a line from the
+#: test.
 BEGIN = """
 import ctypes, os, subprocess, sys
 import jupyter_gpupool
@@ -49,7 +50,7 @@ def tell(*words):
 
 
 class Script:
-    """A script that stops at each ``tell`` until it is let go on."""
+    """A script that stops at each ``tell`` until the test lets it continue."""
 
     def __init__(self, broker, code, *command, **env):
         path = broker.folder / "work.py"
@@ -86,7 +87,9 @@ class Script:
 
 
 def driver(broker):
-    """Return what a script needs to find the emulated driver as others find a real one."""
+    """Return the variables with which a script finds the emulated driver, as
+    other programs find a real one.
+    """
     state = Path(f"{broker.socket}.emulated")
     machine = broker.status()["machine"].removeprefix("EMULATED ")
     return {
@@ -112,7 +115,7 @@ def script(broker):
 RUN = [sys.executable, "-m", "jupyter_gpupool.cli", "run", "--name", "work.py", "--"]
 
 
-def test_block_holds_a_slice_by_hand(broker, script):
+def test_block_takes_a_slice_in_a_script_without_run(broker, script):
     one = script("""
 with jupyter_gpupool.slice("100MiB", limit="100MiB") as gpu:
     context()
@@ -135,7 +138,7 @@ with jupyter_gpupool.slice("100MiB", limit="100MiB") as gpu:
     wait_until(lambda: session_of(broker, "work.py") is None, "the session's end")
 
 
-def test_libraries_find_the_guard_that_was_loaded_by_hand(script):
+def test_libraries_use_the_guard_that_the_block_has_loaded(script):
     one = script("""
 import pynvml
 from cuda.bindings import driver
@@ -151,7 +154,7 @@ with jupyter_gpupool.slice("100MiB", limit="100MiB"):
     assert one.end() == 0
 
 
-def test_idle_slice_after_the_block_goes_to_who_waits(broker, script, program):
+def test_idle_slice_after_the_block_goes_to_a_waiting_program(broker, script, program):
     one = script("""
 with jupyter_gpupool.slice("300MiB"):
     context()
@@ -254,7 +257,7 @@ except RefusedError as error:
     assert one.end() == 0
 
 
-def test_a_program_that_has_loaded_the_driver_needs_leave(broker, script, make_broker):
+def test_program_with_a_loaded_driver_needs_allow_unguarded(broker, script, make_broker):
     code = """
 ctypes.CDLL("libcuda.so.1")
 try:
@@ -321,7 +324,7 @@ with jupyter_gpupool.slice() as gpu:
     assert one.end() == 0
 
 
-def test_blocks_in_blocks_have_one_request(script):
+def test_nested_blocks_make_one_request(script):
     one = script("""
 with jupyter_gpupool.slice("200MiB"):
     with jupyter_gpupool.slice("100MiB") as inner:
@@ -337,7 +340,7 @@ with jupyter_gpupool.slice("200MiB"):
     assert one.end() == 0
 
 
-def test_block_goes_on_while_the_broker_is_away(folder, make_broker):
+def test_block_continues_while_the_broker_is_away(folder, make_broker):
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     one = Script(broker, """
 with jupyter_gpupool.slice("100MiB"):

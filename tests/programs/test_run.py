@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool run``: exit codes, streams, signals, the wait for a slice."""
+"""``jupyter gpupool run``: exit codes, streams, signals, and the wait for a slice."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.broker.kit import BIG, MiB, wait_until
 
 from .runkit import CLI, Program, environment, run, session_of, state_of
 
-#: Says which signals it gets, until it gets SIGTERM. Each writes to the pipe that it reads, so that
-#: none waits for the next one.
+#: Prints the names of the signals that it gets, until it gets SIGTERM. Each signal writes to the
+#: pipe that the program reads, so a signal is handled at once, not only at the next one.
 LISTENER = """
 import os, signal, sys
 told, tell = os.pipe()
@@ -37,7 +37,7 @@ while True:
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", 143)])
-def test_exit_code_is_the_commands(broker, script, code):
+def test_exit_code_is_that_of_the_command(broker, script, code):
     done = run(broker, "run", "--", "sh", "-c", script)
     assert (done.returncode, done.stdout, done.stderr) == (code, b"", b"")
 
@@ -55,7 +55,7 @@ def test_program_uses_the_share_of_the_group_that_it_names(make_broker):
     assert done.stderr.startswith(b"jupyter gpupool run: You are not in a group 'third'")
 
 
-def test_streams_reach_the_command_untouched(broker):
+def test_streams_reach_the_command_unchanged(broker):
     data = bytes(range(256)) * 1000
     script = "cat; echo wrong >&2"
     done = run(broker, "run", "sh", "-c", script, input_=data)
@@ -70,15 +70,17 @@ def test_closed_streams_stay_closed(program):
     assert names == {"0", "1"}, "ls opens the folder as the first that is free; 2 is closed"
 
 
-def test_service_manager_finds_the_command(program):
-    """Sockets that systemd passes are for the process that it started, which is ours."""
+def test_service_manager_starts_the_command_itself(program):
+    """The sockets that systemd passes are for the process that it started. The
+    command becomes that process.
+    """
     line = " ".join([*CLI, "run", "--", "sh", "-c", "'echo $LISTEN_PID $$'"])
     one = program(command=["sh", "-c", f"export LISTEN_PID=$$; exec {line}"])
     named, own = one.line().split()
     assert named == own
 
 
-def test_what_cannot_be_run_ends_as_in_a_shell(broker, tmp_path):
+def test_unsuitable_command_ends_with_the_code_of_a_shell(broker, tmp_path):
     (tmp_path / "data").write_text("no program")
     done = run(broker, "run", "--", "no-such-program")
     assert done.returncode == 127
@@ -94,7 +96,7 @@ def test_what_cannot_be_run_ends_as_in_a_shell(broker, tmp_path):
     assert run(broker, "run").returncode == 2
 
 
-def test_refused_command_is_not_run(broker, tmp_path):
+def test_command_does_not_run_after_a_refusal(broker, tmp_path):
     done = run(broker, "run", "--memory", "9TiB", "--", "touch", str(tmp_path / "ran"))
     assert done.returncode == 125
     assert done.stderr.startswith(b"jupyter gpupool run: ")
@@ -108,8 +110,10 @@ def test_refused_command_is_not_run(broker, tmp_path):
     assert b"1 MiB was asked for; a process that uses CUDA needs at least" in done.stderr
 
 
-def test_zero_is_no_way_to_ask_for_the_default(broker):
-    """Each of these ran with the default, which is the whole of a GPU's time for --compute 0."""
+def test_zero_does_not_mean_the_default(broker):
+    """Before, each of these ran with the default, which is the whole time of a
+    GPU for --compute 0.
+    """
     for words, code, text in (
         (["--compute", "0"], 2, b"'0' is not from 1 to 100 per cent"),
         (["--compute", "101%"], 2, b"'101%' is not from 1 to 100 per cent"),
@@ -142,7 +146,7 @@ def test_command_knows_its_session_and_its_name(program):
     assert found["GPUPOOL_PAGE"]
 
 
-def test_command_of_a_command_gets_a_session_of_its_own(program):
+def test_run_inside_run_gets_its_own_session(program):
     code = "import os; print(os.environ['GPUPOOL_SESSION'], flush=True); "
     code += f"os.execv({CLI[0]!r}, {CLI!r} + ['run', 'sh', '-c', 'echo $GPUPOOL_SESSION'])"
     one = program(command=[sys.executable, "-c", code])
@@ -153,7 +157,7 @@ def test_command_of_a_command_gets_a_session_of_its_own(program):
     assert outer != inner
 
 
-def test_held_slice_is_there_from_start_to_end(broker, program):
+def test_held_slice_lasts_from_start_to_end(broker, program):
     one = program("--attach", "hold", "--name", "held", command=["cat"])
     one.process.stdin.write(b"x\n")
     one.process.stdin.flush()
@@ -164,7 +168,7 @@ def test_held_slice_is_there_from_start_to_end(broker, program):
     assert one.end() == 0
 
 
-def test_signals_are_sent_on_once(program):
+def test_each_signal_reaches_the_command_once(program):
     one = program(command=[sys.executable, "-c", LISTENER])
     assert one.line().startswith("ready")
     for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGQUIT", "SIGWINCH"):
@@ -187,13 +191,13 @@ def test_ignored_signals_stay_ignored(program):
 # ---------------------------------------------------------------------- the wait
 
 
-def test_waiting_command_says_why_and_goes_on_in_its_turn(broker, program):
+def test_waiting_command_says_why_and_then_runs_in_its_turn(broker, program):
     first = program("--attach", "hold", "--name", "first", command=["cat"])
     wait_until(lambda: state_of(broker, "first") == "active", "the first")
     second = program("--attach", "hold", "--name", "second", command=["echo", "its turn"])
     wait_until(lambda: state_of(broker, "second") == "queued", "the wait")
     wait_until(lambda: "position 1 of 1" in second.stderr, "the line")
-    # If its place in the queue is reported late, a line without the place comes first.
+    # If the queue position is reported late, a line without the position comes first.
     line = next(line for line in second.stderr.splitlines() if "position" in line)
     assert line.startswith("jupyter gpupool run: Waiting for a GPU slice of 300 MiB: position 1")
     assert first.end() == 0
@@ -211,7 +215,7 @@ def test_waiting_cuda_call_says_why(broker, program):
     wait_until(lambda: "Waiting for a GPU slice of 300 MiB" in second.stderr, "the line")
     assert first.end() == 0
     second.answer()
-    # The call may return before its line is written.
+    # The call may return before the line about it is written.
     wait_until(lambda: "It has its GPU slice, after" in second.stderr, "the end of the wait")
     assert second.end() == 0
 
@@ -265,7 +269,7 @@ def test_children_share_the_slice(broker, program):
     assert len(broker.status()["sessions"]) == 1
 
 
-def test_where_there_is_no_guard_the_slice_is_held(make_broker):
+def test_slice_is_held_during_the_command_without_a_guard(make_broker):
     broker = make_broker(guard=False, emulate="1x512MiB,context=32MiB").started
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], 'GPUPOOL_PAGE' in os.environ)"
     done = run(broker, "run", "--name", "bare", "--", sys.executable, "-c", code)
@@ -307,8 +311,10 @@ def test_broker_is_started_by_the_first_command(folder):
         wait_until(lambda: not NoBroker.socket.exists(), "the broker's end")
 
 
-def test_commands_go_on_while_the_broker_is_away(folder, make_broker):
-    """One has its slice, one holds it, one waits: a broker dies, and the next one goes on."""
+def test_commands_continue_while_the_broker_is_away(folder, make_broker):
+    """One command uses its slice, one holds its slice, and one waits. The broker dies, and the
+    next broker takes over all three.
+    """
 
     broker = make_broker(emulate="2x512MiB,context=32MiB", quiet_after=0.3).started
     programs = []
@@ -319,7 +325,7 @@ def test_commands_go_on_while_the_broker_is_away(folder, make_broker):
         lazy.answer()
         lazy.do("context")
         lazy.do("alloc", bytes=200 * MiB, byte=7)
-        lazy.do("storm")  # in use, so that the third has to wait
+        lazy.do("storm")  # its slice is in use, so that the third has to wait
         wait_until(lambda: state_of(broker, "holder") == "active", "the holder")
         third = Program(broker, "--attach", "hold", "--name", "third", command=["echo", "turn"])
         programs.append(third)
@@ -361,8 +367,8 @@ CLASSES = {"low": 0, "high": 1000}
 
 
 @pytest.mark.parametrize("attach", ["lazy", "hold"])
-def test_computing_program_is_preempted_and_goes_on(make_broker, attach):
-    """A program of a higher class takes the slice of one that computes; nothing is lost."""
+def test_computing_program_is_preempted_and_continues(make_broker, attach):
+    """A program of a higher class takes the slice of a computing program. No data is lost."""
     broker = make_broker(
         emulate="1x512MiB,context=32MiB", quiet_after=0.3, priority_classes=CLASSES,
         default_priority="low", preempt=["class"],
@@ -378,7 +384,7 @@ def test_computing_program_is_preempted_and_goes_on(make_broker, attach):
                 one.do("storm")
         high.do("context")
         high.do("alloc", bytes=200 * MiB, byte=2)
-        high.do("storm")  # it computes, else it would give its slice back at once
+        high.do("storm")  # it computes, because otherwise it would give its slice back at once
         wait_until(lambda: state_of(broker, "low") == "queued", "its next call waits")
         wait_until(lambda: "Waiting for a GPU slice of 300 MiB" in low.stderr, "the line")
         calls = low.do("calls")
@@ -386,7 +392,7 @@ def test_computing_program_is_preempted_and_goes_on(make_broker, attach):
         assert high.end() == 0
         wait_until(lambda: low.do("calls") > calls, "its calls go on")
         assert "It was preempted: a kernel of a higher priority class needs the GPU" in low.stderr
-        # Its calls may continue before its line is written.
+        # The program's calls may continue before the line about them is written.
         wait_until(lambda: "It has its GPU slice, after" in low.stderr, "the end of the wait")
         assert low.do("calm")["error"] == 0
         assert low.do("check") == 200 * MiB

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Services that need a fifth of a GPU each share one, beside a notebook."""
+"""Several services that need a fifth of a GPU each share one GPU with a notebook."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .runkit import CLI
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "examples" / "services" / "gpupool-service@.service"
 
-#: Of each service and of the notebook: a fifth of the GPU.
+#: Each service and the notebook get a fifth of the GPU.
 MACHINE, FIFTH = "1x1000MiB,context=16MiB", 196
 
 MODEL, REQUESTS = 120, 20
@@ -62,7 +62,9 @@ class Service:
         return json.loads(line)
 
     async def serve(self):
-        """Ask for words of its model, one after the other; return the longest answer's seconds."""
+        """Ask for words of the service's model, one after the other; return the
+        seconds of the slowest answer.
+        """
         longest = 0.0
         for number in range(REQUESTS):
             word = number * 7919
@@ -102,7 +104,7 @@ async def share(found):
         flag = found.folder / "enough"
         cell = asyncio.ensure_future(notebook.run(cells.COMPUTING.format(flag=str(flag))))
         await asyncio.gather(*(one.serve() for one in services))
-        # All five at once on the one GPU, each within its own fifth.
+        # All five run at the same time on the one GPU, each within its own fifth.
         await until(
             lambda: [s["granted_bytes"] for s in found.sessions()] == [FIFTH * MiB] * 5,
             "all of them to have their fifth", show=found.sessions,
@@ -119,7 +121,7 @@ async def share(found):
         (await cell).check()
         (await notebook.run("block.verify()")).check()
         await notebook.stop()
-        # Services are stopped as systemd stops them, one after the other; the others go on.
+        # The services are stopped one after the other, as systemd stops them. The others continue.
         for place, one in enumerate(services):
             done = subprocess.run(
                 [*CLI, "stop", one.name], cwd=ROOT, capture_output=True, text=True, timeout=120,
@@ -132,8 +134,8 @@ async def share(found):
             one.close()
 
 
-def test_unit_calls_the_command_as_it_is():
-    """The options in the example exist, and the command behind them is the service's."""
+def test_unit_calls_the_command_correctly():
+    """The options in the example exist, and the words behind them are the service's own command."""
     text = UNIT.read_text()
     line = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1]
     found = re.search(r'^# +GPU="(.*)"\n# +COMMAND="(.*)"$', text, re.MULTILINE)

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool run`` on a terminal: Ctrl-C, Ctrl-Z and fg, the window's size, the line."""
+"""``jupyter gpupool run`` on a terminal: Ctrl-C, Ctrl-Z and fg, the window's
+size, and the wait's line.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from tests.broker.kit import wait_until
 
 from .runkit import CLI, session_of, state_of
 
-#: Counts what reaches it, and tells when asked to. The pipe is for a signal that comes just before
-#: a blocking call: its handler runs when that call ends.
+#: Counts the signals that reach it, and prints the counts on request. The pipe is for a signal
+#: that comes just before a blocking call: without it, the handler would run only after that call.
 COUNTER = """
 import os, select, signal, sys
 told, tell = os.pipe()
@@ -40,7 +42,8 @@ while True:
 sys.exit(3)
 """
 
-#: A shell with job control, as far as it is needed: runs its arguments, says what becomes of it.
+#: A shell with as much job control as the tests need: it runs its arguments, and prints how they
+#: stop or end.
 SHELL = """
 import os, signal, sys
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -87,7 +90,7 @@ def test_ctrl_c_ends_a_command_that_does_not_handle_it(terminal):
     screen.read_until(b"<ended 130>")
 
 
-def test_ctrl_z_stops_both_and_fg_wakes_both(broker, terminal):
+def test_ctrl_z_stops_run_and_command_and_fg_wakes_both(broker, terminal):
     screen = terminal(shell(COMMAND))
     screen.read_until(b"<ready>")
     for _ in range(2):
@@ -100,7 +103,8 @@ def test_ctrl_z_stops_both_and_fg_wakes_both(broker, terminal):
     screen.read_until(b"<ended 3>")
 
 
-#: Makes a command, and wakes it late: after a second stop. Prints whether it has woken each time.
+#: Starts a command, stops it twice, and wakes it with an order for the first stop. Prints after
+#: each order whether the command has woken.
 LATE = """
 import os, signal
 from pathlib import Path
@@ -133,7 +137,9 @@ command.send(signal.SIGKILL)
 
 
 def test_late_wake_does_not_end_a_second_stop():
-    """``fg`` wakes the group, ``run`` handles its SIGCONT after the next Ctrl-Z."""
+    """``fg`` wakes the whole group, and ``run`` may handle its SIGCONT only after
+    the next Ctrl-Z.
+    """
     done = subprocess.run(
         [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, cwd=kit.ROOT
     )
@@ -144,7 +150,7 @@ def test_late_wake_does_not_end_a_second_stop():
     ], done.stderr
 
 
-def test_wake_for_run_alone_reaches_the_command(terminal):
+def test_wake_signal_for_run_alone_reaches_the_command(terminal):
     screen = terminal(shell(COMMAND))
     screen.read_until(b"<ready>")
     screen.type(b"\x1a")
@@ -165,9 +171,9 @@ def test_command_sees_the_size_of_the_window(terminal):
 
 
 def test_hang_up_reaches_the_command(broker, terminal):
-    """The system tells the leader of the terminal's session alone, which is ``run`` here.
+    """The system sends SIGHUP only to the leader of the terminal's session, which is ``run`` here.
 
-    The terminal may go while the command still writes the end of its line.
+    The terminal may close while the command still writes the end of its line.
     """
     told = broker.folder / "told"
     code = f"""
@@ -188,7 +194,9 @@ os._exit(6)
 
 
 def test_pipeline_keeps_the_terminal(terminal):
-    """Another command of the pipeline may read the terminal while ours is in it."""
+    """Another command of the pipeline may read the terminal while ``run`` is in
+    the same pipeline.
+    """
     line = " ".join([*CLI, "run", "--", "echo", "data"])
     reader = f"{sys.executable} -c 'print(open(0).read(), open(\"/dev/tty\").readline())'"
     screen = terminal(["/bin/sh", "-c", f"{line} | {reader}"])
@@ -207,7 +215,7 @@ def test_wait_shows_one_line_and_then_removes_it(broker, program, terminal):
     screen.read_until(b"\rWaiting for a GPU slice of 300 MiB: position 1 of 1")
     line = screen.read_until(b"\x1b[K")
     assert b"\n" not in line
-    screen.read_until(b"\rWaiting")  # drawn again, in its place
+    screen.read_until(b"\rWaiting")  # the line is drawn again in the same place
     first.end()
     rest = screen.read_until(b"<turn>")
     assert rest.endswith(b"\r\x1b[K"), "the line is gone"

@@ -31,7 +31,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedBroker]:
 
 @pytest.fixture
 def install_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Install kernelspecs that use our provisioner, for this test alone."""
+    """Install kernelspecs that use our provisioner, only for this test."""
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
 
     def install(
@@ -59,7 +59,7 @@ def install_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
 
 @pytest.fixture
 def in_background() -> Iterator[Callable[..., None]]:
-    """Run a function in a thread; its exception fails the test."""
+    """Run a function in a thread; an exception in it fails the test."""
     with ThreadPoolExecutor() as threads:
         futures: list[Any] = []
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The Pooled GPU kernel under the programs with which users run it."""
+"""The Pooled GPU kernel in the programs that users run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def outputs(book: Any) -> list[Any]:
 
 
 def queue_then_grant(broker: ScriptedBroker, waits: int) -> None:
-    """Show each waiting hold a queue position, then grant it."""
+    """Show each waiting hold a queue position, then grant the hold."""
     for number in range(waits):
         hold = broker.wait_for("hold", count=number + 1)["hold"]
         broker.push("queue", position=2, length=2, waited=0.0, left=[20.0, 30.0], reason="")
@@ -63,7 +63,7 @@ def test_saved_notebook_has_no_trace_of_the_wait(
 
 
 def test_nbclient_counts_the_wait_in_its_timeout(broker: ScriptedBroker) -> None:
-    """nbclient documents this; its interrupt must leave nothing behind."""
+    """nbclient documents this. When nbclient ends the kernel, nothing may stay behind."""
     broker.hold_back()
     book = notebook("print('hi')")
     with pytest.raises(CellTimeoutError):
@@ -102,7 +102,8 @@ def test_papermill_runs_a_pooled_notebook(broker: ScriptedBroker, tmp_path: Path
 def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> None:
     console = pexpect.spawn(
         sys.executable,
-        # Over unix sockets: another test's process may take a TCP port before the kernel does.
+        # Sockets are unix sockets: another test's process could take a TCP port before the kernel
+        # does.
         [
             "-m",
             "jupyter_console",
@@ -128,7 +129,7 @@ def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> 
         console.expect(pexpect.EOF)
     finally:
         console.close(force=True)
-    # The console sends no message at its end; the real broker sees that the process ended.
+    # The console sends no message at its end. The real broker notices that the process has ended.
     pid = broker.wait_for("launched")["pid"]
     deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -136,7 +137,7 @@ def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> 
         time.sleep(0.02)
 
 
-def test_console_joins_a_running_kernel_with_existing(broker: ScriptedBroker) -> None:
+def test_console_can_join_a_running_kernel(broker: ScriptedBroker) -> None:
     manager = private_manager("gpupool-python3")
     manager.start_kernel()
     console = None
@@ -164,7 +165,7 @@ def test_console_joins_a_running_kernel_with_existing(broker: ScriptedBroker) ->
 
 
 class TestConformance(jupyter_kernel_test.KernelTests):
-    """The third-party conformance suite for kernels."""
+    """The conformance suite for kernels, which is a third-party package."""
 
     @classmethod
     def setUpClass(cls) -> None:
@@ -205,7 +206,7 @@ class TestConformance(jupyter_kernel_test.KernelTests):
         },
     ]
     code_history_pattern = "1?2*"
-    # "range" answers with session 0 on plain ipykernel 7.4 as well.
+    # "range" answers with session 0 on plain ipykernel 7.4, too.
     supported_history_operations = ("tail", "search")
     code_inspect_sample = "zip"
     code_clear_output = "from IPython.display import clear_output; clear_output()"

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A real Jupyter Server with our provisioner: start, interrupt, restart, crash, cull, shut down."""
+"""A real Jupyter Server with our provisioner: kernels start, restart, crash, end,
+and are interrupted or culled.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.broker import forks
 
 
 class Server:
-    """A ServerApp in a separate process; tests talk to it as JupyterLab does."""
+    """A ServerApp in a separate process, to which tests talk as JupyterLab does."""
 
     def __init__(self, folder: Path, port: int, *options: str, **env: str) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -33,7 +35,8 @@ class Server:
             *(sys.executable, "-m", "jupyter_server", "--allow-root", "--no-browser"),
             *(f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
             *("--IdentityProvider.token=t", f"--ServerApp.root_dir={folder}"),
-            "--LanguageServerManager.autodetect=False",  # jupyter_lsp starts Node, npm and R
+            # Without this, jupyter_lsp starts Node, npm and R.
+            "--LanguageServerManager.autodetect=False",
             *options,
         ]
         with open(self.log, "wb") as log:
@@ -150,19 +153,19 @@ def test_rest_calls_control_a_kernel(broker: ScriptedBroker, server: Callable[..
     broker.wait_for("drop")
     broker.ask_back()
 
-    # Interrupt, while a cell waits for its slice.
+    # Interrupt the kernel while a cell waits for its slice.
     broker.hold_back()
     waiting = channel.execute("ran = True")
     broker.wait_for("hold", count=2)
     broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
     channel.until(lambda m: m["msg_type"] == "display_data")
     state = jupyter.get(f"/api/kernels/{kernel}")["execution_state"]
-    assert state == "busy"  # so that the server does not cull it
+    assert state == "busy"  # so that the server does not cull the kernel
     assert jupyter.request("POST", f"/api/kernels/{kernel}/interrupt").status_code == 204
     assert channel.reply(waiting)["ename"] == "GPUWaitInterrupted"
     broker.wait_for("cancel")
 
-    # Restart, while a cell waits.
+    # Restart the kernel while a cell waits.
     waiting = channel.execute("ran = True")
     broker.wait_for("hold", count=3)
     assert jupyter.request("POST", f"/api/kernels/{kernel}/restart").status_code == 200
@@ -172,7 +175,7 @@ def test_rest_calls_control_a_kernel(broker: ScriptedBroker, server: Callable[..
     assert list(broker.sessions) == ["s2"]
     channel.close()
 
-    # Shut down.
+    # Shut the kernel down.
     assert jupyter.request("DELETE", f"/api/kernels/{kernel}").status_code == 204
     broker.wait_for("close", session="s2")
     assert broker.sessions == {}
@@ -207,7 +210,7 @@ def test_a_culled_kernel_ends_its_session(
         "--MappingKernelManager.cull_connected=True",
     )
     jupyter.open()
-    broker.wait_for("launched")  # on a busy machine it is culled before its agent's hello
+    broker.wait_for("launched")  # on a busy machine, it is culled before its agent says hello
     broker.wait_for("close")
     assert broker.sessions == {}
 
@@ -235,7 +238,9 @@ def test_kernels_end_with_a_killed_server(
     psutil.Process(pid).wait(30)
 
 
-def test_pool_can_be_the_default(broker: ScriptedBroker, server: Callable[..., Server]) -> None:
+def test_pool_can_be_the_default_provisioner(
+    broker: ScriptedBroker, server: Callable[..., Server]
+) -> None:
     jupyter = server(JUPYTER_DEFAULT_PROVISIONER_NAME="gpupool-provisioner")
     session = jupyter.open("python3").json()
     broker.wait_for("hello")
@@ -275,10 +280,10 @@ def test_a_slow_broker_does_not_stop_the_server(
     broker: ScriptedBroker, server: Callable[..., Server], in_background: Any
 ) -> None:
     jupyter = server()
-    broker.hold_back("ping")  # the provisioner waits for the broker's first answer
+    broker.hold_back("ping")  # The provisioner waits for the broker's first answer
     in_background(lambda: jupyter.open())
     broker.wait_for("ping")
-    assert jupyter.get("/api/kernels") is not None  # while the broker does not answer
+    assert jupyter.get("/api/kernels") is not None  # meanwhile, the broker does not answer
     del broker.scripts["ping"]
     broker.die()
     broker.start()

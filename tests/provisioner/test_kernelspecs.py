@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Pooled twins of kernelspecs, and the shipped kernelspec."""
+"""Pooled twins of kernelspecs, and the kernelspec that the package installs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_twin_keeps_all_other_fields_of_its_kernelspec(prefix: str) -> None:
     assert (folder / "logo-svg.svg").read_text() == "<svg/>"
     (twin,) = [kernel for kernel in list_pooled() if kernel.wraps]
     assert (twin.name, twin.display_name, twin.wraps) == ("gpupool-ir", "R (Pooled GPU)", "ir")
-    wrap("ir", prefix=prefix, display_name="R, pooled")  # again: replaces the first twin
+    wrap("ir", prefix=prefix, display_name="R, pooled")  # a second wrap replaces the first twin
     assert json.loads((folder / "kernel.json").read_text())["display_name"] == "R, pooled"
     unwrap("gpupool-ir")
     assert not folder.exists()
@@ -92,7 +92,7 @@ def test_a_remote_twin_starts_through_the_remote_provisioner(prefix: str) -> Non
     found = factory.create_provisioner_instance("k", manager.kernel_spec, parent=manager)
     assert type(found) is GPUPoolRemoteProvisioner
     assert manager.kernel_spec.display_name.endswith(" (Pooled GPU of the cluster)")
-    # The machine that starts it reads the same file.
+    # The machine that starts the kernel reads the same file.
     assert command_of(kernelspec({"kernel": folder.name}, "m1"), KernelFiles("k"), "m1")[:3] == [
         *(sys.executable, "-m", "ipykernel_launcher")
     ]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The ``argv`` of pooled kernelspecs, started by a client that knows no provisioners."""
+"""The ``argv`` of pooled kernelspecs, started by a client that does not know provisioners."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.plain_client import SHIPPED, PlainKernel
 @pytest.fixture
 def start() -> Iterator[Callable[..., PlainKernel]]:
     made: list[PlainKernel] = []
-    with tempfile.TemporaryDirectory(prefix="gp") as folder:  # sockets need a short path
+    with tempfile.TemporaryDirectory(prefix="gp") as folder:  # a socket needs a short path
 
         def start(name: str = SHIPPED, **options: Any) -> PlainKernel:
             made.append(PlainKernel(name, Path(folder), **options))
@@ -41,7 +41,7 @@ def start() -> Iterator[Callable[..., PlainKernel]]:
 
 @pytest.fixture(autouse=True)
 def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find the kernelspec in the sources; an installed copy may be older."""
+    """Find the kernelspec in the sources, because an installed copy may be older."""
     monkeypatch.setenv("JUPYTER_PATH", str(Path(__file__).parents[2] / "share" / "jupyter"))
 
 
@@ -62,7 +62,7 @@ def test_the_argv_opens_a_session_and_becomes_the_kernel(
     assert broker.wait_for("hello")["session"] == "s1"
     env = environ(kernel.pid)
     assert env["CUDA_VISIBLE_DEVICES"] == DEVICE
-    assert broker.wait_for("hold")["kind"] == "cell"  # the agent has connected
+    assert broker.wait_for("hold")["kind"] == "cell"  # so the agent has connected
     assert "GPU slice" in kernel.run("%gpu")
     assert opened(broker) == 1
     assert "GPU pool" not in kernel.stderr
@@ -103,7 +103,7 @@ def test_kernel_does_not_inherit_ignored_signals(
     broker.attach, broker.env = "lazy", SESSION_GUARD
     name = install_spec("sleeper", ["sleep", "60", "{connection_file}"], language="bash")
     prefix = Path(os.environ["JUPYTER_PATH"])
-    # A pooled twin of a kernelspec without a provisioner.
+    # This is a pooled twin of a kernelspec without a provisioner.
     spec = json.loads((prefix / "kernels" / name / "kernel.json").read_text())
     del spec["metadata"]
     spec["argv"] = ["sh", "-c", "sleep 60", "{connection_file}"]
@@ -113,7 +113,7 @@ def test_kernel_does_not_inherit_ignored_signals(
     kernel = start("gpupool-sleeper")
     assert broker.wait_for("launched")["pid"] == kernel.pid
     assert broker.wait_for("open")["attach"] == "lazy"
-    # A process that executes a program does not have its new environment at once.
+    # A process that becomes another program gets its new environment a little later.
     while "GPUPOOL_PAGE" not in environ(kernel.pid):
         assert kernel.process.poll() is None, kernel.stderr
         time.sleep(0.01)
@@ -176,7 +176,7 @@ def test_nested_launcher_opens_no_second_session(
         assert broker.wait_for("hello")["session"] == "s1"
         assert broker.wait_for("launched")["pid"] == manager.provisioner.pid
         assert opened(broker) == 1
-        # A child of this kernel must not believe that its session is open already.
+        # A child of this kernel must not conclude that its session is open already.
         assert "GPUPOOL_OPENED" not in environ(manager.provisioner.pid)
     finally:
         manager.shutdown_kernel(now=True)
@@ -215,11 +215,11 @@ def test_refused_kernel_runs_without_a_gpu_and_says_why(
     show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('GPUPOOL_SESSION'))"
     first = kernel.run(show)
     assert sorted(first.splitlines()) == ["-1 None", line.rstrip()]
-    assert kernel.run(show) == "-1 None\n"  # the message came only once
+    assert kernel.run(show) == "-1 None\n"  # the message comes only once
     assert line in kernel.stderr
     assert f"This kernel runs without a GPU: {why}" in kernel.run("%gpu")
     assert broker.seen("hello") == []
-    # A new session that starts from this kernel gets the original environment.
+    # A new session started from this kernel gets the original environment.
     assert "GPUPOOL_NO_SESSION" not in kernel.run("%env")
     assert "CUDA_VISIBLE_DEVICES" not in without_guard(environ(kernel.pid))
 
@@ -229,7 +229,7 @@ def test_new_session_gets_the_hidden_devices_back(before: str | None) -> None:
     start = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     env = dict(start)
     hide_devices(env)
-    hide_devices(env)  # a child inherits them and hides them again
+    hide_devices(env)  # a child inherits the hidden devices and hides them again
     assert env["CUDA_VISIBLE_DEVICES"] == "-1"
     assert without_guard(env) == start
 

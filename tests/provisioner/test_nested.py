@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A Jupyter server inside a pooled session: its kernels have their own sessions. Real broker."""
+"""A Jupyter server inside a pooled session: its kernels have their own sessions,
+with a real broker.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from jupyter_gpupool.demo import private_broker
 from jupyter_gpupool.guard import build as guard_build
 from tests.emulated import build as emulator_build
 
-#: Code that a user runs in a pooled notebook: it starts a pooled kernel with CUDA.
+#: Code in a pooled notebook of a user. It starts another pooled kernel, which uses CUDA.
 INNER = """
 import json, sys
 from jupyter_client import KernelManager
@@ -63,7 +65,7 @@ print(json.dumps({{"pid": os.getpid(), "page": os.environ.get("GPUPOOL_PAGE"),
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries() -> None:
-    """Build the guard and the emulated driver, if they are not built."""
+    """Build the guard and the emulated driver if they are not built yet."""
     emulator_build.compile()
     guard_build.compile()
 
@@ -103,7 +105,7 @@ def test_kernel_inside_a_session_has_its_own_page_and_slice(
             assert outer["page"]
             assert inner["GPUPOOL_PAGE"]
             assert inner["GPUPOOL_PAGE"] != outer["page"]
-            # The kernel has its own guard, once, and not the guard of the outer session.
+            # The kernel has its own guard exactly once, and not the guard of the outer session.
             (preloaded,) = inner["LD_PRELOAD"].split(":")
             folder = Path(preloaded).parent
             assert (folder.name, Path(preloaded).name) == ("gpupool-guard", "libcuda.so.1")
@@ -115,7 +117,7 @@ def test_kernel_inside_a_session_has_its_own_page_and_slice(
             assert mine["pid"] == inner["pid"]
             assert mine["granted_bytes"] == 256 << 20
             assert mine["used_bytes"] == (8 + 16) << 20
-            # The outer session made no CUDA call: it has no slice and uses no memory.
+            # The outer session made no CUDA call, so it has no slice and uses no memory.
             assert (other["pid"], other["granted_bytes"]) == (outer["pid"], 0)
             assert other["used_bytes"] == 0
             code = "inner.communicate('go on\\n', timeout=60); print(inner.returncode)"

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The provisioner with jupyter_client's managers, against a scripted broker."""
+"""The provisioner with jupyter_client's managers, and with a scripted broker."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_provisioner_opens_and_closes_the_session(broker: ScriptedBroker, monkey
         env = environ(pid)
         assert env["CUDA_VISIBLE_DEVICES"] == DEVICE
         assert env["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false"
-        assert env.get("PYTHONPATH") == os.environ.get("PYTHONPATH")  # unchanged
+        assert env.get("PYTHONPATH") == os.environ.get("PYTHONPATH")  # PYTHONPATH is unchanged
         assert execute(manager, "print(6 * 7)") == "42\n"
     finally:
         manager.shutdown_kernel()
@@ -226,7 +226,7 @@ def test_refused_session_prevents_the_start_of_the_kernel(broker: ScriptedBroker
     ) as no:
         manager.start_kernel()
     assert not manager.has_kernel
-    # Jupyter Server's kernels API shows this type of error and no other.
+    # Jupyter Server's kernels API shows errors of this type, and no others.
     assert (no.value.status_code, no.value.log_message) == (
         400,
         "You asked for 99 GiB and may have 16 GiB. Ask for less.",
@@ -275,7 +275,8 @@ def test_a_kernel_of_another_environment_gets_the_agent(
         manager.shutdown_kernel(now=True)
 
 
-#: Variables that a broker with the guard adds for a session's processes; no test loads them here.
+#: Variables that a broker with the guard adds for a session's processes. No test loads the
+#: library that they name.
 SESSION_GUARD = {
     "LD_PRELOAD": "/run/pool/gpupool-guard/libcuda.so.1",
     "LD_LIBRARY_PATH": "/run/pool/gpupool-guard:/emulator",
@@ -284,7 +285,7 @@ SESSION_GUARD = {
 
 
 def started(manager: KernelManager) -> dict[str, str]:
-    """Start the kernel, end it, and return the environment it had."""
+    """Start the kernel, end it, and return the environment that it had."""
     manager.start_kernel()
     try:
         return environ(manager.provisioner.pid)
@@ -327,7 +328,7 @@ def test_kernel_without_agent_uses_the_guard_or_sees_no_device(
         assert warned in warnings[0]
 
 
-def test_guard_precedes_the_emulator_and_the_users_libraries(
+def test_guard_comes_before_the_emulator_and_user_libraries(
     broker: ScriptedBroker, install_spec: Callable[..., str]
 ) -> None:
     broker.attach, broker.env = "lazy", SESSION_GUARD
@@ -338,7 +339,7 @@ def test_guard_precedes_the_emulator_and_the_users_libraries(
 
 
 @pytest.mark.parametrize("inner", [SESSION_GUARD, {}], ids=["guard", "no-guard"])
-def test_server_inside_a_session_does_not_pass_on_its_page(
+def test_kernel_does_not_inherit_the_page_of_the_outer_session(
     broker: ScriptedBroker,
     install_spec: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
@@ -391,7 +392,7 @@ def test_ipykernel_is_recognised_in_commands() -> None:
     assert not runs_ipykernel(["python", "-m", "bash_kernel", "-f", "ipykernel.json"])
 
 
-def test_the_agents_folder_must_be_private(tmp_path: Path, monkeypatch: Any) -> None:
+def test_folder_of_the_agent_must_be_private(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(launcher, "user_runtime_dir", lambda: tmp_path / "gpupool")
     folder = agent_folder()
     assert (folder / "jupyter_gpupool" / "kernel" / "cells.py").exists()

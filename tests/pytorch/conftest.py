@@ -23,7 +23,7 @@ from tests.emulated import build, environment
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pytorch" / "training.ipynb"
 
-#: Seconds for a program; importing PyTorch takes six on two busy cores.
+#: Seconds for a program. The import of PyTorch takes six of them on two busy cores.
 TIMEOUT = 200
 
 _MISSING = "PyTorch for emulated devices is not installed: make torch sets it up"
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs a program on two emulated devices and returns what it printed."""
+    """Return a function that runs a program on two emulated devices, and returns its output."""
     build.compile()
 
     def run(code, machine="2x1GiB,context=32MiB", stdin="", **variables):

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Triton's kernels, and those of PyTorch's compiler, have PyTorch's results on the host."""
+"""Triton's kernels, and kernels of PyTorch's compiler, compute the same as PyTorch on the host."""
 
 from __future__ import annotations
 
-#: Triton reads the source of a kernel from its file.
+#: Triton reads the source of a kernel from the kernel's file.
 KERNELS = """
 import torch, triton
 import triton.language as tl
@@ -80,11 +80,11 @@ for function in (pointwise, reduced, indexed):
 """
 
 
-def test_triton_computes_what_the_host_does(run, tmp_path):
+def test_triton_computes_the_same_as_the_host(run, tmp_path):
     source = tmp_path / "kernels.py"
     source.write_text(KERNELS)
     run(f"import runpy; runpy.run_path({str(source)!r})", TRITON_CACHE_DIR=str(tmp_path / "cache"))
 
 
-def test_compiled_functions_compute_what_the_host_does(run, tmp_path):
+def test_compiled_functions_compute_the_same_as_the_host(run, tmp_path):
     run(COMPILED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"))

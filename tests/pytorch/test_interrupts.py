@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An interrupt of a wait in a thread of PyTorch's own: that of a backward pass knows Python."""
+"""An interrupt of a wait in a thread of PyTorch itself: the thread of a backward
+pass runs Python code.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class Noted(torch.autograd.Function):
 y, g = Noted.apply(x), torch.ones(4, device="cuda")
 """
 
-#: Keeps the device until the other notebook's wait was interrupted.
+#: Keeps the device busy until the other notebook's wait has been interrupted.
 BUSY = """
 import time
 from pathlib import Path

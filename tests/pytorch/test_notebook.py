@@ -34,7 +34,7 @@ def test_training_continues_exactly_after_suspends_and_moves(pool):
         return session
 
     async def move(kernel):
-        """Suspend it, and let it come back on the other GPU alone."""
+        """Suspend the kernel, and let it come back only on the other GPU."""
         here = kernel.session()["device"]
         await release(pool, kernel)
         if devices:

@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Operators on an emulated device have the results of PyTorch's CPU operators.
+"""Operators on an emulated device give the results of PyTorch's CPU operators.
 
-Importing PyTorch takes most of the time of these tests, so a program checks many things.
+The import of PyTorch takes most of the time of these tests, so each program checks many things.
 """
 
 from __future__ import annotations
 
-#: The same computations on both: their results must be the same, bit for bit.
+#: The same computations on device and host, whose results must be the same, bit for bit.
 ALIKE = r"""
 import torch, torch.nn.functional as F
 from torch import nn
@@ -84,12 +84,12 @@ print("alike")
 """
 
 
-def test_operators_and_training_have_the_results_of_the_host(run):
+def test_operators_and_training_compute_the_same_as_the_host(run):
     done = run(ALIKE)
     assert (done.stdout, done.stderr) == ("alike\n", "")
 
 
-#: What is particular to the device.
+#: Features that only devices have.
 DEVICE = r"""
 import os, torch
 from torch import nn
@@ -186,9 +186,9 @@ print("done")
 """
 
 
-def test_devices_streams_graphs_and_errors_are_those_of_cuda(run):
+def test_devices_streams_graphs_and_errors_behave_like_cuda(run):
     done = run(DEVICE)
-    # From 2.14 on PyTorch itself warns of an allocation that failed.
+    # From version 2.14 on, PyTorch itself warns of an allocation that failed.
     told = [line for line in done.stderr.splitlines() if not line.startswith("[W")]
     assert (done.stdout, told) == ("done\n", [])
 
@@ -211,7 +211,7 @@ print("done")
 
 
 def test_profiler_has_the_times_of_the_host(run):
-    """NVIDIA's profiling library is not emulated: what it would tell is left out."""
+    """NVIDIA's profiling library is not emulated, so the profile has no times of the device."""
     code = """
 import torch
 with torch.profiler.profile() as profile:
@@ -370,11 +370,11 @@ print("done")
     assert run(code).stdout == "done\n"
 
 
-def test_sparse_layouts_compute_what_the_host_computes(run):
+def test_sparse_layouts_compute_the_same_as_the_host(run):
     assert run(SPARSE).stdout == "done\n"
 
 
-def test_operators_take_the_time_of_the_profile(run):
+def test_operators_take_the_time_that_the_profile_gives(run):
     code = """
 import torch
 a = torch.ones(1024, 1024, device="cuda")

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Trainings on a pool that is far too small for them have the numbers of an undisturbed run."""
+"""Trainings on a pool that is far too small for them compute the same numbers as
+undisturbed runs.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from tests.e2e.scenes import play
 
 from .trainings import OTHER, SETUPS, cells
 
-#: One notebook fits on a GPU, so each round moves another one's bytes.
+#: Only one notebook fits on a GPU, so each round moves the bytes of another notebook.
 MACHINE = "2x512MiB,context=32MiB"
 MEMORY = 400 << 20
 
-#: Runs trainings in turn, and prints what they printed as JSON.
+#: Runs trainings one after the other, and prints their outputs as JSON.
 ALONE = """
 import contextlib, io, json, sys
 found = {}
@@ -32,13 +34,15 @@ print(json.dumps(found))
 
 
 def numbers(run, names):
-    """Return what each training prints when it runs alone."""
+    """Return the output of each training when it runs alone."""
     wanted = {name: cells(name, "cuda" if name in OTHER else "cpu") for name in names}
     return json.loads(run(ALONE, stdin=json.dumps(wanted)).stdout)
 
 
 def share(pool, names, memory):
-    """Run the trainings at once; return what each printed, and the sum of their resumes."""
+    """Run the trainings at the same time; return the output of each, and the sum
+    of their resumes.
+    """
     printed, resumes = {}, []
 
     async def one(name):
@@ -65,7 +69,9 @@ def test_eight_trainings_share_two_gpus_and_compute_the_same(run, pool):
 
 @pytest.mark.long
 def test_eight_trainings_share_two_gpus_of_4_gib(run, pool):
-    """Each wants a whole GPU, so that only two run at once and each round is a swap."""
+    """Each training asks for a whole GPU, so only two run at the same time, and
+    each round is a swap.
+    """
     alone = numbers(run, SETUPS)
     pool = pool("2x4GiB,context=256MiB", quiet_after=0.1, max_swap_overhead=0)
     printed, resumes = share(pool, SETUPS, 3 << 30)
@@ -73,8 +79,9 @@ def test_eight_trainings_share_two_gpus_of_4_gib(run, pool):
     assert resumes >= len(SETUPS)
 
 
-#: The quirks of the emulated driver (``emucuda/README.md``). Left out: ``residue``, whose memory
-#: the tests' pool would take for a leak, and those of locks, with which nothing is ever suspended.
+#: The quirks of the emulated driver (``emucuda/README.md``), with two exceptions. The tests' pool
+#: would take the memory of ``residue`` for a leak. With the quirks of locks, no process is ever
+#: suspended.
 QUIRKS = {
     "a list that lacks memory": "nvml-less bytes=8MiB",
     "a list that is late": "nvml-late ms=300",

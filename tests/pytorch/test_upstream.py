@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The runner of PyTorch's own tests tells what became of each, without and with the guard."""
+"""The runner of PyTorch's own tests reports the outcome of each test, without and
+with the guard.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ WANTED = {
 }
 
 
-def test_outcomes_are_told_and_differences_are_found(tmp_path, monkeypatch):
+def test_outcomes_and_differences_are_reported(tmp_path, monkeypatch):
     (tmp_path / "test_small.py").write_text(TESTS)
     rows = {"small": ("test_small", ("TestOne",), upstream.ALL, False)}
     monkeypatch.setattr(upstream, "ROWS", rows)

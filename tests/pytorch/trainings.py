@@ -1,9 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Trainings of common shapes, as cells: a notebook runs them on a device, a program on the host.
+"""Trainings of common shapes, as cells: a notebook runs the cells on a device, and a program runs
+them on the host.
 
 Each cell prints the exact bits of its losses. Random numbers come from the host's generator,
-because a device's own generator gives different ones. ``DEVICE`` is defined before the first cell.
+because a device's own generator gives different numbers. ``DEVICE`` is defined before the first
+cell.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ def train(steps):
     say(losses)
 """
 
-#: Setup by name; each defines ``train(steps)``.
+#: Code that sets up each training, by name; each defines ``train(steps)``.
 SETUPS = {
     "tabular": """
 x = torch.randn(256, 12)
@@ -191,12 +193,12 @@ def step():
     + _LOOP,
 }
 
-#: What a device computes in another order than the host (LSTM has fused cells there, and Triton
-#: sums in trees) or in other types (autocast has lists of its own): compared with an undisturbed
-#: run on a device.
+#: Trainings that a device computes in another order than the host (LSTM has fused cells there,
+#: and Triton sums in trees), or in other types (autocast has its own lists). The tests compare
+#: them with an undisturbed run on a device.
 OTHER = ("lstm", "transformer", "compiled")
 
-#: How often each notebook trains, with a chance to be suspended in between.
+#: The number of times that each notebook trains; between two of them, a kernel may be suspended.
 ROUNDS = 4
 
 

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """``python -m tests.pytorch.upstream FOLDER``: PyTorch's own tests without and with the guard.
 
-``FOLDER`` is ``test`` of the source of the installed PyTorch; Debian's source package ``pytorch``
-has it, for one. The tests need ``expecttest`` and ``hypothesis``. Each test runs in a
-process of its own with a time limit, once on the emulated devices alone, and once in a slice of
-each of them, under ``jupyter gpupool run`` with a real broker. ``--results`` keeps the outcomes; a
-run with ``--only`` replaces those of the tests that it repeats. The table and every difference are
-printed.
+``FOLDER`` is the folder ``test`` in the source of the installed PyTorch, for example in Debian's
+source package ``pytorch``. The tests need ``expecttest`` and ``hypothesis``. Each test runs in its
+own process with a time limit: once on the emulated devices alone, and once in a slice of each of
+them, under ``jupyter gpupool run`` with a real broker. ``--results`` keeps the outcomes; a run with
+``--only`` replaces the outcomes of the tests that it repeats. The program prints the table and
+every difference.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from .upstream_server import LATE
 
 MACHINE = "2x8GiB,context=64MiB"
 
-#: PyTorch skips some tests on devices with less than 6 GB, and others on those with 12 GB or more.
+#: PyTorch skips some tests on devices with less than 6 GB, and others on devices with at least 12
+#: GB.
 SLICE = "7GiB"
 
 #: Seconds for a test on a busy machine.
@@ -41,7 +42,8 @@ SECONDS = 120
 ALL = ""
 TOPICS = "stream|event|pin|alloc|mem|oom|record|ipc"
 
-#: Row of the table: file, classes, names of tests as a pattern, with expandable segments.
+#: Row of the table: file, classes, a pattern for the names of tests, and whether segments are
+#: expandable.
 ROWS: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
     "caching allocator": (
         "test_cuda",
@@ -94,7 +96,8 @@ ROWS: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
     ),
 }
 
-#: A test that fails with one of these texts is not applicable: by the reason that people read.
+#: A test that fails with one of these texts is not applicable. By the reason that the table's
+#: readers see.
 MISSING = {
     "an operator without a CPU kernel": "is not computed on an emulated device",
     "a library of NVIDIA's": "is of a library that is not emulated|fatal error: cublas_v2.h",
@@ -102,12 +105,12 @@ MISSING = {
     "a network": "urlopen error",
 }
 
-#: Tests that would need something and do not say so.
+#: Tests that need something which is missing, and whose failures do not say so.
 KNOWN = {"test_cublas_workspace_explicit_allocation": "a library of NVIDIA's"}
 
 MODES = ("alone", "guarded")
 
-#: What becomes of a test. The emulation computes on the host, too slowly for some.
+#: The outcomes of a test. The emulation computes on the host, which is too slow for some tests.
 WORDS = ("passed", "failed", "too slow", "not applicable")
 
 
@@ -132,14 +135,14 @@ class Server:
         return json.loads(line)
 
     def close(self) -> None:
-        """End it."""
-        with self._process:  # closes the pipes: its input's end ends it
+        """End the process."""
+        with self._process:  # this closes the pipes, and the process ends with its input
             pass
 
 
 @contextmanager
 def servers(folder: str) -> Iterator[dict[str, Server]]:
-    """Yield a server on the devices alone, and one behind the guard."""
+    """Yield a server on the devices alone, and a server behind the guard."""
     build.compile()
     command = [sys.executable, "-m", "tests.pytorch.upstream_server", folder]
     home = kit.short_folder()
@@ -176,7 +179,7 @@ def run(
     seconds: float,
     results: dict[str, Any],
 ) -> Iterator[str]:
-    """Run the tests of a row in both ways; yield each when ``results`` has its outcomes."""
+    """Run the tests of a row in both ways; yield each test when ``results`` has its outcomes."""
     file, classes, names, expandable = ROWS[row]
     listed = [server.ask(list=file, classes=classes, names=names) for server in started.values()]
     assert isinstance(listed[0], list), listed[0]
@@ -194,7 +197,7 @@ def run(
 
 
 def missing(test: str, outcome: dict[str, str]) -> str | None:
-    """Return what a failed test would need and cannot have here; None if nothing."""
+    """Return what a failed test needs and cannot have here; None if nothing is missing."""
     if test.partition(".")[2] in KNOWN:
         return KNOWN[test.partition(".")[2]]
     text = outcome["why"] + outcome.get("output", "")
@@ -202,7 +205,7 @@ def missing(test: str, outcome: dict[str, str]) -> str | None:
 
 
 def judged(test: str, outcome: dict[str, str]) -> str:
-    """Return one of :data:`WORDS`."""
+    """Return the outcome of a test as one of :data:`WORDS`."""
     word = outcome["outcome"]
     if outcome["why"].startswith(LATE):
         return "too slow"
@@ -214,7 +217,7 @@ def judged(test: str, outcome: dict[str, str]) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return how many tests of each row became what, in Markdown."""
+    """Return the number of tests by row and outcome, as a Markdown table."""
     lines = [f"| PyTorch's tests | | {' | '.join(WORDS)} |", "|---|---|---|---|---|---|"]
     for row, tests in results.items():
         file = ROWS[row][0]
@@ -227,7 +230,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def differences(results: dict[str, Any]) -> list[str]:
-    """Return the tests whose outcome is another one behind the guard."""
+    """Return the tests whose outcome behind the guard differs."""
     return [
         f"{row}: {test}: {', '.join(f'{mode} {judged(test, outcomes[mode])}' for mode in MODES)}"
         for row, tests in results.items()

@@ -1,14 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs single tests of PyTorch's own, each in a fork of a process that has imported PyTorch.
+"""Runs single tests of PyTorch itself, each in a fork of a process that has imported PyTorch.
 
-``upstream.py`` starts it, under the guard or without, and sends one order a line::
+``upstream.py`` starts this server, with or without the guard, and sends one order a line::
 
     {"list": "test_cuda", "classes": ["TestCuda"], "names": "stream"}
     {"run": "test_cuda", "test": "TestCuda.test_streams", "seconds": 60, "expandable": false}
 
-Importing PyTorch takes five seconds, a test much less. The server itself never calls CUDA: a fork
-of a process that did could not.
+The import of PyTorch takes five seconds, and a test much less. The server itself never calls CUDA:
+if it did, its forks could not.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ import traceback
 import unittest
 from typing import Any, BinaryIO, Callable
 
-#: PyTorch then looks for devices with NVML alone, so that its test tools can be imported here.
+#: With this variable, PyTorch looks for devices through NVML alone, so this process can import
+#: its test tools.
 NVML_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
-#: How the reason of a test that did not end begins.
+#: The reason of a test that did not end begins with these words.
 LATE = "not within"
 
-#: Of a test's output and traceback, the end that is kept.
+#: Most characters that are kept from the end of a test's output or traceback.
 KEPT = 20_000
 
 
@@ -57,7 +58,7 @@ def _listed(order: dict[str, Any]) -> list[str]:
 def _performed(order: dict[str, Any]) -> dict[str, str]:
     """Run one test; return its outcome, and the reason if it did not pass."""
     module = importlib.import_module(order["run"])
-    if order["expandable"]:  # as test_cuda_expandable_segments.py does
+    if order["expandable"]:  # test_cuda_expandable_segments.py does the same
         for name in ("TestCuda", "TestBlockStateAbsorption"):
             getattr(module, name).expandable_segments = lambda _: True
     result = unittest.TestResult()
@@ -72,7 +73,7 @@ def _performed(order: dict[str, Any]) -> dict[str, str]:
 
 
 def _in_child(work: Callable[[dict[str, Any]], Any], order: dict[str, Any], pipe: int) -> None:
-    """Do the work in a fork of its own, and end."""
+    """Do the work in this fork, and end the process."""
     try:
         os.setsid()
         os.environ.pop(NVML_ONLY, None)
@@ -100,7 +101,7 @@ def _ended(pid: int, seconds: float) -> int | None:
     finally:
         os.close(descriptor)
     try:
-        os.killpg(pid, signal.SIGKILL)  # and what the test left behind
+        os.killpg(pid, signal.SIGKILL)  # this also kills the processes that the test left behind
     except ProcessLookupError:
         pass
     status = os.waitpid(pid, 0)[1]
@@ -108,7 +109,7 @@ def _ended(pid: int, seconds: float) -> int | None:
 
 
 def _answer(work: Callable[[dict[str, Any]], Any], order: dict[str, Any]) -> Any:
-    """Return what the work returned, or how it ended instead."""
+    """Return the result of the work, or how its process ended instead."""
     seconds = order.get("seconds", 200)
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as found:
         pid = os.fork()
@@ -134,7 +135,7 @@ def _end_of(stream: BinaryIO) -> str:
 
 
 def main() -> None:
-    """Carry out the orders on standard input; the argument is PyTorch's folder of tests."""
+    """Carry out the orders on standard input; the argument is the folder of PyTorch's tests."""
     sys.path.insert(0, sys.argv.pop(1))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -20,16 +20,16 @@ def folder():
 
 @pytest.fixture(scope="module")
 def broker(folder, request):
-    """Start a broker on the devices of the module's ``MACHINE``; each has room for one kernel."""
+    """Start a broker with the module's ``MACHINE``; each of its devices has room for one kernel."""
     broker = brokers.Broker(folder, emulate=getattr(request.module, "MACHINE", brokers.MACHINE))
     yield broker.started
     broker.close()
-    print(broker.tail())  # pytest shows it if a test failed
+    print(broker.tail())  # pytest shows this output if a test failed
 
 
 @pytest.fixture(scope="module")
 def start(folder, broker):
-    """Start servers that run as the broker's user."""
+    """Return a function that starts servers, which run as the broker's user."""
     servers = []
     numbers = itertools.count()
 
@@ -52,7 +52,7 @@ def server(start):
 
 @pytest.fixture
 def kernel(server):
-    """Start kernels that end with the test."""
+    """Return a function that starts kernels, which end with the test."""
     made = []
 
     def make(name="gpupool-python3"):

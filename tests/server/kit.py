@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A real Jupyter Server, as installed, beside a real broker on emulated devices."""
+"""A real Jupyter Server, as installed, and a real broker on emulated devices."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Server:
         )
 
     def api(self, path, method="GET", status=200, **body):
-        """Call a route of the extension; fail unless it answers with ``status``."""
+        """Call a route of the extension; fail if its answer has another ``status``."""
         answer = self.request(method, f"/gpupool/api{path}", json=body or None)
         assert answer.status_code == status, (answer.status_code, answer.text, self.tail())
         return answer.json()
@@ -117,7 +117,7 @@ class Server:
         assert self.request("DELETE", f"/api/kernels/{kernel}").status_code == 204
 
     def metrics(self):
-        """Return our samples of /metrics, as text -> value."""
+        """Return our samples of /metrics: text -> value."""
         text = self.request("GET", "/metrics").text
         lines = [x for x in text.splitlines() if x.startswith("jupyter_gpupool_")]
         return {x.rsplit(" ", 1)[0]: float(x.rsplit(" ", 1)[1]) for x in lines}
@@ -167,7 +167,7 @@ class Events:
                 return message
 
     def kind(self, kind, **data):
-        """Return the next message of a kind whose ``data`` has these values."""
+        """Return the next message of this kind whose ``data`` has these values."""
         return self.until(lambda m: m["type"] == kind and data.items() <= m.get("data", m).items())
 
     def close(self):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Who may see and do what: clients without a token, readers, and two users of one machine."""
+"""Access rights: clients without a token, users who may only read, and two users of one machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROUTES = [
     ("GET", "/nothing", None),
 ]
 
-#: The authorizer of a server whose guests may only read.
+#: Authorizers of a server: users may only read our data, or have no access to it.
 READ_ONLY = """
 from jupyter_server.auth import Authorizer
 
@@ -71,7 +71,7 @@ def configured(start, folder, authorizer):
     return start(f"--config={path}")
 
 
-def test_reader_may_read_but_not_change(start, folder):
+def test_reader_can_read_but_not_change(start, folder):
     server = configured(start, folder, "ReadOnly")
     kernel = server.start_kernel()
     for method, path, body in ROUTES[:-1]:
@@ -105,7 +105,8 @@ def two_users():
     folder = brokers.short_folder()
     folder.chmod(0o755)
     broker = brokers.Broker(folder)
-    broker.socket = Path("/run") / folder.name / "broker.sock"  # a socket for all users
+    # Every user may use a socket in /run.
+    broker.socket = Path("/run") / folder.name / "broker.sock"
     servers = []
     try:
         assert broker.start()["ok"]
@@ -140,13 +141,13 @@ def test_users_do_not_see_kernels_of_each_other(two_users):
     # This test runs as root, and the broker shows root the real owners.
     owners = {s["kernel_id"]: s["owner"] for s in broker.status()["sessions"]}
     assert owners == {hers: f"uid-{ALICE}", his: f"uid-{BOB}"}
-    # Bob can neither see nor change Alice's kernel, even if he knows its ids.
+    # Bob can neither see nor change Alice's kernel, even if he knows the kernel's ids.
     for name in (hers, anonymous["id"]):
         for method, path, body in ROUTES[2:7]:
             path = path.replace("KERNEL", name)
             answer = bobs.request(method, f"/gpupool/api{path}", json=body)
             assert answer.status_code == 404, answer.text
-    # Bob is no admin either, although his server knows the ids of her session and of the GPUs.
+    # Bob is no admin, even though his server knows the ids of Alice's session and of the GPUs.
     assert bobs.api("/pool")["admin"] is False
     assert bobs.api("/admin", status=403)["code"] == "not-allowed"
     order = f"/admin/sessions/{anonymous['id']}"
@@ -204,7 +205,7 @@ def test_server_reconnects_to_a_broker_that_was_stopped(start, broker):
         assert str(broker.socket) in error["message"]
         assert error["next_step"]
     assert server.metrics()["jupyter_gpupool_broker_up"] == 0
-    # A page that only reads does not start a broker that ended in order.
+    # The broker ended in an orderly way, so a page that only reads does not start it again.
     assert not broker.socket.exists() or not answers(broker)
     assert broker.started
     events.kind("broker", available=True)
@@ -215,7 +216,7 @@ def test_server_reconnects_to_a_broker_that_was_stopped(start, broker):
     server.stop_kernel(kernel)
 
 
-def test_a_broker_that_was_killed_is_started_again_by_the_server(start, broker):
+def test_server_restarts_a_broker_that_was_killed(start, broker):
     server = start()
     events = server.events()
     events.kind("snapshot")

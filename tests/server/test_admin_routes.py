@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a server of an admin shows, and sends, about every session."""
+"""What an admin's server shows about every session, and the orders that it sends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.broker.kit import wait_until
 
 @pytest.fixture
 def stranger(broker):
-    """A session of no kernel of this server."""
+    """A session whose kernel does not belong to this server."""
     with broker.client() as client:
         yield client.call("open", kernel_id="elsewhere", label="fit.ipynb")["session"]
 
@@ -40,7 +40,7 @@ def test_body_without_valid_minutes_is_refused(server, stranger, body):
     assert (answer.status_code, answer.json()["code"]) == (400, "bad-request")
 
 
-def test_gpu_is_drained_and_put_back(server, broker):
+def test_gpu_is_drained_and_resumed(server, broker):
     uuid = server.api("/pool")["devices"][1]["uuid"]
     path = f"/admin/devices/{uuid}"
     assert server.api(path, "POST", action="drain", reason="dust")["note"]
@@ -50,7 +50,7 @@ def test_gpu_is_drained_and_put_back(server, broker):
     assert server.api("/admin/devices/1", "POST", 400, action="drain")["code"] == "bad-request"
 
 
-def test_owner_is_told_by_the_websocket(server, kernel):
+def test_owner_gets_a_notice_by_the_websocket(server, kernel):
     events = server.events()
     one = kernel()
     session = wait_until(lambda: server.api(f"/sessions/{one}")["id"], "its session")
@@ -61,12 +61,12 @@ def test_owner_is_told_by_the_websocket(server, kernel):
     events.close()
 
 
-def test_hour_is_shown_to_everybody(server):
+def test_the_last_hour_is_shown_to_everybody(server):
     hour = server.api("/hour")
     assert len(hour["queue"]) == 60
     assert set(hour["devices"]) == {device["uuid"] for device in server.api("/pool")["devices"]}
 
 
-def test_status_of_no_admin_makes_no_table():
+def test_status_without_admin_rights_gives_no_table():
     with pytest.raises(RefusedError, match="is no admin"):
         table({"admin": False})

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The page about the extension lists all that the extension has."""
+"""The page about the extension lists all its routes, metrics, events and options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jupyter_gpupool.server.extension import SCHEMA_ID, SCHEMAS, GPUPoolExtensio
 
 PAGE = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
 
-#: The page writes KERNEL for ``{kernel_id}``.
+#: The page writes KERNEL in place of ``{kernel_id}``.
 PARAMETER = re.compile(r"{(\w+?)(?:_id)?}")
 
 

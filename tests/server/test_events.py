@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Two notebooks that compete, seen from the websocket, the event bus and /metrics."""
+"""Two notebooks that compete for a device, as the websocket, the event bus and
+/metrics show them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from tests.broker.kit import BIG, Kernel, MiB, wait_until
 
 from .kit import USE_GPU, Events
 
-#: One device: while a kernel has it, all others wait.
+#: There is one device: while one kernel has it, all others wait.
 MACHINE = "1x512MiB,context=32MiB"
 
 PREFIX = "https://schema.jupyter.org/jupyter_gpupool/"
@@ -27,7 +29,7 @@ def events(server):
 
 @pytest.fixture
 def full(broker):
-    """The device is in use by a kernel that this server does not know."""
+    """A kernel that this server does not know uses the device."""
     other = Kernel(broker, "other")
     other.attach()
     yield other
@@ -90,7 +92,7 @@ def test_waiting_and_idle_notebooks_cause_events(server, kernel, full, events):
         ]
         assert sum(counts) >= 1, (name, found)
 
-    # The server's own bus has the same events, with their schemas and without names of users.
+    # The server's own bus has the same events, with their schemas but without user names.
     seen = []
     while {"lease", "queue"} - {m["schema_id"].removeprefix(PREFIX).split("/")[0] for m in seen}:
         message = json.loads(bus.socket.recv())
@@ -121,22 +123,22 @@ def test_snapshot_plus_deltas_equals_a_new_snapshot(server, kernel, events):
     assert {name: s["state"] for name, s in sessions.items()} == now
 
 
-def test_an_idle_warning_comes_before_the_slice_leaves(server, broker, kernel, events):
+def test_idle_warning_comes_before_the_kernel_loses_its_slice(server, broker, kernel, events):
     one = kernel()
     server.cells(one).run(USE_GPU)
     events.kind("lease", kernel_id=one, state="idle")
-    broker.configure(emulate=MACHINE, idle_timeout=15)  # a warning comes 20 s before
+    broker.configure(emulate=MACHINE, idle_timeout=15)  # the warning comes 20 s before
     broker.process.send_signal(1)
     warning = events.kind("idle", kernel_id=one)["data"]
     assert 0 < warning["seconds_left"] <= 20
     assert warning["bytes"] >= 64 * MiB
-    # After a keep there is no reason for a warning.
+    # After a keep, there is no reason for a warning.
     server.api(f"/sessions/{one}/keep", "POST", seconds=3600)
     broker.configure(emulate=MACHINE)
     broker.process.send_signal(1)
 
 
-def test_server_sends_the_broker_nothing_without_subscribers(server, broker, kernel):
+def test_server_without_subscribers_sends_the_broker_nothing(server, broker, kernel):
     one = kernel()
     server.api("/pool")
     server.stop_kernel(one)
@@ -144,7 +146,7 @@ def test_server_sends_the_broker_nothing_without_subscribers(server, broker, ker
     def connections():
         with broker.client() as client:
             counters = client.call("status")["broker"]["counters"]
-        # The figures leave out this test itself: one connection, and one message for each look.
+        # The figures exclude this test itself: one connection and one message for each call.
         looks.append(1)
         return counters["messages"] - len(looks), counters["connections"] - len(looks)
 

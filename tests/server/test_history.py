@@ -62,7 +62,7 @@ def test_points_have_the_values_of_the_snapshots():
 def test_history_has_at_most_one_point_a_second():
     found = shown(*(view(100 + n / 10, kernel(busy_seconds=n / 40)) for n in range(50)))
     assert found["kernels"]["k"]["time"] == [100.0, 101.0, 102.0, 103.0, 104.0]
-    # A share of the time since the last point, not since the last snapshot.
+    # This is a share of the time since the last point, not since the last snapshot.
     assert found["kernels"]["k"]["busy"] == [None, 0.25, 0.25, 0.25, 0.25]
 
 
@@ -80,13 +80,13 @@ def test_unmeasured_share_is_null(after):
     assert found["kernels"]["k"]["busy"] == [None, None]
 
 
-def test_driver_gives_the_memory_of_kernels_without_a_guard():
+def test_memory_without_a_guard_comes_from_the_driver():
     blind = {"guard": False, "used_bytes": None}
     found = shown(view(100.0, kernel(**blind)), view(102.0, kernel(**blind, footprint_bytes=None)))
     assert found["kernels"]["k"]["used"] == [7, None]
 
 
-def test_line_has_a_gap_while_no_client_watched():
+def test_line_has_a_gap_for_the_time_without_a_client():
     found = KernelHistory()
     found.take(view(100.0, kernel()))
     found.pause()
@@ -113,7 +113,7 @@ def test_only_the_last_minutes_are_kept():
     assert found.shown(5000.0, ("k",))["kernels"]["k"]["time"] == []
 
 
-def test_kernels_of_others_and_those_that_ended_are_not_shown():
+def test_other_users_and_ended_kernels_are_not_shown():
     found = KernelHistory()
     found.take(view(100.0, kernel("mine"), kernel("foreign", session="f", here=False)))
     assert set(found.shown(100.0, ("mine", "foreign"))["kernels"]) == {"mine"}
@@ -176,7 +176,7 @@ def test_an_older_session_counts_from_the_first_snapshot():
 def test_ended_kernel_counts_up_to_its_end():
     one = kernel(attached_seconds_total=4.0)
     assert counted(view(100.0, one), view(200.0)) == (4.0, 10.0)
-    # It had its slice to the end, and the journal has the time of that.
+    # The kernel had its slice until its end, and the journal has the time of its end.
     assert counted(view(100.0, one), (view(200.0), [row(103.0, "close")])) == (7.0, 13.0)
     rows = [row(101.0, "state", new="detached"), row(103.0, "close")]
     assert counted(view(100.0, one), (view(200.0), rows)) == (5.0, 13.0)
@@ -186,7 +186,7 @@ def test_ended_kernel_counts_up_to_its_end():
     assert counted(view(100.0, none), (view(200.0), [row(103.0, "close")])) == (4.0, 13.0)
 
 
-def test_rows_newer_than_the_snapshot_count_with_the_next():
+def test_rows_newer_than_the_snapshot_count_with_the_next_one():
     one = kernel(attached_seconds_total=4.0)
     rows = [row(99.0, "state", new="detached"), row(102.0, "close")]
     assert counted((view(100.0, one), rows), view(101.0, one)) == (6.0, 12.0)
@@ -195,7 +195,8 @@ def test_rows_newer_than_the_snapshot_count_with_the_next():
 def test_killed_broker_does_not_reduce_the_usage():
     found = KernelUsage(50.0)
     found.take(view(100.0, kernel(attached_seconds_total=8.0)), ())
-    # The journal has nothing of the lease that ran then; its count began again two seconds ago.
+    # The journal does not have the lease of that time. The kernel's count began again two seconds
+    # ago.
     found.take(view(110.0, kernel(attached_seconds_total=2.0)), ())
     assert found.shown()["attached_seconds"] == 8.0
     found.take(view(113.0, kernel(attached_seconds_total=5.0)), ())
@@ -203,7 +204,7 @@ def test_killed_broker_does_not_reduce_the_usage():
     assert found.shown()["kernel_seconds"] == 23.0
 
 
-def test_number_of_remembered_sessions_is_bounded(monkeypatch):
+def test_number_of_remembered_sessions_is_limited(monkeypatch):
     monkeypatch.setattr(kernel_history, "MOST", 10)
     found = KernelUsage(50.0)
     for n in range(100):
@@ -236,7 +237,7 @@ ROW = st.builds(
     ),
 )
 def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
-    """This also holds for a clock that jumps and a count that goes back."""
+    """This must also hold for a clock that jumps, and for a count that goes back."""
     found = KernelUsage(since)
     before = (0.0, 0.0)
     for now, sessions, rows in steps:
@@ -248,7 +249,7 @@ def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
         before = after
 
 
-def test_history_is_kept_as_long_as_the_page_says():
+def test_history_is_kept_for_the_documented_time():
     assert (kernel_history.KEPT, kernel_history.LEAST) == (300.0, 1.0), (
         "the documents say five minutes"
     )

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The machines of a cluster over REST, from what a broker answers."""
+"""The machines of a cluster over REST, made from the answers of a broker."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def answer(*nodes, **fields):
 
 
 def shown(found):
-    """Return what the server shows, checked against the schema of its own document."""
+    """Return what the server shows, after a check against the schema in its own document."""
     document = openapi.document("/")
     schema = {"$ref": "#/components/schemas/Machines", "components": document["components"]}
     result = machines.shown(found, "me")
@@ -39,7 +39,7 @@ def shown(found):
     return result
 
 
-def test_each_machine_has_its_gpus_its_queue_and_my_sessions():
+def test_each_machine_shows_its_gpus_its_queue_and_my_sessions():
     found = shown(answer(node("gpu1", "silent"), node("gpu2", "present")))
     assert [one["name"] for one in found["machines"]] == ["gpu2", "gpu1"], "this one first"
     here, other = found["machines"]
@@ -52,7 +52,7 @@ def test_each_machine_has_its_gpus_its_queue_and_my_sessions():
 
 
 @pytest.mark.parametrize("state", get_args(NodeState))
-def test_every_ledger_state_has_a_state_in_rest(state):
+def test_rest_has_a_state_for_every_ledger_state(state):
     here, other = shown(answer(node("gpu1", state), node("gpu2", state)))["machines"]
     assert other["state"] == machines.STATES[state]
     assert here["state"] != "unreachable", "this server talks to its broker"
@@ -105,7 +105,7 @@ def watch_of(link):
     ("clustered", "state", "told"),
     [(True, "queued", ["gpu2: yes."]), (True, "active", None), (False, "queued", None)],
 )
-def test_why_has_the_other_machines_of_a_kernel_that_waits(clustered, state, told):
+def test_why_shows_other_machines_only_for_a_waiting_kernel(clustered, state, told):
     async def ask():
         return await watch_of(Link(clustered=clustered, state=state)).why("s")
 
@@ -115,7 +115,7 @@ def test_why_has_the_other_machines_of_a_kernel_that_waits(clustered, state, tol
 
 
 @pytest.mark.parametrize("clustered", [False, True])
-def test_only_a_machine_of_a_cluster_asks_for_others(clustered):
+def test_only_machines_of_a_cluster_ask_for_other_machines(clustered):
     link = Link(clustered=clustered)
 
     async def ask():

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Names, units and values of the metrics, and the dashboard that draws them."""
+"""Names, units and values of the metrics, and the dashboard that shows them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def value(name, **labels):
 
 
 def families():
-    """What Prometheus knows about each metric: name -> (type, names of its samples)."""
+    """Return each metric that Prometheus knows: name -> names of its samples."""
     found = {}
     for family in REGISTRY.collect():
         if family.name.startswith("jupyter_gpupool_"):
@@ -62,7 +62,7 @@ def test_gauges_are_split_by_device_and_state(clean):
     assert value("granted_bytes", device="A", state="idle") is None
 
 
-def test_histograms_use_the_figures_of_the_journal():
+def test_histograms_use_the_seconds_in_the_journal():
     def count(name):
         return value(f"{name}_seconds_count", device="H") or 0
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a JupyterLab page knows before its first request: whether there is a GPU."""
+"""What a JupyterLab page knows before its first request: whether the machine has a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOBODY = Path("/nowhere/broker.sock")
 
 @pytest.fixture
 def bare(monkeypatch):
-    """No driver."""
+    """A machine without a driver."""
     monkeypatch.setattr(emulation, "real_driver_present", lambda: False)
 
 
@@ -40,7 +40,7 @@ def test_page_without_a_driver_says_what_to_do(bare):
 def test_page_finds_an_emulated_gpu(bare):
     assert page.first({"emulate": "2x16GiB"}, {}, NOBODY) == EMULATED
     assert page.first({}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY) == EMULATED
-    # As in the broker: the option wins over the variable, even if it is empty.
+    # The option has priority over the variable, even if the option is empty, as in the broker.
     assert not page.first({"emulate": ""}, {"GPUPOOL_EMULATE": "1x1GiB"}, NOBODY)["found"]
 
 
@@ -72,7 +72,7 @@ def test_answer_of_the_broker_replaces_the_first_guess():
     assert page.told({"devices": [], "problem": ""})["reason"].startswith("The GPU pool ")
 
 
-def test_other_settings_of_a_page_stay():
+def test_other_settings_of_a_page_do_not_change():
     settings = {"page_config_data": {"appName": "JupyterLab"}}
     page.show(settings, SOME)
     assert settings["page_config_data"] == {"appName": "JupyterLab", "gpupool": SOME}
@@ -80,7 +80,7 @@ def test_other_settings_of_a_page_stay():
     assert bare == {"page_config_data": {"gpupool": SOME}}
 
 
-def test_page_of_jupyterlab_has_the_answer(start):
+def test_page_of_jupyterlab_knows_whether_there_is_a_gpu(start):
     def lab():
         text = server.request("GET", "/lab").text
         (found,) = re.findall(

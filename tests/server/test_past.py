@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a real server remembers after a broker's death and a kernel's end."""
+"""What a real server remembers after the death of the broker and the end of a kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def usage(server):
 def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     server = start("--GPUPoolExtension.refresh_interval=300", "--Application.log_level=DEBUG")
 
-    # A request for the history sends nothing to the broker, and opens no connection to it.
+    # A request for the history sends no message to the broker, and opens no connection to it.
     def messages():
         with broker.client() as client:
             return client.call("status")["broker"]["counters"]["messages"]
@@ -32,7 +32,7 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     assert server.api("/history?devices=1")["devices"] == {}
     assert usage(server) == (0, 0)
 
-    events = server.events()  # a client watches
+    events = server.events()  # from now on, a client watches
     one = server.start_kernel()
     cells = server.cells(one)
     cells.run(USE_GPU)
@@ -40,7 +40,7 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     def used():
         return (server.api("/history")["kernels"].get(one, {}).get("used") or [0])[-1] or 0
 
-    # The first point may be from before the cell had all its memory.
+    # The first point may come before the cell has all its memory.
     wait_until(lambda: used() >= 64 * MiB, "a point with the cell's memory")
     found = server.api("/history")
     ring = found["kernels"][one]
@@ -56,7 +56,7 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     attached, opened = wait_until(lambda: (u := usage(server))[0] > 0 and u, "seconds with a slice")
     assert attached <= opened
 
-    # The release gives the last point, long before the next regular look.
+    # The release causes the last point, long before the next regular sample.
     server.api(f"/sessions/{one}/release", "POST")
     wait_until(lambda: used() == 0, "the slice has gone")
     cells.run("stream.sync()")
@@ -69,7 +69,7 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     assert away[0] >= attached
     assert away[1] >= opened
     assert server.api("/history")["kernels"][one]["time"], "the server still remembers it"
-    try:  # the server starts it again
+    try:  # the server starts the broker again
         again = wait_until(lambda: (u := usage(server))[1] > away[1] and u, "the broker's return")
         assert again[0] >= away[0]
         assert again[0] <= again[1]
@@ -81,7 +81,8 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
         last = server.api("/history")
         assert last["kernels"] == {}, "it has ended"
         (closed,) = [r["time"] for r in broker.rows("close")]
-        # The count ends at the kernel's end in the journal, or at the server's last sample before.
+        # The count ends at the kernel's end according to the journal, or at the server's last
+        # sample before.
         assert again[1] <= last["usage"]["kernel_seconds"] <= closed - seen + 0.01
         assert usage(server) == usage(server), "and it stops counting"
     finally:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels on other machines in the view of a server, with answers that the test decides."""
+"""Kernels on other machines as a server shows them, with answers that the test decides."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from jupyter_gpupool.protocol import MOST_LOOKED
 from jupyter_gpupool.server import remote_kernels
 from jupyter_gpupool.server.remote_kernels import RemoteKernels
 
-#: The other machine's clock is so far ahead of ours.
+#: The other machine's clock is this many seconds ahead of ours.
 AHEAD = 50.0
 
 
 class Kernel:
-    """A kernel on a machine with one GPU, whose broker knows its kernels by these sessions."""
+    """A kernel on a machine with one GPU. ``sessions`` are those that the
+    machine's broker knows.
+    """
 
     def __init__(self, node="gpu2"):
         self.node = node
@@ -59,7 +61,7 @@ SILENT = RefusedError("gpu2 does not answer: it is silent.", code=Code.UNREACHAB
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Our monotonic clock."""
+    """Our monotonic clock, which tests set."""
     found = [100.0]
     monkeypatch.setattr(remote_kernels, "time", SimpleNamespace(monotonic=lambda: found[0]))
     return found
@@ -79,13 +81,13 @@ class Scene:
         await asyncio.gather(*waits)
 
     async def ask(self):
-        """Ask, a second later, and wait for the answers."""
+        """Let a second pass, ask all machines, and wait for the answers."""
         self.clock[0] += 1.0
         await self.asked()
         return self.remote.sessions(899.0 + self.clock[0])
 
 
-def test_a_session_has_its_machine_and_our_times(clock):
+def test_a_session_names_its_machine_and_has_times_of_our_clock(clock):
     async def run():
         scene = Scene(clock, k=Kernel().has("k", expected={"since": 1051.0, "until": 1052.0}))
         (row,) = await scene.ask()
@@ -100,15 +102,15 @@ def test_a_session_has_its_machine_and_our_times(clock):
     asyncio.run(run())
 
 
-def test_times_stand_still_although_answers_take_some_time(clock):
+def test_times_do_not_change_with_the_duration_of_an_answer(clock):
     async def run():
         scene = Scene(clock, k=(kernel := Kernel().has("k")))
         (before,) = await scene.ask()
-        kernel.now += 0.7  # the answer came 0.3 s sooner than the last one
+        kernel.now += 0.7  # this answer took 0.3 s less than the last one
         scene.remote.ask()
         (after,) = await scene.ask()
         assert after["leaves_at"] == before["leaves_at"]
-        # A clock that was set shifts them.
+        # If the other machine's clock is set, its times do not change here.
         kernel.now += 3600
         kernel.sessions[0]["leaves_at"] += 3600
         (later,) = await scene.ask()
@@ -117,7 +119,7 @@ def test_times_stand_still_although_answers_take_some_time(clock):
     asyncio.run(run())
 
 
-def test_a_silent_machine_keeps_its_kernels_and_is_named(clock):
+def test_kernels_of_a_silent_machine_stay_and_name_it(clock):
     async def run():
         scene = Scene(clock, k=(kernel := Kernel().has("k")))
         await scene.ask()
@@ -129,12 +131,12 @@ def test_a_silent_machine_keeps_its_kernels_and_is_named(clock):
         (row,) = await scene.ask()
         assert (row["unreachable"], scene.changes) == ("", 3)
         await scene.ask()
-        assert scene.changes == 3  # the same answer is no change
+        assert scene.changes == 3  # an equal answer is no change
 
     asyncio.run(run())
 
 
-def test_a_busy_machine_is_not_called_silent_unless_that_lasts(clock):
+def test_a_busy_machine_is_called_silent_only_after_some_time(clock):
     async def run():
         scene = Scene(clock, k=(kernel := Kernel().has("k")))
         await scene.ask()
@@ -164,13 +166,13 @@ def test_an_answer_of_another_version_does_not_end_the_watch(clock):
     asyncio.run(run())
 
 
-def test_no_second_question_within_a_second_or_before_an_answer(clock):
+def test_one_question_per_second_and_none_before_the_answer(clock):
     async def run():
         scene = Scene(clock, k=(kernel := Kernel().has("k")))
         kernel.hold = asyncio.Event()
         first = asyncio.create_task(scene.asked())
         while not kernel.asked:
-            await asyncio.sleep(0)  # until the question has begun
+            await asyncio.sleep(0)  # wait until the first question has begun
         clock[0] += 60
         scene.remote.ask()
         kernel.hold.set()
@@ -184,7 +186,7 @@ def test_no_second_question_within_a_second_or_before_an_answer(clock):
     asyncio.run(run())
 
 
-def test_a_lost_question_ends(clock, monkeypatch):
+def test_a_lost_question_ends_after_a_time_out(clock, monkeypatch):
     monkeypatch.setattr(remote_kernels, "PATIENCE", 0.01)
 
     async def run():
@@ -200,7 +202,7 @@ def test_a_lost_question_ends(clock, monkeypatch):
     asyncio.run(run())
 
 
-def test_many_kernels_are_asked_for_in_parts(clock):
+def test_many_kernels_are_asked_for_in_several_requests(clock):
     async def run():
         kernel = Kernel()
         names = [f"k{number}" for number in range(MOST_LOOKED + 1)]
@@ -235,7 +237,8 @@ def test_a_request_goes_to_the_machine_of_its_session(clock):
         assert await scene.remote.tell("keep", "s-other", {"seconds": 60}) == {"note": "done"}
         assert far.told == [("keep", "s-other", {"seconds": 60})]
         assert scene.kernels["k"].told == []
-        # The server asks that machine again at once, because the answer changes what people see.
+        # The server asks this machine again at once, because the request may change what people
+        # see.
         await scene.asked()
         assert (len(far.asked), len(scene.kernels["k"].asked)) == (2, 1)
 

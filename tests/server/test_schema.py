@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The OpenAPI document describes the server; schemathesis sends all requests that it allows."""
+"""The OpenAPI document describes the server. schemathesis sends all requests that it allows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .kit import TOKEN
 
 
 def all_checks():
-    """Return what must hold for each answer.
+    """Return the checks for each answer.
 
-    A refusal (409) or an unknown kernel (404) is a correct answer to a correct request. The import
-    is here and not above: it takes 0.9 s, and each worker imports this module.
+    A refusal (409) or an unknown kernel (404) is a correct answer to a correct request. The
+    import is in this function because it takes 0.9 s, and each worker imports this module.
     """
     from schemathesis import checks
     from schemathesis.specs.openapi import checks as openapi_checks
@@ -66,13 +66,14 @@ def test_server_serves_the_document(server):
 
 @pytest.fixture(scope="module")
 def kernel_id(server):
-    """A kernel with a session, for the requests that need one."""
+    """A kernel with a session, for requests that need one."""
     name = server.start_kernel()
     yield name
     server.stop_kernel(name)
 
 
-#: Orders about no session and no GPU: one about a real one would end or pause it.
+#: Orders are sent only for unknown sessions and GPUs. An order for a real one would end or pause
+#: it.
 ORDERS = {path for path, _ in OPERATIONS if path.startswith("/admin/")}
 
 
@@ -96,7 +97,8 @@ def test_server_does_what_the_document_says(server, kernel_id, path, method, rea
         document = {**document, "components": components}
     operation = schemathesis.openapi.from_dict(document)[path][method.upper()]
     seen = ask(server, operation.as_strategy(GenerationMode.POSITIVE))
-    right = {200, 400, 409} if method == "patch" else {200, 409}  # a class that does not exist
+    # The priority class does not exist.
+    right = {200, 400, 409} if method == "patch" else {200, 409}
     missing = {409} if "{device}" in path else {404}
     assert seen <= (right if real or "{" not in path else missing)
     if "requestBody" in document["paths"][path][method] and (real or path in ORDERS):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the server shows, and what it sends as a change: pure functions of snapshots."""
+"""What the server shows, and which changes it sends: pure functions of snapshots."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def kinds(old, new):
     return [(kind, data) for kind, data in views.changes(old, new)]
 
 
-def test_an_admins_server_shows_no_names_of_others():
+def test_an_admins_server_shows_no_names_of_other_users():
     # The broker shows all names to root.
     view = snapshot(session("a"), session("x", owner="alice", kernel_id="k-x"))
     mine, theirs = view["sessions"]
@@ -92,13 +92,13 @@ def test_an_admins_server_shows_no_names_of_others():
     assert views.session_of(view, "k-x") is None
 
 
-def test_own_kernels_are_shown_under_any_owner_name():
+def test_own_kernels_are_mine_under_any_owner_name():
     (found,) = snapshot(session("a", owner="uid-1000"))["sessions"]
     assert found["mine"]
     assert found["here"]
 
 
-def test_kernel_of_my_other_server_is_marked_as_mine_only():
+def test_kernel_of_my_other_server_is_mine_but_not_here():
     (found,) = snapshot(session("z"))["sessions"]
     assert found["mine"]
     assert not found["here"]
@@ -122,14 +122,15 @@ def test_a_share_and_a_budget_are_published_in_steps():
         share = [{"of": "ada", "used": used, "due": 0.5}]
         return snapshot(session("a", budgets=budgets, share=share, standing=[f"{left}"]))
 
-    assert views.delta(at(1800.0, 0.251), at(1799.0, 0.252)) is not None  # below 50 %
+    # The budget is now below 50 %.
+    assert views.delta(at(1800.0, 0.251), at(1799.0, 0.252)) is not None
     assert views.delta(at(1799.0, 0.251), at(1770.0, 0.252)) is None
     assert views.delta(at(1770.0, 0.251), at(1763.0, 0.252)) is not None
     assert views.delta(at(1770.0, 0.254), at(1770.0, 0.256)) is not None
     assert views.delta(at(0.0, 0.251), at(0.0, 0.251, spent=True)) is not None
 
 
-def test_changed_clock_alone_is_no_change():
+def test_a_later_clock_alone_is_no_change():
     old = snapshot(session("a"))
     new = snapshot(
         session("a", idle_seconds=5.0), now=105.0, host={"used_bytes": 0, "available_bytes": 5}
@@ -195,7 +196,7 @@ def test_a_restarted_kernel_does_not_end():
     new = snapshot(session("b", kernel_id="k-a", state="detached", devices=[], granted_bytes=0))
     ((kind, data),) = kinds(old, new)
     assert (kind, data["previous"], data["state"]) == ("lease", "active", "detached")
-    # Its old session may exist a little longer.
+    # The old session of the kernel may exist a little longer.
     both = snapshot(*old["sessions"], session("b", kernel_id="k-a", state="detached"))
     assert [data["state"] for _, data in kinds(old, both)] == ["detached"]
 
@@ -210,12 +211,12 @@ def test_time_left_is_never_negative():
     assert left == [10.0, 0.0, None]
 
 
-def test_free_host_memory_is_published_when_it_has_changed():
+def test_free_host_memory_is_published_after_a_large_change():
     gib = 1 << 30
 
     def told(before, now):
         old, new = (snapshot(host={"used_bytes": 0, "available_bytes": n}) for n in (before, now))
-        # Little by little: the last value sent counts, not the last value seen.
+        # The memory changes in small steps: the last value sent counts, not the last value seen.
         changed = views.delta({**old, "host": new["host"]}, new, before)
         assert changed == views.delta(old, new)
         return changed is not None and changed["host"]["available_bytes"] == now
@@ -240,7 +241,7 @@ def test_view_hides_the_use_of_other_users_slices():
     assert others["slices"] == [{"device": "GPU-0", "granted_bytes": 7}]
 
 
-def test_view_hides_when_other_users_slices_leave():
+def test_view_hides_the_idle_time_outs_of_other_users():
     known = other("x", state="idle", leaves_at=100.0, wanted=True)
     assert not {"leaves_at", "wanted"} & set(snapshot(known)["sessions"][0])
 
@@ -258,7 +259,7 @@ def test_view_has_admin_orders_without_private_fields():
 
 
 def test_delta_has_orders_and_the_configuration_notice():
-    """Otherwise an open page would keep showing the old ones."""
+    """Otherwise an open page would still show the old ones."""
     old = snapshot()
     new = {**snapshot(maintenance=[ORDER]), "configuration_notice": "another one"}
     assert views.delta(old, new) == {

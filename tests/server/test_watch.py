@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the watch sends to which client, over a link whose answers the test decides."""
+"""Which messages the watch sends to which client, over a link whose answers the test decides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 class Link:
-    """A broker with one idle session on a device, which leaves at ``now`` = 160."""
+    """A broker with one idle session on a device; the session leaves at ``now`` = 160."""
 
     def __init__(self):
         self.now, self.available, self.more = 100.0, 50 * GIB, {}
@@ -137,7 +137,7 @@ def test_late_subscriber_gets_no_outdated_warning(link, run, more):
     assert "idle" not in late.kinds()
 
 
-def test_late_subscriber_gets_no_warning_that_others_did_not_get(link, run):
+def test_late_subscriber_gets_only_warnings_that_others_got(link, run):
     late = Page()
     link.more = {"footprint_bytes": 0}
 
@@ -153,7 +153,7 @@ def test_late_subscriber_gets_no_warning_that_others_did_not_get(link, run):
     assert "idle" not in late.kinds()
 
 
-def test_slow_drift_of_free_memory_is_sent_in_the_end(link, run):
+def test_slow_drift_of_free_memory_is_sent_at_last(link, run):
     page = Page()
 
     async def scenario(watch):

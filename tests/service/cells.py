@@ -1,8 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A notebook's client in a program: reads a cell's code from each line, as JSON, and runs it.
+"""A notebook's client as a program: it reads a cell's code from each line, as JSON, and runs the
+cell.
 
-It prints one line for each: whether the cell succeeded, and what it printed. It needs no network.
+For each cell, it prints one line: whether the cell succeeded, and what the cell printed. It needs
+no network.
 """
 
 import json

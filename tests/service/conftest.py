@@ -8,7 +8,7 @@ import pytest
 
 from .kit import Systemd
 
-#: One GPU, with room for one of two kernels if one asks for 300 MiB.
+#: One GPU. It has room for one of two kernels if one of them asks for 300 MiB.
 CONFIG = """
 c.GPUPool.emulate = "1x512MiB,context=32MiB"
 c.GPUPool.default_memory = "250MiB"

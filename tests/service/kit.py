@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A machine with a running systemd, and JupyterHub on it.
 
-It is a Podman container over this machine's own files. What it writes is in memory and goes with
-it. Network and processors are this machine's.
+The machine is a Podman container over this machine's own files. Its changes are in memory, and
+are lost when it ends. It uses the network and the processors of this machine.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from tests.hub.kit import HUB, Hub
 
 SYSTEMD = Path("/lib/systemd/systemd")
 
-#: Which every account may run.
+#: An interpreter that every account may run.
 PYTHON = HUB / "bin" / "python"
 
-#: In memory.
+#: This folder is in memory.
 SHM = Path("/dev/shm")
 
-#: The program of a user.
+#: The program that runs a user's cells.
 CELLS = Path(__file__).with_name("cells.py")
 
-#: Of systemd's own services.
+#: Services of systemd itself that do not run in the container.
 MASKED = ("udevd", "udev-trigger", "sysctl", "modules-load", "binfmt", "timesyncd")
 
 
@@ -49,13 +49,13 @@ def refusal():
 
 
 class Systemd:
-    """The machine. Call :meth:`start` first."""
+    """The container as a machine. Call :meth:`start` first."""
 
     def __init__(self):
         self.name = new_name()
         self.folder = SHM / self.name
         self.root = self.folder / "root"
-        #: A folder that has the same path there.
+        #: A folder that has the same path in the container.
         self.shared = kit.short_folder()
         self._cells = []
 
@@ -73,7 +73,8 @@ class Systemd:
         )
         for path in (self.root / "run").iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        # None of this machine's own services, and nothing that would change its devices and kernel.
+        # Remove this machine's own services, and those that would change its devices and its
+        # kernel.
         units = self.root / "etc/systemd/system"
         for path in units.glob("*.wants"):
             shutil.rmtree(path)
@@ -95,7 +96,7 @@ class Systemd:
         )  # fmt: skip
 
     def command(self, *words, user="root"):
-        """Return the command that runs another one there."""
+        """Return the command that runs another command in the container."""
         become = (
             [] if user == "root" else ["runuser", "-u", user, "--", "env", f"HOME=/home/{user}"]
         )
@@ -108,7 +109,9 @@ class Systemd:
         )  # fmt: skip
 
     def run(self, *words, user="root", timeout=300):
-        """Run a command to its end there; return what it printed, and fail if it fails."""
+        """Run a command in the container until it ends; return its output, and
+        fail if the command fails.
+        """
         done = self.call(*words, user=user, timeout=timeout)
         assert done.returncode == 0, (words, done.stdout, done.stderr, self.tail())
         return done.stdout.strip()
@@ -133,7 +136,7 @@ class Systemd:
         return cells
 
     def log(self):
-        """Return what systemd has logged of the units that the tests start, and what they have."""
+        """Return systemd's log of the units that the tests start, with the units' own output."""
         return self.call(
             "journalctl", "--no-pager", "--output=short-monotonic", "--unit=gpupool*",
             "--unit=jupyter*",
@@ -151,7 +154,7 @@ class Systemd:
 
 
 def _forget(folder):
-    """Remove what a machine has written."""
+    """Remove the files that a machine has written."""
     subprocess.run(
         ["umount", "--lazy", folder / "root"], check=False, timeout=60, stderr=subprocess.DEVNULL
     )
@@ -159,9 +162,9 @@ def _forget(folder):
 
 
 class UserCells:
-    """A Pooled GPU kernel of a user's program, see ``cells.py``, which ``process`` runs.
+    """A Pooled GPU kernel in a user's program ``process``, see ``cells.py``.
 
-    ``tail`` returns what explains its end.
+    ``tail`` returns the log that explains the program's end.
     """
 
     def __init__(self, process, tail):
@@ -169,7 +172,7 @@ class UserCells:
         self._tail = tail
 
     def run(self, code):
-        """Run a cell; return what it printed, and fail if it fails."""
+        """Run a cell; return its output, and fail if the cell fails."""
         self.send(code)
         return self.answer()
 
@@ -185,7 +188,7 @@ class UserCells:
         return text
 
     def close(self):
-        """End the kernel; idempotent."""
+        """End the kernel; a second call does nothing."""
         if not self._process.stdin.closed:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -194,7 +197,7 @@ class UserCells:
 
 
 class SystemdHub(Hub):
-    """JupyterHub as a unit of the machine; each server of a user is one, too."""
+    """JupyterHub as a unit of the machine; each server of a user is a unit, too."""
 
     UNIT = "jupyterhub.service"
 

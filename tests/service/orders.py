@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A user of the machine as a program: sends its broker the orders that another machine would send.
+"""A user of the machine as a program: it sends the broker the orders that another machine would
+send.
 
-Each line of its input is an order, or a cell for the kernel that it has started; it prints one line
-of JSON for each.
+Each line of its input is an order, or a cell for the kernel that it has started. For each of
+them, it prints one line of JSON.
 """
 
 import json

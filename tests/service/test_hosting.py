@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels of servers on other machines under a real systemd: children of the service's broker."""
+"""Kernels for servers on other machines, under a real systemd: children of the service's broker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ c.GPUPool.cluster_address = "127.0.0.1"
 c.GPUPool.cluster_identity = "munge"
 """
 
-#: Prints what the kernel's process may do, and what it inherits.
+#: Prints the rights of the kernel's process, and what the process inherits.
 LOOK = """
 import os, re
 from pathlib import Path
@@ -68,7 +68,7 @@ class Orders:
 
 @pytest.fixture
 def solo(machine):
-    """The machine with a service that is in a cluster, and hosts kernels."""
+    """The machine with a service that belongs to a cluster and hosts kernels."""
     if not shutil.which("munged", path=f"/usr/sbin:{os.environ['PATH']}"):
         pytest.skip("MUNGE is missing: apt-get install munge")
     before = machine.run("ls", "/etc/systemd/system")
@@ -112,7 +112,7 @@ def test_hosted_kernels_have_no_limits_and_outlive_the_broker(solo, ada):
     ada(code=FILL % 7)
     assert [s["owner"] for s in solo.sessions()] == ["ada"]
 
-    # The unit's cgroup has the kernel; a restart and a kill end the broker alone.
+    # The kernel is in the unit's cgroup. A restart or a kill ends only the broker.
     first = solo.show("MainPID")
     solo.run("systemctl", "restart", "gpupool.service")
     assert ada(do="poll") == {"running": True, "code": None}
@@ -120,7 +120,8 @@ def test_hosted_kernels_have_no_limits_and_outlive_the_broker(solo, ada):
     assert second != first
     solo.run("kill", "-KILL", second)
     ada(code=CHECK % 7)
-    assert ada(do="poll") == {"running": True, "code": None}  # systemd keeps the order for it
+    # Systemd keeps the order until the next broker runs.
+    assert ada(do="poll") == {"running": True, "code": None}
     assert solo.show("MainPID") not in ("0", second)
 
     assert ada(do="signal", signal=9) == {"running": True}

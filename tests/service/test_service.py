@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``install-service`` on a machine with a running systemd, and what systemd then does."""
+"""``install-service`` on a machine with a running systemd, and what systemd does afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main_pid(machine):
     return int(machine.show("MainPID"))
 
 
-def test_service_outlives_what_happens_to_a_service(machine):
+def test_sessions_survive_all_that_happens_to_the_service(machine):
     before = machine.run("ls", "/etc/systemd/system", "/etc/tmpfiles.d")
     shown = install(machine, "--dry-run", "--config", "/etc/gpupool/pool.py")
     assert "systemctl enable --now gpupool.socket gpupool.service" in shown
@@ -37,7 +37,7 @@ def test_service_outlives_what_happens_to_a_service(machine):
     assert machine.show("ActiveState") == "active"
     assert machine.show("StatusText") == "Serving at /run/gpupool/broker.sock"
 
-    # Two accounts contend for one GPU under the unit's own limits.
+    # Two accounts compete for one GPU, within the limits of the unit.
     ada, bob = machine.cells("ada"), machine.cells("bob")
     ada.run("%gpu 300MiB")
     ada.run(FILL % 7)
@@ -47,7 +47,7 @@ def test_service_outlives_what_happens_to_a_service(machine):
     assert found["bob"]["slices"]
     ada.run(CHECK % 7)
 
-    # A restart, a kill, a hang: the next broker has all sessions, and no byte is lost.
+    # After a restart, a kill and a hang, the next broker has all sessions, and no byte is lost.
     first = main_pid(machine)
     machine.run("systemctl", "restart", "gpupool.service")
     bob.run(CHECK % 9)
@@ -68,12 +68,12 @@ def test_service_outlives_what_happens_to_a_service(machine):
     assert "Failed with result 'watchdog'" in machine.log()
     assert main_pid(machine) not in (0, fourth)
 
-    # Only the service is stopped: who connects starts it.
+    # Only the service is stopped, not its socket, so the next connection starts it again.
     machine.run("systemctl", "stop", "gpupool.service")
     ada.run(CHECK % 7)
     assert machine.show("ActiveState") == "active"
 
-    # The same command is the upgrade; it keeps the configuration and the drop-in.
+    # The same command makes an upgrade. It keeps the configuration and the drop-in file.
     fifth = main_pid(machine)
     shown = install(machine)
     assert "Run systemctl restart gpupool.service" in shown, shown

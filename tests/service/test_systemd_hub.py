@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""JupyterHub with SystemdSpawner, the machine's service and two accounts."""
+"""JupyterHub with SystemdSpawner, the machine's service, and two accounts."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def test_users_of_systemd_spawner_share_one_gpu_through_restarts(machine, hub):
     path = hub.spawn("ada")
     other = hub.spawn("bob", "second")
     mine, theirs = hub.kernel(path), hub.kernel(other)
-    # The server is a unit of its own, as another account, with a /tmp of its own.
+    # The server is a separate unit, runs as another account, and has its own /tmp.
     assert machine.show("User", "jupyter-ada-singleuser.service") == "1001"
     assert machine.show("PrivateTmp", "jupyter-ada-singleuser.service") == "yes"
     mine.run("%gpu 300MiB")
     mine.run(FILL % 7)
-    theirs.run(FILL % 9)  # one GPU, and room for one: the first kernel is suspended
+    theirs.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
     found = owners(machine)
     assert {name: s["group"] for name, s in found.items()} == {"ada": "students", "bob": "course"}
     assert found["ada"]["suspended_bytes"] > 0
@@ -67,7 +67,7 @@ def test_users_of_systemd_spawner_share_one_gpu_through_restarts(machine, hub):
     hub.kernel(path, found["ada"]["kernel_id"]).run(CHECK % 7)
     assert set(owners(machine)) == {"ada", "bob"}
 
-    # The end of a server ends its unit, its kernels and their sessions.
+    # When a server ends, its unit, its kernels and their sessions end, too.
     hub.call("DELETE", "/users/ada/server")
     wait_until(lambda: set(owners(machine)) == {"bob"}, "the end of the stopped server's kernels")
     hub.kernel(other, found["bob"]["kernel_id"]).run(CHECK % 9)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a notebook shows: a waiting cell, the line under an error, ``%gpu``."""
+"""What a notebook shows: a waiting cell, the line under an error, and the output of ``%gpu``."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def waiting(sheet: Sheet) -> None:
 
 
 class Guard:
-    """Make the page of a session with these figures."""
+    """Stands in for the guard of a session with these figures."""
 
     on = True
 

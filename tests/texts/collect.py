@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Makes the whole file from its parts."""
+"""Makes the whole file of texts from its parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _AREAS = {
     "server": "The server extension",
 }
 
-#: Pieces of a text this short or shorter, between two values, do not identify it.
+#: A piece of a text between two values identifies the text only if it is longer than this.
 _SHORT = 12
 
 #: The most characters that a value in a text may have.
@@ -44,7 +44,7 @@ _VALUE = 200
 
 
 def everything() -> str:
-    """Return the text of the file."""
+    """Return the whole text of the file."""
     shown = Sheet()
     rules = scenes(shown)
     assert rules, "no rule was met"
@@ -55,7 +55,9 @@ def everything() -> str:
 
 
 def scenes(sheet: Sheet) -> set[str]:
-    """Write what the makers of texts return in plausible situations; return the rules met."""
+    """Write the results of the functions that make texts, in plausible
+    situations; return the rules met.
+    """
     sheet.heading("A cell that waits")
     cell.waiting(sheet)
     sheet.heading(
@@ -106,7 +108,7 @@ def scenes(sheet: Sheet) -> set[str]:
 
 
 def remaining(sheet: Sheet, shown: str) -> None:
-    """Write every sentence of the source that ``shown`` does not have."""
+    """Write every sentence of the source that is not in ``shown``."""
     sheet.heading("JupyterLab", "Every text of the extension for translation.")
     _by_module(sheet, source.typescript_sentences())
     sheet.heading("The guard and the emulated driver, on the standard error of a program")
@@ -141,7 +143,9 @@ def _by_module(sheet: Sheet, sentences: list[Sentence]) -> None:
 
 
 def is_in(template: str, flat: str) -> bool:
-    """Return whether ``flat`` has a text made from the template, with any first letter."""
+    """Return whether ``flat`` has a text made from the template; the case of
+    letters does not count.
+    """
     flat, template = flat.casefold(), template.casefold()
     pieces = re.split(r"<[^<>]*>|%[-.0-9]*[a-z]", " ".join(template.split()).strip("."))
     while not pieces[0] and len(pieces) > 1:

@@ -40,7 +40,7 @@ GiB, MiB = 1 << 30, 1 << 20
 
 
 def commands(sheet: Sheet) -> None:
-    """Write the commands, and the messages about a wrong one."""
+    """Write the texts about the commands, and the messages about a wrong command."""
     sheet.put(
         "jupyter gpupool --help begins and ends with",
         cli._description() + "\n" + cli.EXIT_CODES,
@@ -118,7 +118,7 @@ STATUS: dict[str, Any] = {
 
 
 def status(sheet: Sheet) -> None:
-    """Write the picture of the pool, and what an admin's order waits for."""
+    """Write the picture of the pool, and the texts about what an admin's order waits for."""
     sheet.put("jupyter gpupool status", "\n".join(draw(STATUS, Style(width=90))))
     empty = {**STATUS, "devices": [], "sessions": [], "queue_length": 0}
     sheet.put("jupyter gpupool status, without a GPU", "\n".join(draw(empty, Style(width=90))))
@@ -152,7 +152,7 @@ def _grouped(settings: BrokerSettings, guarantee: str) -> BrokerSettings:
 
 @contextlib.contextmanager
 def _only(folder: str) -> Iterator[None]:
-    """Read the configuration in ``folder`` alone."""
+    """Read only the configuration in ``folder``."""
     plain = {k: v for k, v in os.environ.items() if not k.startswith("GPUPOOL")}
     with (
         mock.patch.object(loading, "jupyter_config_path", return_value=[folder]),
@@ -207,12 +207,12 @@ def programs(sheet: Sheet) -> None:
     sheet.put("jupyter gpupool ps, of nothing", "\n".join(table([], {}, 0.0)))
 
 
-#: A Monday's evening in Berlin.
+#: A Monday evening in Berlin.
 EVENING = 1795467600.0
 
 
 def check_config(sheet: Sheet) -> None:
-    """Write what a configuration means, and what is wrong with another one."""
+    """Write the meaning of one configuration, and the mistakes of another one."""
     example = Path(__file__).parents[2] / "examples" / "day_and_night.py"
     gpus = checking.parse_devices("16x80GiB")
     in_force: dict[str, Any] = {
@@ -254,7 +254,7 @@ def _refused(read: Any, text: str) -> str:
 
 
 def doctor(sheet: Sheet) -> None:
-    """Write the checks whose outcome the caller can choose."""
+    """Write the checks of doctor whose outcome the caller can choose."""
     settings = _defaults()
     order = {"kind": "pause", "device": "", "by": "root", "since": 0.0, "reason": "new driver"}
     mig = device(tier="mig", can_suspend=False, tier_reason="A MIG instance cannot be suspended.")
@@ -289,7 +289,7 @@ def doctor(sheet: Sheet) -> None:
 
 # --------------------------------------------------------------------------- configuration
 
-#: A line of a configuration file that is refused.
+#: Lines of a configuration file, each of which is refused.
 WRONG = (
     "idle_timout = 60",
     "idle_timeout = 'soon'",
@@ -359,7 +359,7 @@ WRONG = (
     "groups = {'lab': {'cap': '20%'}, 'vision': {'parent': 'lab', 'cap': '30%'}}",
 )
 
-#: What a schedule is given besides a name and a time zone, and is refused.
+#: Keys of a schedule besides its name and time zone; each set of keys is refused.
 WRONG_SCHEDULES = (
     "'days': 'mon-fry', 'set': {'linger': 1}",
     "'days': [], 'set': {'linger': 1}",

@@ -33,13 +33,13 @@ def lab(*devices: Device, **rules: Any) -> Lab:
 
 
 def wait(pool: Lab, name: str, size: int, **fields: Any) -> None:
-    """Let a session wait for ``size`` GiB."""
+    """Open a session that waits for ``size`` GiB."""
     pool.open(name, size * GiB, **fields)
     pool.hold(name)
 
 
 def bound(pool: Lab, name: str, *devices: str) -> list[ev.Action]:
-    """Let a session that has initialised CUDA on these devices wait."""
+    """Make a session wait that has initialised CUDA on these devices."""
     return pool.send(ev.HoldTaken, session=name, hold="h", kind="device", bound=devices)
 
 
@@ -261,7 +261,7 @@ def closed_by_day() -> tuple[Lab, str]:
     return pool, "w"
 
 
-#: Situation, the rule of ``Reason`` that it shows, and a function that makes the situation.
+#: Situation, the rule of ``Reason`` that it shows, and a function that creates the situation.
 WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
     ("An idle kernel makes room", "planned", planned),
     ("All GPUs are full", "busy", all_busy),
@@ -298,7 +298,7 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
 
 
 def waits(sheet: Sheet) -> set[str]:
-    """Write why a kernel waits; return the rules that were met."""
+    """Write the reasons for which kernels wait; return the rules that were met."""
     met = set()
     for situation, rule, scene in WAITS:
         pool, name = scene()
@@ -311,7 +311,7 @@ def waits(sheet: Sheet) -> set[str]:
 
 
 def waits_of_others(sheet: Sheet) -> None:
-    """Write what a kernel waits for, as other users read it."""
+    """Write the reasons for which a kernel waits, as other users see them."""
     for rule in get_args(Rule):
         sheet.put(f"By the rule {rule}", f"Waits for {FOR_OTHERS[rule]}.")
 
@@ -320,7 +320,7 @@ def waits_of_others(sheet: Sheet) -> None:
 
 
 def stays(sheet: Sheet) -> None:
-    """Write why an idle kernel keeps its slice after its idle time."""
+    """Write the reasons for which an idle kernel keeps its slice after its idle time."""
 
     def put(situation: str, pool: Lab) -> None:
         views = pool.pool.view(pool.now).sessions
@@ -421,7 +421,7 @@ def refusals(sheet: Sheet) -> None:
 
 
 def answers(sheet: Sheet) -> None:
-    """Write what the pool answers to requests of a kernel with a session."""
+    """Write the pool's answers to requests of a kernel with a session."""
 
     def put(situation: str, actions: list[ev.Action]) -> None:
         found = all_of(actions, ev.Answer) or all_of(actions, ev.HoldRefused)

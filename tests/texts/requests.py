@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Messages about a wrong request: in a kernelspec, over REST, on the broker's socket."""
+"""Messages about a wrong request: in a kernelspec, over REST, and on the broker's socket."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the pool says about groups, shares, budgets and preemption of running work."""
+"""The pool's texts about groups, shares, budgets, and preemption of running work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CAP = {"groups": {"bio": Group(cap=Portion(bytes=16 * GiB))}}
 
 
 def run(pool: Lab, name: str, size: int, **fields: object) -> None:
-    """Let a session compute with ``size`` GiB."""
+    """Open a session that computes with ``size`` GiB."""
     pool.running(name, size * GiB, **fields)
 
 
@@ -85,7 +85,7 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
 
 
 def waits(sheet: Sheet) -> set[str]:
-    """Write why a kernel waits; return the rules that were met."""
+    """Write the reasons for which kernels wait; return the rules that were met."""
     met = set()
     for situation, rule, scene in WAITS:
         pool, name = scene()

@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The form of the file: headings, and below each situation the text that a user then reads."""
+"""The form of the file: headings, situations, and below each situation the text
+that a user reads.
+"""
 
 from __future__ import annotations
 

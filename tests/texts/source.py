@@ -19,7 +19,7 @@ PACKAGE = ROOT / "jupyter_gpupool"
 EMULATOR = ROOT / "emucuda"
 LABEXTENSION = ROOT / "labextension"
 
-#: Modules with sentences that users and admins never read, and a module with its own chapter.
+#: Modules whose sentences users and admins never read, and a module that has its own chapter.
 INTERNAL = (
     "emucuda/kernels.py",
     "errors.py",
@@ -27,7 +27,7 @@ INTERNAL = (
     "pool/invariants.py",
 )
 
-#: Calls whose first argument is not a text for people.
+#: Calls whose first argument is no text for people.
 _NO_PROSE = ("compile", "match", "search", "sub", "fullmatch", "execute", "executescript")
 
 _SQL = re.compile(r"^\s*(SELECT|CREATE|INSERT|PRAGMA|UPDATE|DELETE|REPLACE)\b|^(\w+, )+\w+$")
@@ -47,7 +47,7 @@ class Sentence:
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a literal is for people: at least three words, and no code."""
+    """Return whether a literal is for people: it has at least three words, and is no code."""
     if _SQL.match(text) or _CODE.match(text) or ("\n    " in text and ";" in text):
         return False
     words = [word for word in _HOLE.sub("#", text).split() if _WORD.fullmatch(word)]
@@ -90,7 +90,7 @@ def _not_shown(tree: ast.AST) -> Iterator[int]:
             yield from map(id, ast.walk(node))
         elif isinstance(node, ast.JoinedStr):
             for value in node.values:
-                # A sentence may be in an expression: f"{'it is left out' if ... else ''}".
+                # A sentence may be inside an expression: f"{'it is left out' if ... else ''}".
                 if isinstance(value, ast.Constant):
                     yield id(value)
         elif isinstance(node, ast.Call) and _name(node.func) in _NO_PROSE:
@@ -111,7 +111,7 @@ def _coded(tree: ast.AST) -> Iterator[tuple[int, str]]:
         texts = [a for a in node.args if not list(_codes(a))]
         if found[0] and texts:
             message = next((a for a in texts if _is_literal(a)), None)
-            # The message was made elsewhere, not as a literal: the call stands in its place.
+            # The message is no literal here: it was made elsewhere, so the call takes its place.
             yield id(node if message is None else message), "] [".join(dict.fromkeys(found))
 
 
@@ -133,7 +133,7 @@ def _codes(node: ast.expr) -> Iterator[str]:
 
 @lru_cache
 def class_codes() -> dict[str, str]:
-    """Return the code of each class of errors with a code."""
+    """Return the error code of each class of errors that has one."""
     found = {}
     for tree in _trees():
         for node in ast.walk(tree):
@@ -156,7 +156,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _template(node: ast.AST) -> str | None:
-    """Return the literal with ``<name>`` for each value; None if it is no text."""
+    """Return the literal with ``<name>`` in place of each value; None if it is no text."""
     if isinstance(node, ast.Constant):
         return node.value if isinstance(node.value, str) else None
     assert isinstance(node, ast.JoinedStr)
@@ -171,7 +171,7 @@ def _template(node: ast.AST) -> str | None:
 
 
 def _label(node: ast.expr) -> str:
-    """Return a word for the value of an expression: its last name with a meaning."""
+    """Return a word for the value of an expression: the last name in it that has a meaning."""
     names = [
         n.id if isinstance(n, ast.Name) else n.attr
         for n in ast.walk(node)
@@ -199,7 +199,7 @@ _C_PIECE = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 def c_sentences() -> list[Sentence]:
     """Return what the guard and the emulated driver write to a program's standard error."""
     found = []
-    # The other sources of the emulated driver hold NVIDIA's texts of error codes.
+    # The other sources of the emulated driver have NVIDIA's texts of error codes.
     emulator = [EMULATOR / "src" / name for name in ("faults.c", "machine.c", "spec.c")]
     for path in [*sorted((PACKAGE / "guard" / "src").glob("*.c")), *emulator]:
         source = path.read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a machine can check of CONTRIBUTING's rules for prose: names, and phrases."""
+"""The rules for prose in CONTRIBUTING that a machine can check: names and phrases."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .collect import FILE
 
 ROOT = Path(__file__).parents[2]
 
-#: The longest name of a test.
+#: Most characters in the name of a test.
 LONGEST = 60
 
-#: Phrases that make a reader stop: a clause without a subject, no actor, or an old form.
+#: Phrases that make a reader stop: a clause without a subject, a sentence without an actor, or an
+#: old form.
 PHRASES = re.compile(
     r"\b(?:for ever|(?:to|can|cannot|could) be had|there is not|(?:is|are) said|can not|such a one"
     r"|as if it were|[Ww]hoever|[Hh]e (?:is|was|has|had))\b"
@@ -117,7 +118,9 @@ def test_names_of_classes_and_modules_have_one_meaning() -> None:
 
 
 def types_of(tree: ast.Module) -> set[str]:
-    """Return the classes and the named types of a module, private ones without underscore."""
+    """Return the classes and the named types of a module; private ones are
+    without their underscore.
+    """
     found = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

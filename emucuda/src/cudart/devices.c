@@ -43,7 +43,8 @@ EXPORT cudaError cudaDeviceCanAccessPeer(int *can, int device, int peer)
     return device == peer ? CUDA_SUCCESS : noted(drv.cuDeviceCanAccessPeer(can, device, peer));
 }
 
-/* Makes both contexts, and leaves the thread where it was. */
+/* Makes the primary contexts of both devices. Afterwards the thread's current device is the same as
+ * before. */
 static cudaError with_peer(int peer, CUcontext *out)
 {
     int mine = device_now();
@@ -88,7 +89,8 @@ static int asked(int which, int device)
     return value;
 }
 
-/* Asked once, as NVIDIA's runtime does: behind a guard the driver's answer can change. */
+/* The driver is asked only once for each device, as NVIDIA's runtime does: behind a guard its
+ * answer can change. */
 static size_t memory_of(int d)
 {
     static size_t known[64];
@@ -131,7 +133,7 @@ static cudaError properties(struct cudaDeviceProp *p, int d)
 
 EXPORT cudaError cudaGetDeviceProperties(struct cudaDeviceProp *p, int d);
 EXPORT cudaError cudaGetDeviceProperties_v2(struct cudaDeviceProp *p, int d);
-#if RUNTIME == 12 /* without the suffix: the shorter structure of CUDA 11 */
+#if RUNTIME == 12 /* the name without suffix has the shorter structure of CUDA 11 */
 EXPORT cudaError cudaGetDeviceProperties_v2(struct cudaDeviceProp *p, int d) { return properties(p, d); }
 #else
 EXPORT cudaError cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) { return properties(p, d); }

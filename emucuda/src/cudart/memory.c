@@ -139,7 +139,7 @@ SAME(cudaMemsetAsync, (void *p, int value, size_t bytes, CUstream stream),
 SAME(cudaMemset2DAsync, (void *p, size_t pitch, int value, size_t width, size_t height, CUstream stream),
      cuMemsetD2D8Async(AT(p), pitch, (unsigned char)value, width, height, stream))
 
-/* Memory that the driver does not know is no error here, but "unregistered". */
+/* A pointer that the driver does not know is no error: its type is "unregistered". */
 EXPORT cudaError cudaPointerGetAttributes(struct cudaPointerAttributes *out, const void *p)
 {
     READY;

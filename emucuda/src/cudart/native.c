@@ -1,10 +1,10 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Kernels of programs that a CUDA compiler made. They are machine code for a GPU, which cannot run here.
- * A launch is an error that names the kernel: without it, memory that the kernel should have written
- * would look like its result. Queries about a kernel are answered, since libraries choose the shape of a
- * launch by them.
+ * Kernels of programs that were compiled by a CUDA compiler. Such kernels are machine code for a
+ * GPU, which cannot run here. A launch returns an error and names the kernel. Without the error,
+ * the program would take old memory for the kernel's result. Queries about such a kernel get an
+ * answer, because libraries choose the shape of a launch by it.
  */
 #include "runtime.h"
 
@@ -13,10 +13,10 @@
 #include <string.h>
 
 struct native {
-    const void *stub; /* the address of the host function */
+    const void *stub; /* the address of the kernel's host function */
     const char *name;
 };
-static struct native *table; /* open addressing */
+static struct native *table; /* a hash table with open addressing */
 static size_t room, used;
 static pthread_mutex_t kernels = PTHREAD_MUTEX_INITIALIZER;
 
@@ -61,7 +61,8 @@ static const char *name_of(const void *stub)
     return name;
 }
 
-/* PyTorch's torch.cuda._sleep(): waits for so many cycles of the clock. */
+/* Whether this is the kernel of PyTorch's torch.cuda._sleep(), which waits for a number of clock
+ * cycles. */
 static bool is_sleep(const char *name) { return strstr(name, "11spin_kernelEl") != NULL; }
 
 static cudaError sleep_cycles(uint64_t cycles, CUstream stream)
@@ -74,7 +75,8 @@ static cudaError sleep_cycles(uint64_t cycles, CUstream stream)
     drv.cuDeviceGetAttribute(&khz, 13, device_now());
     uint64_t ns = khz > 0 ? cycles * 1000000 / (uint64_t)khz : cycles;
     void *params[] = {&ns};
-    CUresult result = drv.cuModuleLoadData(&module, ptx); /* small, and kept: a graph may hold the kernel */
+    /* The module is small and never unloaded, because a graph may hold the kernel. */
+    CUresult result = drv.cuModuleLoadData(&module, ptx);
     if (!result)
         result = drv.cuModuleGetFunction(&spin, module, "emucuda_spin_ns");
     return result ? result : drv.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, stream, params, NULL);
@@ -109,7 +111,7 @@ EXPORT cudaError cudaLaunchKernelExC(const cudaLaunchConfig *c, const void *stub
     return launch(stub, args, c->stream);
 }
 
-/* ---- what a CUDA compiler's output calls ---- */
+/* ---- functions that the output of a CUDA compiler calls ---- */
 
 EXPORT void **__cudaRegisterFatBinary(void *wrapper)
 {
@@ -161,7 +163,7 @@ EXPORT cudaError __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *sha
 
 EXPORT cudaError __cudaGetKernel(const void **kernel, const void *stub)
 {
-    *kernel = stub; /* a handle of the runtime's own */
+    *kernel = stub; /* such a handle belongs to the runtime, so its value is free */
     return name_of(stub) ? CUDA_SUCCESS : noted(cudaErrorInvalidDeviceFunction);
 }
 

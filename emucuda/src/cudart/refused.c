@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * All other names of the runtime, of CUDA 12.8 and 13.0: a program that links one of them can be loaded,
- * and a call is an error that names the function.
+ * All other names of the runtime of CUDA 12.8 and 13.0, so that a program that links one of them
+ * can be loaded. A call of such a name returns an error and names the function.
  */
 #include "runtime.h"
 
@@ -143,5 +143,5 @@ REFUSED(cudaUserObjectRetain) REFUSED(cudaVDPAUGetDevice) REFUSED(cudaVDPAUSetVD
 REFUSED(cudaWaitExternalSemaphoresAsync) REFUSED(cudaWaitExternalSemaphoresAsync_ptsz)
 REFUSED(cudaWaitExternalSemaphoresAsync_v2) REFUSED(cudaWaitExternalSemaphoresAsync_v2_ptsz)
 #if RUNTIME == 12
-REFUSED(cudaGetDeviceProperties) /* with the shorter structure of CUDA 11 */
+REFUSED(cudaGetDeviceProperties) /* this name has the shorter structure of CUDA 11 */
 #endif

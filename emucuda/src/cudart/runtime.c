@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Finding the driver, the current device, and errors.
+ * How the runtime finds the driver; the current device; the errors.
  */
 #include "runtime.h"
 
@@ -16,10 +16,11 @@ static int start_result = -1;
 static CUcontext primary[DEVICES];
 static __thread int current;
 static __thread cudaError last;
-static cudaError unseen;      /* of a kernel that cannot run here: another thread may copy its results */
-static __thread bool my_unseen; /* this thread's */
+static cudaError unseen;      /* error of a kernel that cannot run here; global, because another
+                               * thread may copy the kernel's results */
+static __thread bool my_unseen; /* this thread has launched such a kernel */
 
-/* What the emulated driver alone answers; see export.c. */
+/* Only the emulated driver has a table of this name; see export.c. */
 static const char emulated[16] = "emucuda: devices";
 
 cudaError noted(cudaError error)
@@ -85,7 +86,7 @@ static cudaError start(void)
     cudaError error = load();
     if (error)
         return error;
-    /* Only in front of the emulated driver: a real one has NVIDIA's own runtime. */
+    /* This runtime works only with the emulated driver: a real driver has NVIDIA's own runtime. */
     if (drv.cuGetExportTable(&table, emulated) || !table) {
         say("libcudart", "found a driver that is not emulated; use NVIDIA's runtime there.");
         return cudaErrorInsufficientDriver;
@@ -104,7 +105,8 @@ cudaError started(void)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     pthread_mutex_lock(&once);
     if (start_result < 0)
-        __atomic_store_n(&start_result, start(), __ATOMIC_RELEASE); /* kept, as NVIDIA's runtime does */
+        /* The result is final, also after an error, as in NVIDIA's runtime. */
+        __atomic_store_n(&start_result, start(), __ATOMIC_RELEASE);
     pthread_mutex_unlock(&once);
     return start_result;
 }
@@ -165,7 +167,7 @@ EXPORT cudaError cudaPeekAtLastError(void)
 static const struct {
     cudaError error;
     const char *name, *text;
-} own_errors[] = { /* the driver does not have them */
+} own_errors[] = { /* errors that the driver does not have */
     {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "the emulated driver is not loaded"},
     {cudaErrorMissingConfiguration, "cudaErrorMissingConfiguration", "__global__ function call is not configured"},
     {cudaErrorInvalidDeviceFunction, "cudaErrorInvalidDeviceFunction", "invalid device function"},
@@ -218,7 +220,7 @@ EXPORT cudaError cudaGetDevice(int *device)
 EXPORT cudaError cudaSetDevice(int device)
 {
     STARTED;
-    cudaError error = enter_device(device); /* since CUDA 12 this makes the context */
+    cudaError error = enter_device(device); /* since CUDA 12 this call makes the context */
     if (!error)
         current = device;
     return noted(error);

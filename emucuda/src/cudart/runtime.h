@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * A CUDA runtime on the public driver API, for the emulated driver. Each call finds the driver through
- * libcuda.so.1, so the guard in front of that library sees what it would see from NVIDIA's runtime.
+ * A CUDA runtime for the emulated driver that uses only the public driver API. Each call finds the
+ * driver through libcuda.so.1. So the guard in front of that library gets the same calls as from
+ * NVIDIA's runtime.
  */
 #ifndef EMUCUDA_RUNTIME_H
 #define EMUCUDA_RUNTIME_H
@@ -14,7 +15,7 @@
 
 enum { DEVICES = 64 };
 
-/* The driver's functions, and their types where they are called. */
+/* The driver's functions, with the types that the calls here use. */
 #define DRIVER(X)                                                                                            \
     X(cuInit, (unsigned)) X(cuDriverGetVersion, (int *)) X(cuDeviceGetCount, (int *))                        \
     X(cuGetExportTable, (const void **, const void *))                                                       \
@@ -87,20 +88,24 @@ struct driver_calls {
     DRIVER(FIELD)
 #undef FIELD
     CUresult (*find)(const char *name, void **out, int version, uint64_t flags, int *status);
-    int count; /* devices */
+    int count; /* number of devices */
 };
 extern struct driver_calls drv;
 
-/* Remembers an error of the thread for cudaGetLastError; returns it. */
+/* Stores the thread's last error for cudaGetLastError, and returns the error. */
 cudaError noted(cudaError error);
-cudaError not_run(cudaError error); /* of a kernel: as noted(), and the next call for results returns it, too */
-cudaError unasked(void);            /* such an error, once, if the program has not asked for the last error */
-cudaError started(void);        /* the driver is initialised */
-cudaError ready(void);          /* and a context is current: the thread's own, or its device's */
+cudaError not_run(cudaError error); /* for a launch of a kernel: as noted(), and the next call that
+                                     * gives results also returns the error */
+cudaError unasked(void);            /* returns that error, once, unless the program has asked for
+                                     * its last error */
+cudaError started(void);        /* makes sure that the driver is initialised */
+cudaError ready(void);          /* also makes sure that a context is current: the thread's own, or
+                                 * that of its device */
 cudaError enter_device(int d);  /* makes the primary context of that device current */
 int device_now(void);           /* the device of the calling thread */
-CUcontext primary_of(int d);    /* NULL before enter_device() */
-void say(const char *name, const char *why); /* once for each name, to standard error */
+CUcontext primary_of(int d);    /* NULL if enter_device() has not run */
+void say(const char *name, const char *why); /* prints a message to standard error, once for each
+                                              * name */
 
 #define STARTED                        \
     do {                               \
@@ -114,8 +119,9 @@ void say(const char *name, const char *why); /* once for each name, to standard 
         if (error_)                    \
             return noted(error_);      \
     } while (0)
-/* The same for a call that gives results to the program, or waits for them. A program may ignore what a launch
- * returns; it must not take old bytes for the results of a kernel that cannot run here. */
+/* As READY, for a call that gives results to the program or waits for them. A program may ignore
+ * the error of a launch, but it must not take old bytes for the results of a kernel that cannot run
+ * here. */
 #define RESULTS                        \
     do {                               \
         cudaError error_ = unasked();  \
@@ -125,7 +131,7 @@ void say(const char *name, const char *why); /* once for each name, to standard 
     } while (0)
 #define AT(pointer) ((CUdeviceptr)(uintptr_t)(pointer))
 
-/* A call of the runtime that is one call of the driver. */
+/* Defines a call of the runtime that makes just one call of the driver. */
 #define SAME(name, parameters, call)   \
     EXPORT cudaError name parameters   \
     {                                  \

@@ -1,12 +1,12 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The part of the CUDA runtime ABI (64-bit) that libcudart handles here. RUNTIME is the major version:
- * 12 or 13, which differ in a few structures and signatures.
+ * The part of the CUDA runtime ABI (64-bit) that libcudart uses here. RUNTIME is the major version,
+ * 12 or 13. The two differ in a few structures and signatures.
  *
- * Written for this project from the published CUDA Runtime API reference
- * (https://docs.nvidia.com/cuda/cuda-runtime-api/). It holds only layouts and numbers that cross the
- * library boundary. Errors, attributes and enumerations have the numbers of the driver API.
+ * It was written for this project from the published CUDA Runtime API reference
+ * (https://docs.nvidia.com/cuda/cuda-runtime-api/). It has only the layouts and numbers that cross
+ * the library boundary. Errors, attributes and enumerations have the numbers of the driver API.
  */
 #ifndef EMUCUDA_RUNTIME_ABI_H
 #define EMUCUDA_RUNTIME_ABI_H

@@ -1,11 +1,12 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Where the bytes of an address are: in memory that the driver knows, or in a window of the launch.
+ * Where the bytes of an address are: in memory that the driver knows, or in a window of the launch,
+ * such as its shared memory.
  */
 #include "ptx.h"
 
-/* The memory that holds the address, from the driver's tables. */
+/* Finds the memory that holds the address in the driver's tables. */
 static bool look_up(uint64_t address, struct range_of_memory *out)
 {
     bool found = false;

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Atomic operations on memory: atom and red. Lanes do theirs in order. One lock serves all launches of
- * the process.
+ * Atomic operations on memory: atom and red. The lanes do their operations one after the other. One
+ * lock serves all launches of the process.
  */
 #include "ptx.h"
 
@@ -31,7 +31,7 @@ static uint64_t one(struct type t, int how, uint64_t old, uint64_t v)
     case XOR: return old ^ v;
     case INC: return old >= v ? 0 : old + 1;
     case DEC: return !old || old > v ? v : old - 1;
-    default: return v; /* EXCH */
+    default: return v; /* EXCH: exchange */
     }
 }
 
@@ -46,10 +46,10 @@ static uint64_t changed(const struct instruction *i, uint64_t old, uint64_t v, u
     return r;
 }
 
-/* atom: result, address, value, other value; red has no result. */
+/* The arguments of atom are: result, address, value, other value. red has no result. */
 static void atom(struct warp *w, const struct instruction *i, uint32_t mask)
 {
-    int at = i->flags & HAS_RESULT ? 1 : 0; /* where the address is */
+    int at = i->flags & HAS_RESULT ? 1 : 0; /* index of the argument with the address */
     unsigned count = i->count[at + 1], size = type_bits(i->type) / 8;
     FOR_LANES(l, mask) {
         uint8_t *place = bytes_of(w, l, lane_address(w, i, at, l), size * count, WRITE);

@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Running a launch: its blocks one after the other, the warps of a block in turns, the lanes of a warp
- * together as long as they are at the same instruction. A cooperative launch has all its blocks at once.
+ * Runs a launch. The blocks run one after the other, and the warps of a block run in turns. The
+ * lanes of a warp run together while they are at the same instruction. In a cooperative launch all
+ * blocks exist at the same time.
  */
 #include "ptx.h"
 
@@ -10,8 +11,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* Instructions until the next warp has its turn, and until other lanes of the warp have theirs: a warp
- * or lane may wait for what another one writes. */
+/* TURN: number of instructions before the next warp gets its turn. LANES_TURN: the same for other
+ * lanes of the warp. There must be turns, because a warp or a lane may wait for a value that
+ * another one writes. */
 enum { TURN = 1 << 20, LANES_TURN = 1 << 14 };
 
 void fail(struct warp *w, CUresult error, const char *format, ...)
@@ -94,7 +96,7 @@ static void block_free(struct block *b)
     memset(b, 0, sizeof *b);
 }
 
-/* Starts block `number`, in memory that the block before had. */
+/* Starts block `number`, in the memory that the last block had. */
 static bool block_start(struct block *b, struct run *run, uint64_t number)
 {
     const unsigned *grid = run->launch->grid, *block = run->launch->block;
@@ -131,8 +133,9 @@ static bool block_start(struct block *b, struct run *run, uint64_t number)
     return true;
 }
 
-/* The lanes that run next: those at the lowest instruction, of those that may run, but `after` where
- * some have run for long. */
+/* Returns the lanes that run next: of the lanes that `may` run, those at the lowest instruction.
+ * If some lanes have run for long at the instruction `after`, those at the lowest later
+ * instruction. */
 static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, uint32_t *pc, uint32_t *other)
 {
     uint32_t lowest = UINT32_MAX, lanes = 0;
@@ -152,7 +155,8 @@ static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, u
     return lanes;
 }
 
-/* May these lanes execute the instruction now? Other lanes of its mask may not have reached it yet. */
+/* Whether these lanes may execute the instruction now. Other lanes of its mask may not have reached
+ * it yet. */
 static bool all_met(struct warp *w, const struct instruction *i, uint32_t *lanes, uint32_t pc)
 {
     FOR_LANES(l, w->held)
@@ -166,13 +170,13 @@ static bool all_met(struct warp *w, const struct instruction *i, uint32_t *lanes
     return true;
 }
 
-/* Runs a warp until its turn is over, or all its lanes wait or have ended. */
+/* Runs a warp until its turn is over, or until all its lanes wait or have ended. */
 static void warp_run(struct warp *w)
 {
     const struct code *code = w->block->run->code;
     int turn = TURN;
     uint32_t after = 0;
-    bool alone = false; /* no other lanes will come to the instruction */
+    bool alone = false; /* no other lanes will reach the instruction */
     while (turn > 0) {
         uint32_t pc = 0, other, may = w->alive & ~w->waiting & ~w->held;
         if (!may && w->held) {
@@ -236,7 +240,7 @@ static void warp_run(struct warp *w)
     }
 }
 
-/* Gives every warp a turn; returns whether the block has ended. */
+/* Gives each warp a turn. Returns whether the block has ended. */
 static bool block_turn(struct block *b)
 {
     bool moved = false;
@@ -284,7 +288,8 @@ static CUresult blocks_run(struct run *run)
     return run->error;
 }
 
-/* A lower bound of the time on a board, by the bytes and the operations of the launch. */
+/* A lower bound of the launch's time on a board: its bytes of global memory at the rate of the
+ * board's memory. */
 static uint64_t duration(const struct run *run)
 {
     const struct rates *rates = spec_rates(&machine->spec);

@@ -55,7 +55,8 @@ static bool combined(const struct instruction *i, bool first, bool second)
     }
 }
 
-/* Results p|q, operands a, b and a predicate. Packed types have a result for each value. */
+/* The results are p|q, the operands are a, b and a predicate. For a packed type, p and q are the
+ * results for its two values. */
 static void setp(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint64_t *p = ARG(w, i, 0, 0), *q = i->count[0] > 1 ? ARG(w, i, 0, 1) : NULL;

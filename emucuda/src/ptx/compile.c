@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * A kernel's text as a list of instructions. A called function is compiled into its caller, with
- * registers of its own, so a kernel has neither calls nor a stack.
+ * Compiles a kernel's text to a list of instructions. A called function is compiled into its
+ * caller, with its own registers, so a kernel has neither calls nor a stack.
  */
 #include "builder.h"
 
@@ -202,7 +202,8 @@ static int actuals(struct builder *b, const char *list, char **out, int room)
     return count;
 }
 
-/* Names a formal parameter in the called function: the caller's variable itself, or a copy of the register. */
+/* Enters a formal parameter in the called function. Its name stands for the caller's variable
+ * itself, or for a copy of the register. */
 static void bind(struct builder *b, const struct formal *f, uint64_t address, int32_t slot)
 {
     struct symbol *s = add_symbol(b, f->name, f->length);
@@ -212,7 +213,7 @@ static void bind(struct builder *b, const struct formal *f, uint64_t address, in
     s->slot = slot;
 }
 
-/* call (results), name, (params) */
+/* Compiles: call (results), name, (params) */
 void call_function(struct builder *b, const struct statement *s, struct instruction *i)
 {
     enum { ROOM = 64 };
@@ -221,7 +222,7 @@ void call_function(struct builder *b, const struct statement *s, struct instruct
     uint64_t address[ROOM] = {0};
     int32_t slot[ROOM], of[ROOM];
     int arg = 0;
-    const char *lists[2] = {NULL, NULL}; /* results, params */
+    const char *lists[2] = {NULL, NULL}; /* the results and the parameters */
     if (s->args && s->arg[0][0] == '(')
         lists[0] = s->arg[arg++];
     const char *name = arg < s->args ? s->arg[arg++] : "";
@@ -230,7 +231,7 @@ void call_function(struct builder *b, const struct statement *s, struct instruct
     const struct function *f = find_function(b->ptx, name);
     if (!f)
         refuse(b, CUDA_ERROR_NOT_SUPPORTED, "it calls %s, which the emulation does not have.", name);
-    if (i->predicate != NO_SLOT) { /* the other lanes go past the call */
+    if (i->predicate != NO_SLOT) { /* the lanes where the predicate is false jump over the call */
         struct instruction skip = {.run = jump, .predicate = i->predicate, .negated = !i->negated, .meets = NO_SLOT};
         char label[32];
         snprintf(label, sizeof label, "past call %u", b->code->count);
@@ -305,7 +306,7 @@ static void instruction(struct builder *b, const char *start, size_t length)
         if (isspace((unsigned char)*p))
             *p = ' ';
     b->statement = text;
-    /* A space behind "call" and its like, which may be missing. */
+    /* Add the space that may be missing after "call" and similar names. */
     char *p = keep(b, text, length + 1);
     struct instruction i = {.predicate = NO_SLOT, .meets = NO_SLOT};
     if (*p == '@') {
@@ -366,7 +367,7 @@ static void directive(struct builder *b, char *p, size_t length, const char *end
     refuse(b, CUDA_ERROR_NOT_SUPPORTED, "the emulation does not interpret \".%.200s\".", text);
 }
 
-/* A label; returns what follows it. "name: .branchtargets a, b;" is a list. */
+/* Reads a label and returns the text after it. "name: .branchtargets a, b;" is a list of labels. */
 static char *label(struct builder *b, char *p, size_t length, const char *end)
 {
     char *after = skip_space(strchr(p + length, ':') + 1);
@@ -444,7 +445,7 @@ static void entry(struct builder *b, const struct function *f)
     decode(b, &s, &last);
     emit(b, &last);
     resolve_branches(b);
-    /* Variables of the launch follow. */
+    /* The launch's own variables follow, aligned. */
     b->code->shared = (uint32_t)aligned(b->code->shared, 16);
     b->code->local = (uint32_t)aligned(b->code->local, 16);
 }

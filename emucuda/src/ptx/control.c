@@ -11,7 +11,8 @@ void jump(struct warp *w, const struct instruction *i, uint32_t mask)
         w->pc[l] = i->target;
 }
 
-/* Threads that have ended count as arrived. */
+/* Lets the threads at a barrier continue if all have arrived. Threads that have ended count as
+ * arrived. */
 static void barrier_check(struct block *b, unsigned id)
 {
     uint32_t wanted = b->barrier[id].wanted ? b->barrier[id].wanted : b->living;
@@ -51,7 +52,7 @@ static void trap(struct warp *w, const struct instruction *i, uint32_t mask)
     fail(w, CUDA_ERROR_LAUNCH_FAILED, "it stopped itself");
 }
 
-/* Arguments: [result,] barrier [, threads] [, predicate]. */
+/* The arguments are: [result,] barrier [, threads] [, predicate]. */
 static void barrier(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     unsigned reduces = i->how != 0, l0 = (unsigned)__builtin_ctz(mask);
@@ -91,7 +92,7 @@ static void equals(struct warp *w, const struct instruction *i, uint32_t mask)
         d[l] = (uint32_t)a[l] == c[l];
 }
 
-/* brx.idx: a comparison and a branch for each label. */
+/* brx.idx is decoded to one comparison and one branch for each label. */
 static bool decode_brx(struct builder *b, const struct statement *s, struct instruction *i)
 {
     const char *label[256];
@@ -140,7 +141,8 @@ static bool decode_trap(struct builder *b, const struct statement *s, struct ins
 static bool decode_nothing(struct builder *b, const struct statement *s, struct instruction *i)
 {
     (void)b, (void)s;
-    i->run = NULL; /* blocks and lanes run in an order in which these have no effect */
+    /* Blocks and lanes run one after the other, so these instructions have nothing to do. */
+    i->run = NULL;
     return true;
 }
 

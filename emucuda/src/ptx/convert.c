@@ -9,7 +9,7 @@
 
 static bool is_float(struct type t) { return t.kind >= KIND_FLOAT && t.kind != KIND_PREDICATE; }
 
-/* The integer that a floating value rounds to, within the range of the type. */
+/* The integer to which a floating value is rounded, within the range of the type. */
 static uint64_t to_integer(struct type t, double v, enum rounding rounding)
 {
     double most = ldexp(1, t.bits - (t.kind == KIND_SIGNED)), least = t.kind == KIND_SIGNED ? -most : 0;
@@ -35,7 +35,7 @@ static uint64_t from_integer(const struct instruction *i, uint64_t bits, enum ro
     int64_t s = sign_extend(bits, i->from.bits);
     bool negative = is_signed && s < 0;
     uint64_t size = negative ? 0 - (uint64_t)s : is_signed ? (uint64_t)s : bits & low_bits(i->from.bits);
-    if (size >= big && i->type.bits == 64) { /* it has more digits than an f64 */
+    if (size >= big && i->type.bits == 64) { /* the integer has more digits than an f64 */
         unsigned extra = 11u - (unsigned)__builtin_clzll(size);
         uint64_t unit = 1ull << extra, rest = size & (unit - 1), whole = size - rest;
         bool up = rounding == TO_NEAREST ? rest > unit / 2 || (rest == unit / 2 && whole & unit)
@@ -43,7 +43,8 @@ static uint64_t from_integer(const struct instruction *i, uint64_t bits, enum ro
         double v = (double)whole + (up ? (double)unit : 0);
         return of_f64(negative ? -v : v);
     }
-    if (size >= big) { /* the last digit tells whether digits were lost, for the rounding that follows */
+    /* The last digit records whether digits were lost, for the rounding that follows. */
+    if (size >= big) {
         unsigned extra = 11u - (unsigned)__builtin_clzll(size);
         uint64_t rest = size & ((1ull << extra) - 1);
         size = (size - rest) | (rest ? 1ull << extra : 0);
@@ -70,7 +71,7 @@ static uint64_t converted(const struct instruction *i, uint64_t bits)
             v = copysign(0, v);
         if (!is_float(i->type))
             return to_integer(i->type, v, rounding);
-        if (i->how >> 8) /* to an integral value */
+        if (i->how >> 8) /* round to an integral value */
             v = rounding == TO_ZERO ? trunc(v) : rounding == DOWN ? floor(v) : rounding == UP ? ceil(v) : rint(v);
         if (i->flags & SATURATE && i->type.kind != KIND_E4M3 && i->type.kind != KIND_E5M2)
             v = v > 0 ? v < 1 ? v : 1 : 0;
@@ -86,7 +87,7 @@ static uint64_t converted(const struct instruction *i, uint64_t bits)
     return i->from.kind == KIND_SIGNED ? (uint64_t)sign_extend(bits, i->from.bits) : bits & low_bits(i->from.bits);
 }
 
-/* Integers are extended to the register, as their type says. */
+/* Extends an integer to the whole register, with or without sign as its type requires. */
 static uint64_t extended(struct type t, uint64_t v)
 {
     if (is_float(t))
@@ -110,7 +111,8 @@ static void cvt_wide(struct warp *w, const struct instruction *i, uint32_t mask)
         d[l] = (uint32_t)a[l];
 }
 
-/* Two values from two registers (the first is the upper), or from the halves of one. */
+/* Converts two values. They come from two registers, of which the first is the upper value, or from
+ * the two halves of one register. */
 static void cvt_pair(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint64_t *d = ARG(w, i, 0, 0);

@@ -1,15 +1,16 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Floating point: f16, bf16, f32, f64, and pairs of the narrow ones. Results are rounded once. What a GPU
- * approximates (ex2, sin, rcp.approx...) is the exact result, rounded.
+ * Floating point: f16, bf16, f32, f64, and pairs of the narrow ones. Each result is rounded once.
+ * Where a GPU approximates a result (ex2, sin, rcp.approx...), this code returns the exact result,
+ * rounded.
  */
 #include "ptx.h"
 
 #include <fenv.h>
 #include <math.h>
 
-struct format { /* a value has `digits` binary digits; exponents from `least` to `most` */
+struct format { /* a value has `digits` binary digits and an exponent from `least` to `most` */
     int digits, least, most;
 };
 
@@ -106,7 +107,8 @@ enum rounding rounding_of(const struct statement *s)
 
 static double flushed(double v) { return fabs(v) < 0x1p-126 ? copysign(0, v) : v; }
 
-/* a + b for a later rounding to a narrower type: the last digit tells whether something was lost. */
+/* a + b, for a later rounding to a narrower type. The last digit records whether digits were
+ * lost. */
 static double sum_to_odd(double a, double b)
 {
     double sum = a + b, part = sum - a, lost = (a - (sum - part)) + (b - part);
@@ -199,7 +201,7 @@ static uint64_t twofold(enum how how, enum rounding rounding, int flags, uint64_
 static uint64_t half(struct type t, enum how how, int flags, uint64_t x, uint64_t y, uint64_t z)
 {
     double a = widen(t, x), b = widen(t, y), r;
-    if (flags & FTZ && t.kind == KIND_FLOAT) { /* of f16 itself */
+    if (flags & FTZ && t.kind == KIND_FLOAT) { /* flush subnormal numbers of f16 */
         a = fabs(a) < 0x1p-14 ? copysign(0, a) : a;
         b = fabs(b) < 0x1p-14 ? copysign(0, b) : b;
     }
@@ -225,7 +227,7 @@ static uint64_t compute(const struct instruction *i, uint64_t x, uint64_t y, uin
     switch (how) {
     case NEG: return (x & low) ^ sign;
     case ABS: return x & low & ~sign;
-    case COPYSIGN: return (y & low & ~sign) | (x & sign); /* the sign of a on b */
+    case COPYSIGN: return (y & low & ~sign) | (x & sign); /* b with the sign of a */
     default: break;
     }
     if (i->type.bits == 64)
@@ -248,7 +250,7 @@ static void any(struct warp *w, const struct instruction *i, uint32_t mask)
     }
 }
 
-/* The most frequent ones. */
+/* The most frequent operations have their own functions. */
 #define SINGLE(name, result)                                                                    \
     static void name(struct warp *w, const struct instruction *i, uint32_t mask)                \
     {                                                                                           \
@@ -285,7 +287,7 @@ static bool decode_float(struct builder *b, const struct statement *s, struct in
     i->type = type_at(s, 1);
     if ((i->type.kind != KIND_FLOAT && i->type.kind != KIND_BFLOAT) || type_bits(i->type) > 64 || has(s, "xorsign"))
         return false;
-    if (type_at(s, 2).count) /* mixed precision */
+    if (type_at(s, 2).count) /* operations of mixed precision are not decoded */
         return false;
     i->flags = (uint16_t)((has(s, "ftz") ? FTZ : 0) | (has(s, "sat") ? SATURATE : 0) | (has(s, "relu") ? RELU : 0) |
                           (has(s, "NaN") ? NAN_WINS : 0));

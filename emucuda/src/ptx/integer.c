@@ -1,13 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Integers and bits: add to mad, logic, shifts, fields.
+ * Integers and bits: the operations from add to mad, logic, shifts and bit fields.
  *
- * A register may hold more bits than an instruction uses, so each takes the low bits of its type.
+ * A register may hold more bits than an instruction uses, so each instruction takes only the low
+ * bits, as many as its type has.
  */
 #include "ptx.h"
 
-/* x, y and z are the operands without sign, sx, sy and sz with the sign of the type. */
+/* x, y and z are the operands as unsigned numbers. sx, sy and sz are the operands with the sign
+ * that the type gives them. */
 #define OPERATION(name, result)                                                                       \
     static void name(struct warp *w, const struct instruction *i, uint32_t mask)                      \
     {                                                                                                 \
@@ -34,7 +36,7 @@ static uint64_t high(bool is_signed, unsigned bits, uint64_t x, uint64_t y, int6
 static uint64_t quotient(bool is_signed, uint64_t x, uint64_t y, int64_t sx, int64_t sy)
 {
     if (!y)
-        return ~0ull; /* as hardware has it; PTX does not define it */
+        return ~0ull; /* as on hardware; PTX does not define this result */
     return is_signed ? sy == -1 ? 0 - (uint64_t)sx : (uint64_t)(sx / sy) : x / y;
 }
 
@@ -96,7 +98,7 @@ static uint64_t found(uint64_t x, int64_t sx, bool is_signed, unsigned bits, boo
 }
 OPERATION(bfind, found(x, sx, is_signed, bits, i->how))
 
-/* The amount of a shift is 32 bits wide, and not taken modulo the width. */
+/* The amount of a shift has 32 bits, and may be larger than the width of the type. */
 OPERATION(shl, (uint32_t)b[l] < bits ? x << (uint32_t)b[l] : 0)
 OPERATION(shr, is_signed ? (uint64_t)(sx >> ((uint32_t)b[l] < bits ? (uint32_t)b[l] : bits - 1))
                : (uint32_t)b[l] < bits ? x >> (uint32_t)b[l] : 0)
@@ -120,7 +122,7 @@ static uint64_t extracted(uint64_t x, bool is_signed, unsigned bits, unsigned at
 }
 OPERATION(bfe, extracted(x, is_signed, bits, (unsigned)b[l] & 255, (unsigned)z & 255))
 
-/* bfi: the field a goes into b at c, d bits long. */
+/* bfi: inserts the field a into b at bit c. The field is d bits long. */
 static void bfi(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     const uint64_t *a = ARG(w, i, 1, 0), *b = ARG(w, i, 2, 0), *c = ARG(w, i, 3, 0), *n = ARG(w, i, 4, 0);
@@ -156,7 +158,7 @@ static uint64_t looked_up(uint32_t a, uint32_t b, uint32_t c, unsigned table)
 }
 OPERATION(lop3, looked_up((uint32_t)x, (uint32_t)y, (uint32_t)z, i->how))
 
-/* dp4a, dp2a: sums of products of bytes. */
+/* dp4a, dp2a: sums of products of small integers. */
 static void dot(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     const uint64_t *a = ARG(w, i, 1, 0), *b = ARG(w, i, 2, 0), *c = ARG(w, i, 3, 0);
@@ -173,7 +175,7 @@ static void dot(struct warp *w, const struct instruction *i, uint32_t mask)
     }
 }
 
-/* add.cc, addc, sub.cc, subc: a lane's carry is its condition code. */
+/* add.cc, addc, sub.cc, subc. Each lane has its own carry, the condition code. */
 static void carrying(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     const uint64_t low = low_bits(i->type.bits), *a = ARG(w, i, 1, 0), *b = ARG(w, i, 2, 0);
@@ -190,7 +192,7 @@ static void carrying(struct warp *w, const struct instruction *i, uint32_t mask)
     }
 }
 
-/* mad.lo.cc, madc.hi and the like. */
+/* mad.lo.cc, madc.hi and similar instructions. */
 static void mad_carrying(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     const uint64_t low = low_bits(i->type.bits), *a = ARG(w, i, 1, 0), *b = ARG(w, i, 2, 0), *c = ARG(w, i, 3, 0);
@@ -299,8 +301,8 @@ static bool decode_lop3(struct builder *b, const struct statement *s, struct ins
 
 static bool decode_dot(struct builder *b, const struct statement *s, struct instruction *i)
 {
-    i->from = type_at(s, 2); /* of a */
-    i->type = type_at(s, 1); /* of b */
+    i->from = type_at(s, 2); /* type of a */
+    i->type = type_at(s, 1); /* type of b */
     i->how = s->name[2] == '4' ? 4 : 2;
     i->flags = has(s, "hi") ? HIGH : 0;
     i->run = dot;

@@ -1,10 +1,12 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Matrices that the lanes of a warp hold together: mma, ldmatrix, stmatrix, movmatrix.
+ * Matrices that are spread over the lanes of a warp: mma, ldmatrix, stmatrix, movmatrix.
  *
- * In a fragment, lane l has row l / 4 and, of it, the values from l % 4 times as many as one register
- * holds; its next register has row + 8, then the same rows further right (PTX ISA, "Matrix Fragments").
+ * Layout of a fragment: one register holds n values of one row. The first register of lane l has
+ * values of row l / 4, beginning with column (l % 4) * n. In a matrix of 16 rows, the lane's next
+ * register has the same columns of row l / 4 + 8. The registers after that have the same rows
+ * further right (PTX ISA, "Matrix Fragments").
  */
 #include "ptx.h"
 
@@ -20,12 +22,12 @@ static double value(struct type t, uint64_t bits)
     switch (t.kind) {
     case KIND_SIGNED: return (double)sign_extend(bits, t.bits);
     case KIND_UNSIGNED: return (double)bits;
-    case KIND_TF32: return (double)as_f32(bits & 0xffffe000); /* the rest is ignored */
+    case KIND_TF32: return (double)as_f32(bits & 0xffffe000); /* hardware ignores the other bits */
     default: return widen(t, bits);
     }
 }
 
-/* A sum of products is computed as f64 (exact for integers) and rounded once. */
+/* A sum of products is computed as f64, which is exact for integers, and rounded once. */
 static void mma(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     double a[ROWS][MAX_DEPTH], b[MAX_DEPTH][COLUMNS];
@@ -101,7 +103,8 @@ static bool decode_mma(struct builder *b, const struct statement *s, struct inst
            i->count[0] == shape.m * 8 / 32 / (d.bits == 16 ? 2 : 1) && i->count[3] == i->count[0];
 }
 
-/* Lane 8 n + r has the address of row r of matrix n; lane l gets the two values at row l / 4, column 2 (l % 4). */
+/* Lane 8 n + r has the address of row r of matrix n. Lane l gets the two values in row l / 4, from
+ * column 2 (l % 4) on. */
 static void ldmatrix(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint16_t m[8][8];
@@ -160,7 +163,7 @@ static void movmatrix(struct warp *w, const struct instruction *i, uint32_t mask
     memcpy(a, ARG(w, i, 1, 0), sizeof a);
     for (int l = 0; l < LANES; l++) {
         uint64_t r = 0;
-        for (int n = 0; n < 2; n++) { /* row l / 4 of the result is a column */
+        for (int n = 0; n < 2; n++) { /* row l / 4 of the result is column l / 4 of the operand */
             int row = l % 4 * 2 + n, column = l / 4;
             r |= (a[row * 4 + column / 2] >> (16 * (column & 1)) & 0xffff) << (16 * n);
         }

@@ -112,7 +112,7 @@ static bool decode_memory(struct builder *b, const struct statement *s, struct i
     return i->count[loads ? 0 : 1] == vector;
 }
 
-/* cp.async.ca.shared.global [to], [from], bytes [, bytes to read]: done at once. */
+/* cp.async.ca.shared.global [to], [from], bytes [, bytes to read]. The copy is done at once. */
 static void copy(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     unsigned size = i->how;
@@ -148,7 +148,7 @@ static bool decode_copy(struct builder *b, const struct statement *s, struct ins
     return good && (i->how == 4 || i->how == 8 || i->how == 16);
 }
 
-/* createpolicy: a hint for caches. */
+/* createpolicy: the result is only a hint for caches. */
 static void zero(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint64_t *d = ARG(w, i, 0, 0);

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Names in a kernel's text: registers, variables, parameters; and the operands that use them.
+ * The names in a kernel's text (registers, variables, parameters), and the operands that use them.
  */
 #include "builder.h"
 
@@ -16,7 +16,7 @@ struct symbol *add_symbol(struct builder *b, const char *name, size_t length)
     return &b->symbol[b->symbols++];
 }
 
-/* "%r7" of "%r<10>" is number 7; false: the name is not this symbol's. */
+/* Whether the name is one of this symbol's: "%r7" is number 7 of "%r<10>". */
 static bool is_named(const struct symbol *s, const char *name, size_t length, int64_t *index)
 {
     *index = 0;
@@ -71,7 +71,7 @@ static int32_t special_slot(struct builder *b, const char *name)
     return NO_SLOT;
 }
 
-/* The address of a variable in its space; false: no such variable. */
+/* Finds the address of a variable in its space. False: there is no such variable. */
 bool variable_address(struct builder *b, const char *name, size_t length, uint64_t *out)
 {
     int64_t index;
@@ -154,7 +154,7 @@ int32_t value_slot(struct builder *b, char *text, struct type t)
     return constant_slot(b, value);
 }
 
-/* Calls append() for each of "{a, b}", or "a|b", or the whole. */
+/* Calls append() for each part of "{a, b}" or "a|b", or once for a simple operand. */
 int32_t arg_value(struct builder *b, struct instruction *i, char *text, struct type t)
 {
     bool vector = *text == '{';
@@ -215,13 +215,13 @@ void arg_address(struct builder *b, struct instruction *i, char *text, enum spac
 
 struct declared {
     struct type type;
-    uint64_t align, size; /* of one, in bytes */
+    uint64_t align, size; /* of one element, in bytes */
 };
 
-/* "[.align 8] .b8 ..." up to the first name, which is returned. */
+/* Reads "[.align 8] .b8 ..." up to the first name, and returns the text from that name on. */
 static char *declared_type(struct builder *b, char *p, struct declared *out)
 {
-    bool pointer = false; /* what follows is about the memory behind it */
+    bool pointer = false; /* true: the next words describe the memory that the pointer points to */
     uint64_t vector = 1;
     *out = (struct declared){0};
     for (p = skip_space(p); *p == '.'; p = skip_space(p)) {
@@ -253,7 +253,7 @@ static char *declared_type(struct builder *b, char *p, struct declared *out)
     return p;
 }
 
-/* "[4][2]" behind a name. */
+/* Reads "[4][2]" after a name. */
 static char *declared_size(struct builder *b, char *p, uint64_t *many)
 {
     for (p = skip_space(p); *p == '['; p = skip_space(p + 1)) {
@@ -305,7 +305,7 @@ void declare(struct builder *b, const char *space, char *p)
     }
 }
 
-/* "(.param .b32 a, .reg .u32 b)": returns how many. */
+/* Reads "(.param .b32 a, .reg .u32 b)", and returns the number of parameters. */
 int formals(struct builder *b, const char *list, struct formal *out, int room)
 {
     if (!list)

@@ -14,8 +14,9 @@
  *   integer.c, floating.c, compare.c, convert.c, move.c (ld, st, mov), atomic.c, warp.c (shfl, vote),
  *   matrix.c (mma, ldmatrix), control.c (bra, call, bar)
  *
- * A warp's registers are arrays of 32 values, one of each lane. Lanes that are at different instructions
- * run in turn, those at the lowest one first, so they meet again where their ways join.
+ * A register of a warp is an array of 32 values, one for each lane. Lanes that are at different
+ * instructions run in turn: those at the lowest instruction run first. So the lanes run together
+ * again where their paths join.
  */
 #ifndef EMUCUDA_PTX_H
 #define EMUCUDA_PTX_H
@@ -27,7 +28,7 @@
 
 enum { LANES = 32, MAX_ARGS = 8, MAX_OPERANDS = 32, MAX_MODIFIERS = 16 };
 
-/* Windows of the generic address space, above every address of a process. */
+/* Windows of the generic address space. They lie above every address of a process. */
 #define SHARED_WINDOW (1ull << 48)
 #define LOCAL_WINDOW (2ull << 48)
 #define PARAM_WINDOW (3ull << 48)
@@ -38,8 +39,8 @@ enum kind { KIND_BITS, KIND_UNSIGNED, KIND_SIGNED, KIND_FLOAT, KIND_BFLOAT, KIND
             KIND_E5M2 };
 struct type {
     uint8_t kind;
-    uint8_t bits;  /* of one value */
-    uint8_t count; /* 2: packed, as in f16x2; 0: no type */
+    uint8_t bits;  /* bits of one value */
+    uint8_t count; /* 2: a packed type such as f16x2; 0: no type */
 };
 static inline unsigned type_bits(struct type t) { return (unsigned)t.bits * t.count; }
 bool type_parse(const char *name, struct type *out); /* text.c */
@@ -52,16 +53,17 @@ struct statement {
     int parts;
     char *arg[MAX_ARGS];
     int args;
-    char *text; /* as written, for messages */
+    char *text; /* the text of the statement, for messages */
 };
 bool has(const struct statement *s, const char *part);
-/* The last part that names a type, or the one before it (`which` 1, 2...). */
+/* The type that a part of the name names. `which` 1 is the last such part, 2 the one before it, and
+ * so on. */
 struct type type_at(const struct statement *s, int which);
-bool statement_parse(char *text, struct statement *out); /* changes the text */
+bool statement_parse(char *text, struct statement *out); /* this changes the text */
 
 char *skip_space(char *p);
 size_t name_length(const char *p);
-char *matching(char *open); /* the bracket that closes this one; NULL */
+char *matching(char *open); /* the bracket that closes this one, or NULL */
 int64_t number(const char **p, bool *good);
 uint64_t literal(const char *text, struct type t, bool *good);
 
@@ -73,15 +75,16 @@ typedef void execute(struct warp *w, const struct instruction *i, uint32_t mask)
 
 struct instruction {
     execute *run;
-    int32_t predicate; /* slot, or NO_SLOT */
+    int32_t predicate; /* a slot, or NO_SLOT */
     bool negated;
-    bool branches; /* may change where lanes continue: control.c */
-    int32_t meets; /* slot of the mask of lanes that execute it together, or NO_SLOT */
+    bool branches; /* the instruction may change where lanes continue: control.c */
+    int32_t meets; /* slot with the mask of the lanes that execute it together, or NO_SLOT */
     struct type type, from;
-    uint16_t how, flags; /* of the group */
+    uint16_t how, flags; /* each group of instructions has its own values */
     uint32_t target;
-    uint8_t first[MAX_ARGS], count[MAX_ARGS]; /* slots of each argument */
-    int64_t offset[MAX_ARGS];                 /* of addresses */
+    uint8_t first[MAX_ARGS], count[MAX_ARGS]; /* index of the first slot, and number of slots, of
+                                               * each argument */
+    int64_t offset[MAX_ARGS];                 /* offset of an argument that is an address */
     uint8_t space[MAX_ARGS];
     int32_t slot[MAX_OPERANDS];
     const char *text;
@@ -96,29 +99,30 @@ enum rounding { TO_NEAREST, TO_ZERO, DOWN, UP, TO_NEAREST_AWAY };
 struct code {
     struct instruction *at;
     uint32_t count, room;
-    uint32_t slots; /* registers of a warp; slot 0 takes what nobody reads */
-    uint64_t *constant; /* slot -1 - n is constant n, the same for all lanes (LANES copies) */
+    uint32_t slots; /* number of registers of a warp; slot 0 takes results that nobody reads */
+    uint64_t *constant; /* slot -1 - n is constant n; all lanes have the same value (LANES
+                         * copies) */
     uint32_t constants, constants_room;
-    int32_t special[64]; /* slots of special registers in use, 0: unused */
+    int32_t special[64]; /* slot of each special register in use; 0: unused */
     uint32_t shared, local; /* bytes */
-    struct kept *kept;      /* texts */
+    struct kept *kept;      /* texts that live as long as the code */
 };
 
 /* ---- compile.c ---- */
 
-struct function { /* of a module's text */
+struct function { /* a function of a module's text */
     const char *name;
     size_t name_length;
     bool entry;
-    char *results, *params, *body; /* bracketed texts; NULL: none */
+    char *results, *params, *body; /* the texts in brackets; NULL: none */
 };
 
-struct variable { /* of a module */
+struct variable { /* a variable of a module */
     char *name;
     bool shared;
-    bool external; /* sized by the launch */
+    bool external; /* the launch gives its size */
     uint64_t offset, size;
-    uint64_t element; /* bytes */
+    uint64_t element; /* bytes of one element */
     struct type type;
     char *values;
 };
@@ -130,23 +134,26 @@ struct ptx {
     struct variable *variable;
     size_t variables;
     uint64_t global_size, shared_size;
-    uint64_t dynamic_shared; /* where the shared memory of the launch begins, if a variable names it */
+    uint64_t dynamic_shared; /* where the launch's dynamic shared memory begins, if a variable names
+                              * it */
     struct { uint64_t address, id; } storage[MAX_DEVICES];
 };
 
 struct builder;
-int32_t arg_value(struct builder *b, struct instruction *i, char *text, struct type t); /* appends an argument */
+/* These three functions append an argument. */
+int32_t arg_value(struct builder *b, struct instruction *i, char *text, struct type t);
 void arg_result(struct builder *b, struct instruction *i, char *text);
 void arg_address(struct builder *b, struct instruction *i, char *text, enum space space);
 int32_t value_slot(struct builder *b, char *text, struct type t);
 int32_t constant_slot(struct builder *b, uint64_t value);
 int32_t new_slot(struct builder *b);
 struct instruction *emit(struct builder *b, const struct instruction *i);
-/* Ends the compilation: standard error shows the message, and the launch returns the code. */
+/* Ends the compilation. The message goes to standard error, and the launch returns the code. */
 _Noreturn void refuse(struct builder *b, CUresult code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* A group's decoder: fills `i` in for the statement; false: not this form. */
+/* The decoder of a group: fills in `i` for the statement. Returns false if the group does not have
+ * this form. */
 typedef bool decoder(struct builder *b, const struct statement *s, struct instruction *i);
 struct decoding {
     const char *name;
@@ -155,11 +162,13 @@ struct decoding {
 extern const struct decoding integer_group[], floating_group[], compare_group[], convert_group[], move_group[],
     atomic_group[], warp_group[], matrix_group[], control_group[];
 
-void call_function(struct builder *b, const struct statement *s, struct instruction *i); /* inlines it */
-void go_to(struct builder *b, struct instruction *i, const char *label); /* NULL: the end of the function */
-/* The labels of a .branchtargets list; 0: there is no such list. */
+/* Compiles the function into its caller. */
+void call_function(struct builder *b, const struct statement *s, struct instruction *i);
+/* If the label is NULL, to the end of the function. */
+void go_to(struct builder *b, struct instruction *i, const char *label);
+/* Returns the number of labels of a .branchtargets list; 0: there is no such list. */
 int branch_targets(struct builder *b, const char *list, const char **labels, int room);
-bool in_entry(const struct builder *b); /* not in a function that it calls */
+bool in_entry(const struct builder *b); /* false: in a function that the entry calls */
 extern execute jump;
 extern execute nothing;
 
@@ -167,28 +176,30 @@ CUresult compile(struct ptx *ptx, const char *name, int device, struct code **ou
 void code_free(struct code *code);
 
 /* ---- variables.c ---- */
-CUresult ptx_open(char *text, struct ptx **out); /* takes the text, without comments */
+CUresult ptx_open(char *text, struct ptx **out); /* the text, which has no comments, belongs to the
+                                                  * result from now on */
 void ptx_close(struct ptx *ptx);
-CUresult variables_place(struct ptx *ptx, int device); /* their memory exists and is initialised */
+CUresult variables_place(struct ptx *ptx, int device); /* makes sure that the variables' memory
+                                                        * exists and is initialised */
 const struct variable *variable_find(const struct ptx *ptx, const char *name, size_t length);
 
 /* ---- block.c ---- */
 
 struct range_of_memory {
-    uint64_t start, size, delta; /* the host finds a byte `delta` further */
+    uint64_t start, size, delta; /* the host has a byte of this range at its address plus `delta` */
 };
 
-struct run { /* a launch */
+struct run { /* one launch */
     const struct code *code;
     const struct launch *launch;
     const uint8_t *params;
     uint32_t params_size, shared_size;
     CUresult error;
     char message[512];
-    jmp_buf out; /* where an error goes */
+    jmp_buf out; /* where fail() jumps to */
     struct range_of_memory known[8];
     unsigned next_known;
-    uint64_t bytes; /* of global memory that it used */
+    uint64_t bytes; /* bytes of global memory that the launch has used */
 };
 
 struct block {
@@ -196,10 +207,10 @@ struct block {
     uint32_t index[3];
     uint8_t *shared;
     struct warp *warp;
-    unsigned warps, living; /* threads */
+    unsigned warps, living; /* number of warps; number of threads that have not ended */
     struct {
-        uint32_t arrived, wanted; /* threads */
-        uint32_t result;          /* of a reduction */
+        uint32_t arrived, wanted; /* numbers of threads */
+        uint32_t result;          /* result of a reduction */
         unsigned generation;
     } barrier[16];
 };
@@ -209,11 +220,12 @@ struct warp {
     uint64_t *reg;
     uint8_t *local;
     uint32_t pc[LANES];
-    uint32_t alive, waiting; /* at a barrier */
-    uint32_t held;           /* at an instruction whose other lanes are elsewhere */
+    uint32_t alive, waiting; /* waiting: lanes at a barrier */
+    uint32_t held;           /* lanes at an instruction that the other lanes of its mask have not
+                              * reached */
     uint32_t carry;          /* condition code of each lane */
     uint8_t at_barrier[LANES];
-    unsigned index; /* in the block */
+    unsigned index; /* index in the block */
     const struct instruction *now;
 };
 
@@ -236,7 +248,7 @@ static inline int64_t sign_extend(uint64_t v, unsigned bits)
     return bits >= 64 ? (int64_t)v : (int64_t)(v << (64 - bits)) >> (64 - bits);
 }
 
-/* Ends the launch with an error; the message tells which instruction. */
+/* Ends the launch with an error. The message names the instruction. */
 _Noreturn void fail(struct warp *w, CUresult error, const char *format, ...) __attribute__((format(printf, 3, 4)));
 
 /* special registers: compile.c names them, block.c sets them */
@@ -247,14 +259,15 @@ void refresh_clock(struct warp *w);
 
 /* ---- access.c ---- */
 enum { READ, WRITE };
-/* Returns the address on the host of `size` bytes that a lane reads or writes. */
+/* Returns where the host has the `size` bytes that a lane reads or writes. */
 void *bytes_of(struct warp *w, unsigned lane, uint64_t address, unsigned size, int mode);
 
 /* ---- move.c ---- */
 uint64_t lane_address(const struct warp *w, const struct instruction *i, int argument, unsigned lane);
-bool space_of(const struct statement *s, enum space *out); /* false: one that is not emulated */
+bool space_of(const struct statement *s, enum space *out); /* false: the emulation does not have
+                                                            * this space */
 
-/* ---- floating.c: narrow types as double, exactly, and back ---- */
+/* ---- floating.c: converts values of narrow types to double, exactly, and back ---- */
 double widen(struct type t, uint64_t bits);
 uint64_t narrow(struct type t, double value, enum rounding rounding, int flags);
 enum rounding rounding_of(const struct statement *s);

@@ -81,7 +81,7 @@ struct type type_at(const struct statement *s, int which)
     return which ? (struct type){0} : t;
 }
 
-/* Splits "a, {b, c}, [d + 4]" at its commas; each argument has no space around it. */
+/* Splits "a, {b, c}, [d + 4]" at its commas. No argument keeps spaces around it. */
 static bool split(char *p, struct statement *out)
 {
     out->args = 0;

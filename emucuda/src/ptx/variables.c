@@ -1,15 +1,17 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What a module's text contains: functions, and variables of the module. Global and constant variables
- * are memory of the device, taken when a kernel or the program first needs them.
+ * The contents of a module's text: functions, and the module's variables. Global and constant
+ * variables are device memory. The driver takes this memory when a kernel or the program first
+ * needs it.
  */
 #include "ptx.h"
 
 #include <ctype.h>
 #include <stdlib.h>
 
-/* Static shared memory of a kernel is at most 48 KiB, so behind that the launch's own can begin. */
+/* A kernel has at most 48 KiB of static shared memory, so the launch's own shared memory can begin
+ * there. */
 #define MAX_STATIC_SHARED (48u << 10)
 
 static uint64_t aligned(uint64_t at, uint64_t to) { return to ? (at + to - 1) / to * to : at; }
@@ -17,11 +19,12 @@ static uint64_t aligned(uint64_t at, uint64_t to) { return to ? (at + to - 1) / 
 static void *more(void *array, size_t count, size_t size)
 {
     if (count & (count - 1))
-        return array; /* its room is the next power of two */
+        return array; /* there is room up to the next power of two */
     return realloc(array, (count ? 2 * count : 1) * size);
 }
 
-/* ".func (.param .b32 r) name (.param .b32 a) .noreturn { ... }": returns what follows; NULL: not understood. */
+/* Reads ".func (.param .b32 r) name (.param .b32 a) .noreturn { ... }" and returns the text after
+ * it. NULL: the text is not such a function. */
 static char *read_function(struct ptx *ptx, char *p, bool entry)
 {
     struct function f = {.entry = entry};
@@ -57,7 +60,7 @@ static char *read_function(struct ptx *ptx, char *p, bool entry)
     return p + 1;
 }
 
-/* ".align 4 .b8 name[16] = {1, 2};" behind ".global". */
+/* Reads ".align 4 .b8 name[16] = {1, 2};" after ".global". */
 static char *read_variable(struct ptx *ptx, char *p, bool shared, bool external)
 {
     struct variable v = {.shared = shared};
@@ -114,7 +117,7 @@ static bool is_word(const char *p, const char *word)
     return !strncmp(p, word, length) && !isalnum((unsigned char)p[length]) && p[length] != '_';
 }
 
-/* Does a function declare shared memory of its own? */
+/* Whether a function declares its own shared memory. */
 static bool declares_shared(const struct ptx *ptx)
 {
     for (size_t n = 0; n < ptx->functions; n++) {
@@ -130,7 +133,7 @@ static bool outline(struct ptx *ptx)
 {
     bool external = false;
     for (char *p = ptx->text; p && *(p = skip_space(p));) {
-        if (*p == '{') { /* of a section */
+        if (*p == '{') { /* a section */
             p = matching(p);
             p += p != NULL;
         } else if (*p != '.') {
@@ -177,7 +180,8 @@ CUresult ptx_open(char *text, struct ptx **out)
     return CUDA_SUCCESS;
 }
 
-/* The allocation of a device's variables, if it still exists: it ends with its context. With the lock held. */
+/* The allocation of a device's variables, if it still exists: it ends with its context. Call this
+ * with the lock held. */
 static struct allocation *stored(const struct ptx *ptx, int device)
 {
     struct allocation *a = ptx->storage[device].address ? allocation_find(ptx->storage[device].address) : NULL;
@@ -213,7 +217,7 @@ const struct variable *variable_find(const struct ptx *ptx, const char *name, si
     return NULL;
 }
 
-/* One initial value: a number, or the address of a variable ("generic(name) + 4"). */
+/* Reads one initial value: a number, or the address of a variable ("generic(name) + 4"). */
 static bool initial(const struct ptx *ptx, const struct variable *v, const char *p, size_t length, uint64_t base,
                     uint64_t *out)
 {
@@ -275,7 +279,7 @@ CUresult variables_place(struct ptx *ptx, int device)
     pthread_mutex_lock(&driver.lock);
     CUresult result = stored(ptx, device) ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
     if (result) {
-        /* The driver's own memory: not on the account of the process. */
+        /* This memory belongs to the driver, so the process is not charged for it. */
         result = device_allocate(device, ptx->global_size, false, &a);
         a.context = driver.device[device].primary;
         struct allocation *added = result ? NULL : allocation_add(&a);

@@ -1,13 +1,14 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What lanes of a warp tell each other: shfl, vote, match, redux, activemask, elect.
+ * Instructions by which the lanes of a warp exchange values: shfl, vote, match, redux, activemask,
+ * elect.
  */
 #include "ptx.h"
 
 static const struct type U32 = {KIND_UNSIGNED, 32, 1};
 
-/* result[|inside], value, lane or distance, limits */
+/* The arguments are: result[|inside], value, lane or distance, limits. */
 static void shuffle(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint64_t *d = ARG(w, i, 0, 0), *inside = i->count[0] > 1 ? ARG(w, i, 0, 1) : NULL, before[LANES];

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Learn from samples: the driver's overhead for each process, overuse, the driver's own memory.
 
-The rules are in ``pool/attribution.py``; this applies them to the sessions, pages and journal.
+The rules are in ``pool/attribution.py``; this module applies them to the sessions, pages and
+journal.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .actions import DeviceActions
 from .health import Health
 from .samples import Samples
 
-#: A smaller change of the driver's own memory is ignored.
+#: The broker ignores a smaller change of the driver's overhead, in bytes.
 STEP = 1 << 20
 
 
@@ -56,12 +57,13 @@ class Overheads:
         old: Collection[str],
         owners: Mapping[ProcessId, str | None],
     ) -> None:
-        """Compare samples with each session's page as it was before them and as it is now.
+        """Compare samples with each session's page, as it was before the samples and as it is now.
 
-        Only one sample is compared at a time; one that ends meanwhile is ignored.
+        This method compares only one set of samples at a time. It ignores samples that come
+        meanwhile.
 
-        ``old`` are devices that the sample does not cover; ``owners`` are the sessions of the
-        processes on the devices: a page may name processes of other sessions.
+        ``old`` are devices whose samples do not count. ``owners`` are the sessions of the processes
+        on the devices; they are needed because a page may name processes of other sessions.
         """
         if self._learning:
             return
@@ -81,7 +83,8 @@ class Overheads:
         shown = {s.uuid: {p.pid: p.bytes for p in s.processes} for s in samples}
         by_uuid = {s.uuid: s for s in samples if s.uuid not in old}
         living: set[tuple[ProcessId, int]] = set()
-        #: Processes of sessions that were attached or resumed meanwhile, or are not attached.
+        #: Processes that stay known: their sessions are not attached, or were attached or resumed
+        #: meanwhile.
         stays: set[ProcessId] = set()
         pace = Pace()
         for session in [*self._core.sessions]:
@@ -154,7 +157,10 @@ class Overheads:
             self._pages.follow(session, record)
 
     def _complete(self, sample: DeviceSample) -> bool:
-        """Return whether NVML's list accounts for all that is in use: then a low figure is true."""
+        """Return whether NVML's list accounts for all memory that is in use.
+
+        If it does, even a low figure is true.
+        """
         device = self._core.pool.device(sample.uuid)
         driver = max(0, device.memory_reserved - sample.reserved) if device is not None else 0
         listed = [Listed(process.bytes) for process in sample.processes]
@@ -162,11 +168,11 @@ class Overheads:
 
 
 class OveruseWatch:
-    """Notices sessions with more device memory than they were granted; acts once for each time.
+    """Notices sessions that use more device memory than granted, and acts once for each time.
 
-    The guard keeps ordinary software within its slice. Use that bypasses it (a
-    cleared ``LD_PRELOAD``, the driver opened by its path) shows here, a few samples late; the
-    option ``overuse`` sets what the broker does then.
+    The guard keeps ordinary software within its slice. If a process bypasses the guard (it clears
+    ``LD_PRELOAD``, or opens the driver by its path), its use shows here, a few samples late. The
+    option ``overuse`` sets what the broker then does.
     """
 
     def __init__(
@@ -186,7 +192,7 @@ class OveruseWatch:
     def seen(self, sizes: Mapping[str, Mapping[str, int]], old: Collection[str]) -> None:
         """Note a sample: bytes by session and device, as NVML shows them.
 
-        ``old`` are devices that could not be read, or whose sample is out of date.
+        ``old`` are devices that the broker could not read, or whose sample is out of date.
         """
         for session in self._core.sessions:
             used = sizes.get(session.id)
@@ -230,8 +236,9 @@ class OveruseWatch:
 class DriverShares:
     """Measures the driver's own memory again whenever a device is idle.
 
-    It grows over weeks of kernels that come and go. If the broker measured it only at its start,
-    the growth would count as used outside the pool, and the device would lose capacity.
+    This memory grows over weeks in which kernels come and go. If the broker measured it only at its
+    start, the growth would count as memory that is used outside the pool, and the device would lose
+    capacity.
     """
 
     def __init__(self, core: Core, health: Health, log: logging.Logger) -> None:
@@ -239,14 +246,15 @@ class DriverShares:
         self._health = health
         self._log = log
         self._seen: dict[str, deque[int]] = {}
-        #: Devices on which NVML has named a process: elsewhere the owner of memory is unknown.
+        #: Devices on which NVML has named a process. On other devices, the owner of memory is
+        #: unknown.
         self._named: set[str] = set()
 
     def look(self, sample: DeviceSample, listed: Sequence[Listed], *, leased: bool) -> None:
         """Check a new sample.
 
-        ``listed`` are its processes with their sessions; ``leased``: whether a session has
-        a slice there.
+        ``listed`` are the sample's processes with their sessions. ``leased`` says whether a session
+        has a slice on the device.
         """
         uuid = sample.uuid
         if any(entry.known and entry.bytes for entry in listed):

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Attach and suspend: ask the agent, then call the driver. Each ends as one event.
+"""Attach and suspend: ask the agent, then call the driver. Each action ends as one event.
 
-At most one action runs per session; the pool sees to that. A driver call cannot be cancelled, so
-neither can an action: if its session ends meanwhile, the pool ignores the result.
+The pool takes care that at most one action runs per session. A driver call cannot be cancelled, so
+an action cannot be cancelled either. If the session ends during an action, the pool ignores the
+result.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ from ..sessions import LiveSession
 from .health import Health
 from .samples import Samples
 
-#: Seconds for an agent to answer a request to yield, which it does in a thread of its own.
+#: Seconds within which an agent must answer a request to yield. It answers in a thread of its own.
 YIELD_TIMEOUT = 1.0
 
 #: Why a session is not suspended, in the pool's terms: see :class:`SuspendRefused`.
 Obstacle = Literal["busy", "pinned", "drain", "host", "limit"]
 
-#: A suspend would lose the session's CUDA graph.
+#: The reason if a suspend would lose the session's CUDA graph.
 RECORDING = "it records a CUDA graph"
 
-#: Why one in use is not preempted: today's drivers end a process that synchronises while it is
-#: suspended, and only the guard keeps a running cell from that.
+#: Why a session in use is not preempted. Today's drivers end a process that synchronises while it
+#: is suspended. Only the guard keeps a running cell from synchronising then.
 UNGUARDED = "it runs without the guard, which would hold its CUDA calls back while it is suspended"
 
-#: Seconds to wait for memory of a process that has just ended, and between two checks.
+#: Seconds to wait until a process that has just ended has freed its memory, and between two checks.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
-#: Seconds for a suspend before a kill, and then for the server to kill the kernel.
+#: Seconds for the suspend before a kill, and seconds that the server then has to kill the kernel.
 RETIRE, RETIRED = 10.0, 30.0
 
-#: Seconds in which the agent can still show why its session is lost.
+#: Seconds that the agent still has to show why its session is lost.
 LAST_WORDS = 0.3
 
 
@@ -69,7 +70,8 @@ class DeviceActions:
     ) -> None:
         self._core = core
         self._service = service
-        #: Seconds that calls inside the driver have to return when a session in use is preempted.
+        #: When a session in use is preempted: seconds within which its calls inside the driver must
+        #: return.
         self._drain_timeout = drain_timeout
         self._samples = samples
         self._room = room
@@ -79,7 +81,8 @@ class DeviceActions:
         self._running: set[asyncio.Task[None]] = set()
         #: Sessions with an action under way.
         self.busy: set[str] = set()
-        #: The broker is ending: it finishes the actions under way and begins no new one.
+        #: Whether the broker is ending: it then finishes the actions under way and begins no new
+        #: one.
         self._closing = False
 
     def attach(self, action: e.Attach) -> None:
@@ -136,7 +139,7 @@ class DeviceActions:
         )
         now, name, epoch = self._core.now(), session.id, action.epoch
         if outcome.status == "resumed":
-            # Before the process makes another call.
+            # The page must change before the process makes another call.
             devices = [piece.device for piece in action.slices]
             guard = self._service.guard
             moves = guard.moves(devices, action.origin) if guard is not None else {}
@@ -175,7 +178,7 @@ class DeviceActions:
         )
 
     async def _examine(self, uuid: str, session: LiveSession) -> None:
-        """Test a device on which a resume failed; take it out of service if it fails."""
+        """Test a device on which a resume failed; if it fails the test, take it out of service."""
         device = await self._service.self_test(uuid)
         if not device.can_suspend:
             session.refusals.blame(uuid)
@@ -192,7 +195,7 @@ class DeviceActions:
         return need
 
     async def _wait_for_room(self, slices: Sequence[Slice]) -> str:
-        """Return "" once the memory is free, or why it is not."""
+        """Wait for free memory; return "" when it is free, or why it is not."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + ROOM_WAIT
         while True:
@@ -246,7 +249,7 @@ class DeviceActions:
         session.frozen = outcome.processes
         self._core.dirty(session.id)
         if session.id not in self._core.sessions:
-            self.end_frozen(session.id, session.frozen)  # it has ended meanwhile
+            self.end_frozen(session.id, session.frozen)  # the session has ended meanwhile
         name, now = session.id, self._core.now()
         if outcome.status in ("suspended", "nothing"):
             self._core.handle(self._done(action, outcome, before))
@@ -265,8 +268,9 @@ class DeviceActions:
     async def retire(self, session: LiveSession) -> bool:
         """Make the processes of an ending session safe to kill; return whether they are.
 
-        Some drivers hang when a restored process is killed: there the broker suspends them again.
-        This takes a bounded time and raises no error: the session ends in any case.
+        Some drivers hang when a restored process is killed. With such a driver, the broker suspends
+        the processes again. This takes a bounded time and raises no error, because the session ends
+        in any case.
         """
         record = self._core.record(session.id)
         if not self._service.hazard or record is None or session.process is None:
@@ -310,9 +314,9 @@ class DeviceActions:
         session.send({"type": "notice", "message": f"CUDA calls wait. {message}"})
 
     async def _close_gate(self, session: LiveSession) -> tuple[Obstacle, str] | None:
-        """Keep new calls out of the driver; if one is running, return a refusal's kind and reason.
+        """Keep new calls out of the driver; return None, or a refusal's kind and reason.
 
-        The gate opens again after a refusal, because the page follows the pool's record.
+        After a refusal, the gate opens again, because the page follows the pool's record.
         """
         if session.landing:
             return "drain", "one of its processes is moving to its GPU"
@@ -328,15 +332,16 @@ class DeviceActions:
         if moving:
             return "drain", moving
         if self._activity.recording(session):
-            self._activity.busy(session)  # tells the pool
-            return "busy", RECORDING  # begun just before the gate was closed
+            self._activity.busy(session)  # this tells the pool
+            return "busy", RECORDING  # the recording began just before the gate closed
         return None
 
     async def _close_gate_in_use(self, session: LiveSession) -> tuple[Obstacle, str] | None:
-        """Do the same for a session that is preempted while in use: its next calls wait.
+        """Do the same as :meth:`_close_gate` for a session that is preempted while in use.
 
-        Nobody asks its agent: what the agent holds stays held, and waits at the gate. A refusal for
-        a reason that will pass is ``drain``, so that the pool tries again later.
+        Its next calls wait at the gate. The broker does not ask its agent: the agent keeps its
+        holds, and waits at the gate, too. If the reason of a refusal will pass, the kind is
+        ``drain``, so that the pool tries again later.
         """
         if session.landing:
             return "drain", "one of its processes is moving to its GPU"
@@ -352,11 +357,11 @@ class DeviceActions:
         if moving:
             return "drain", moving
         if self._activity.recording(session):
-            return "drain", RECORDING  # begun just before the gate was closed
+            return "drain", RECORDING  # the recording began just before the gate closed
         return None
 
     async def _ask(self, session: LiveSession, epoch: int) -> tuple[bool, str]:
-        """Return whether the agent gives the lease up, and why not."""
+        """Return whether the agent gives up the lease, and the reason if it does not."""
         if session.grace is not None:
             return False, "the broker waits for its agent"
         agent = session.agent
@@ -379,7 +384,7 @@ class DeviceActions:
     async def _footprint(
         self, session: LiveSession, process: ProcessId, slices: Sequence[Slice]
     ) -> dict[str, int]:
-        """Return the bytes that a suspend will move, by device, as far as it is known."""
+        """Return the bytes that a suspend will move, by device, as far as they are known."""
         try:
             samples = await self._samples.take()
         except GPUPoolError:
@@ -429,7 +434,7 @@ class DeviceActions:
             )
         )
         if session is not None:
-            # The agent may have given up the lease, so return it.
+            # The agent may have given up the lease, so give the lease back to it.
             self._core.push_lease(session, why)
 
     # ------------------------------------------------------------------ end
@@ -446,7 +451,7 @@ class DeviceActions:
             await asyncio.sleep(LAST_WORDS)
         if session.process is not None:
             await self.retire(session)
-            # Children first: a parent that sees its child die may start another.
+            # Children first: a parent that sees a child die may start another child.
             ended = [*reversed(procfs.descendants(session.process)), session.process]
             for problem in procfs.kill(ended):
                 self._core.log.error("Session %s: %s", session.id, problem)
@@ -469,7 +474,7 @@ class DeviceActions:
         for process in left:
             state = await self._service.driver_state(process, session=name)
             if state == "locked":
-                # Its memory is still on the device, so it can go on.
+                # The memory of the process is still on the device, so the process can go on.
                 await self._service.unlock(process, session=name)
             elif state in ("checkpointed", "failed"):
                 self._core.log.warning(
@@ -483,7 +488,7 @@ class DeviceActions:
 
     def _start(self, name: str, work: Coroutine[None, None, None]) -> None:
         if self._closing:
-            work.close()  # the next broker finds the action in the journal, not begun
+            work.close()  # the journal shows the next broker that the action has not begun
             return
         task = asyncio.get_running_loop().create_task(self._guarded(name, work))
         self._running.add(task)

@@ -19,16 +19,17 @@ from ..core import Core
 #: Longest pause between two tests of a device that goes on failing, in seconds.
 MOST = 3600.0
 
-#: Codes of a test that did not run, which is no verdict on the device.
+#: Codes of a test that did not run. They say nothing about the device.
 _NO_VERDICT = (Code.NO_ROOM, Code.PAUSED)
 
 
 class Health:
     """Keeps the pool informed about failed devices.
 
-    A device that NVML could not read comes back when NVML reads it again. One that had an Xid, or
-    failed a self-test, comes back when it passes a self-test: after ``retest_after`` seconds the
-    first time, then after twice as long, and when an admin asks (with 0, only then).
+    A device that NVML could not read comes back when NVML can read it again. A device that had an
+    Xid, or failed a self-test, comes back when it passes a self-test. The first test is after
+    ``retest_after`` seconds, and each further one after twice as long. A test also runs when an
+    admin asks. If ``retest_after`` is 0, tests run only when an admin asks.
 
     ``retest`` tests a device, and raises :class:`GPUPoolError` if it fails.
     """
@@ -40,9 +41,9 @@ class Health:
         retest: Callable[[str], Awaitable[Device]],
         log: logging.Logger,
     ) -> None:
-        #: The pool's devices as they were when they last passed, by UUID.
+        #: By UUID: the pool's devices as they were when they last passed a self-test.
         self.devices: dict[str, Device] = {}
-        #: Why a device is out of service.
+        #: By UUID: why a device is out of service.
         self.failed: dict[str, str] = {}
         self._core = core
         self._configuration = configuration
@@ -80,18 +81,18 @@ class Health:
         """Take a device out of service."""
         self.failed[uuid] = reason
         if uuid not in self.devices:
-            return  # not announced yet
+            return  # the pool does not know the device yet
         self._core.note("device-lost", device=uuid, reason=reason)
         self._core.handle(e.DeviceDrained(now=self._core.now(), device=uuid, reason=reason))
         self._schedule(uuid)
 
     def bad(self, uuid: str, reason: str) -> None:
-        """Take out a device that failed its self-test; only a test that passes brings it back."""
+        """Take a failed device out of service; only a test that passes brings it back."""
         self._bad.add(uuid)
         self.lost(uuid, reason)
 
     def suspect(self, uuid: str, reason: str) -> None:
-        """Take out a device that may hang, and test it at once."""
+        """Take out of service a device that may hang, and test it at once."""
         if uuid not in self.devices:
             return
         self.bad(uuid, f"{reason} It is being tested.")
@@ -111,7 +112,7 @@ class Health:
             self._back(uuid, "healthy again")
 
     async def retest(self, uuid: str) -> str:
-        """Test a device that is out of service; return "" if it is back, else why not."""
+        """Test a device that is out of service; return "" if it is back, or why it is not."""
         error = await asyncio.shield(self._test(uuid))
         return "" if error is None else error.message
 
@@ -187,10 +188,10 @@ class Health:
 class SuddenEnds:
     """Tests the GPUs of restored processes that ended without being suspended first.
 
-    Some drivers hang when that happens. The pool and its servers suspend a kernel again before
-    they end it. Nobody does that for the out-of-memory killer, for a user's ``kill -9``, or for a
-    kernel that ends by itself. The GPU may hang for its next user, so no kernel gets it before a
-    test has passed there.
+    Some drivers hang when a restored process ends without a suspend. The pool and its servers
+    suspend a kernel again before they end it. The out-of-memory killer does not, nor does a user's
+    ``kill -9``, nor a kernel that exits. Then the GPU may hang for its next user, so no kernel gets
+    the GPU before it has passed a test.
     """
 
     def __init__(self, core: Core, service: Devices, health: Health, log: logging.Logger) -> None:

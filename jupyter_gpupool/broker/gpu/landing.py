@@ -1,15 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes that initialised CUDA on one device and have their slice on another device of the same
-model.
+"""Processes whose slice is on another device than the one on which they initialised CUDA.
 
-CUDA binds a process to the devices that it sees at cuInit, which needs no lease. At its first
-context such a process asks to *land*: it makes a context on the device that it sees, in the memory
-that each device keeps free for one (``Device.landing_bytes``), and is then suspended there and
-restored on its slice. One process at a time has that room; others wait.
+CUDA binds a process to the devices that it sees at cuInit, and cuInit needs no lease. If the slice
+is on another device of the same model, the process asks to *land* at its first context. It makes a
+context on the device that it sees, in the memory that each device keeps free for one context
+(``Device.landing_bytes``). Then the broker suspends the process there and restores it on its slice.
+Only one process at a time has this room on a device; other processes wait.
 
-A process that cannot be moved, because the driver refuses it or its slice is on another model,
-asks to *stay*: its session gives the slice back and waits for a GPU that the process can use.
+Some processes cannot be moved, because the driver refuses it or because the slice is on another
+model. Such a process asks to *stay*: its session gives the slice back and waits for a GPU that the
+process can use.
 """
 
 from __future__ import annotations
@@ -49,44 +50,47 @@ from ..transport.connection import Connection
 from .actions import DeviceActions
 from .samples import Samples
 
-#: Seconds between checks for room for a context, and checks of a process that has it.
+#: Seconds between two checks for room for a context, and between two checks of a process that has
+#: the room.
 ROOM_POLL, WATCH = 0.1, 0.5
 
-#: Seconds for a process with the room to make its context and report it.
+#: Seconds within which a process that has the room must make its context and report it.
 PATIENCE = 60.0
 
-#: Tries to move a process, and seconds between them: its work may have to drain first.
+#: The most tries to move a process, and seconds between them: the work of the process may have to
+#: drain first.
 TRIES, PAUSE = 4, 0.5
 
-#: After so many failed moves in a row a session waits for the devices that its processes see.
+#: After this many failed moves in a row, a session waits for the devices that its processes see.
 MOST_FAILED = 3
 
-#: The process is moving to its slice.
+#: The states of a process that is moving to its slice.
 _MOVING = (LANDING_MOVES, LANDING_RESTORE)
 
-#: Seconds for a thread whose move a dead broker interrupted to ask the next broker.
+#: If a broker dies during a move, the thread that waits for the move has this many seconds to ask
+#: the next broker.
 AGAIN = 10.0
 
 
 @dataclass(eq=False)
 class _Landing:
-    """One process that has the room."""
+    """A process that has the room for a context."""
 
     session: LiveSession
     process: ProcessId
     origin: tuple[str, ...]
     room: contextlib.AsyncExitStack
     watch: asyncio.Task[None] | None = None
-    #: The move failed: the process still has the contexts that it made for the move.
+    #: Whether the move failed. The process then still has the contexts that it made for the move.
     refused: bool = False
 
 
 @dataclass(frozen=True)
 class _Move:
-    """A move, by the session's page: from ``origin[i]`` to ``target[i]``.
+    """A move from ``origin[i]`` to ``target[i]``, as the session's page shows it.
 
-    ``seen``: the device that the process sees in place of each device of the slice, for a session
-    that must wait for those.
+    ``seen``: for each device of the slice, the device that the process sees in its place. A session
+    that cannot move waits for these devices.
     """
 
     slot: Slot
@@ -144,7 +148,7 @@ class Landings:
             way = self._way(session, self._record(session), pid)
             if not way.origin:
                 self._cancel(pid)
-                connection.answer(rid)  # it sees the slice
+                connection.answer(rid)  # the process sees its slice already
             elif step == "stay":
                 self._cancel(pid)  # the process has released its contexts
                 self._waiting[connection] = self._start(self._stay(connection, session, way, rid))
@@ -259,7 +263,7 @@ class Landings:
             await room.aclose()
 
     def _look_again(self, session: LiveSession, way: _Move) -> None:
-        """Raise RefusedError if a process need not wait for room any more, or will never get it."""
+        """Raise RefusedError if a process need no longer wait for room, or will never get it."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
             raise RefusedError(now.problem, code=Code.NOT_MOVED)
@@ -280,7 +284,7 @@ class Landings:
         )
 
     async def _watch(self, landing: _Landing) -> None:
-        """Take the room back from a process that does not use it, or no longer does."""
+        """Take the room back from a process that does not use it, or that no longer uses it."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + PATIENCE
         while procfs.alive(landing.process) and loop.time() < give_up:
@@ -318,7 +322,7 @@ class Landings:
         self, connection: Connection, session: LiveSession, way: _Move, rid: int | None
     ) -> None:
         landing = self._under_way.get(way.process)
-        if landing is None:  # an earlier broker gave it the room
+        if landing is None:  # an earlier broker gave the process the room
             landing = _Landing(session, way.process, way.origin, contextlib.AsyncExitStack())
             self._under_way[way.process] = landing
         if landing.watch is not None:
@@ -338,7 +342,8 @@ class Landings:
             session.not_landed += 1
         finally:
             if problem and way.process in self._under_way:
-                # No process of the session may be suspended while this one has contexts there.
+                # No process of the session may be suspended while this process has contexts on the
+                # other device.
                 landing.refused = True
                 landing.watch = self._start(self._watch(landing))
             else:
@@ -356,7 +361,7 @@ class Landings:
             connection.answer(rid)
 
     async def _try(self, session: LiveSession, way: _Move) -> tuple[str, bool]:
-        """Move the process once; return why it did not, and whether to try again."""
+        """Try once to move the process; return why that failed, and whether to try again."""
         if await drain(lambda: self._pages.read(session), way.process.pid):
             return "A CUDA call of the process did not return.", True
         record, page = self._record(session), session.page
@@ -398,7 +403,7 @@ class Landings:
     async def _stay(
         self, connection: Connection, session: LiveSession, way: _Move, rid: int | None
     ) -> None:
-        """Give the slice back, because the process cannot use its device.
+        """Give the slice back, because the process cannot use the slice's device.
 
         The process then asks for a slice on a device that it can use.
         """
@@ -416,7 +421,7 @@ class Landings:
             self._waiting.pop(connection, None)
 
     def _given_back(self, session: LiveSession, way: _Move, text: str) -> bool:
-        """Give the slice back, unless it is in use; return whether the process may ask again."""
+        """Give the slice back if it is not in use; return whether the process may ask again."""
         record, gate = self._record(session), self._pages.gate(session)
         if [piece.device for piece in record.slices] != way.slice:
             return True
@@ -462,10 +467,11 @@ class Landings:
     # ------------------------------------------------------------------ after another broker
 
     async def recover(self, name: str) -> None:
-        """Let processes run that an earlier broker was moving, before session ``name`` goes on.
+        """Let the processes of session ``name`` run that an earlier broker was moving.
 
-        The thread that waits for the move asks again, unless it was interrupted meanwhile: then
-        the process goes on where it is, and moves at its next context.
+        Call this before the session goes on. The thread that waits for the move asks again. If the
+        thread was interrupted meanwhile, the process goes on where it is, and moves at its next
+        context.
         """
         page = await self._page(name)
         if page is None:
@@ -490,7 +496,8 @@ class Landings:
     async def _page(self, name: str) -> Page | None:
         """Return the page of a session of an earlier broker, wherever it is by now.
 
-        After a logout its path is a link to that broker's descriptor, or nothing.
+        After a logout, the path of the page is a link to that broker's descriptor, or does not
+        exist.
         """
         path = self._pages.path_of(name)
         try:
@@ -524,7 +531,7 @@ class Landings:
 
 
 def _used_by_others(reading: Reading, pid: int) -> bool:
-    """Return whether processes of the session except ``pid`` have contexts on its slice."""
+    """Return whether other processes of the session than ``pid`` have contexts on its slice."""
     others = [slot for slot in reading.slots if slot.pid != pid]
     return any(any(slot.used) or SEES_SLICE in slot.sees for slot in others)
 

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Devices that an admin takes out of service for a while, and gives back.
 
-``pause`` is for work on the driver or on a device: the broker suspends each session that it can,
-and then its own children close the device files. ``drain`` empties one device and lets the pool go
-on using the driver. Both last until ``resume``, and survive a restart of the broker; a broker that
-starts while the whole pool is paused does not touch the driver.
+``pause`` is for work on the driver or on a device: the broker suspends each session that it can
+suspend, and then its own child processes close the device files. ``drain`` empties one device, and
+the pool goes on using the driver. Both orders last until ``resume``, and survive a restart of the
+broker. A broker that starts while the whole pool is paused does not touch the driver.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from .health import Health
 from .monitor import ENVIRON_TIMEOUT
 from .setaside import UnleasedSuspends
 
-#: Characters of a reason.
+#: The most characters of a reason.
 MAX_REASON = 200
 
 OrderKind = Literal["pause", "drain"]
 
-#: The journal's name for the orders.
+#: The key of the orders in the journal's metadata.
 _META = "maintenance"
 
 #: Seconds between two checks of what a pause waits for, and between two reads of all of /proc.
 POLL, SCAN = 0.2, 1.0
 
-#: Stands for the broker itself where a session is named.
+#: Names the broker itself where otherwise a session is named.
 _OWN = "broker"
 
 _WORDS = {"pause": "paused", "drain": "drained"}
@@ -63,7 +63,7 @@ class Order:
     reason: str
     by: str
     since: float
-    #: The order is carried out: no lease is left and, for a pause, no device file is open.
+    #: Whether the order is carried out: no lease is left and, for a pause, no device file is open.
     closed: bool = False
 
     @property
@@ -108,14 +108,14 @@ class Maintenance:
         self._aside = aside
         self._log = log
         self._orders = stored(core.journal)
-        #: Processes that had device files open at a pause's last check, by the pause's device; and
-        #: the number of processes that it could not check.
+        #: By the device of a pause: the processes that had device files open at the last check, and
+        #: the number of processes that the broker could not check.
         self._left: dict[str, list[tuple[FileHolder, str]]] = {}
         self._unseen: dict[str, int] = {}
         self._own = procfs.identify(os.getpid())
-        #: What the broker does for an order apart from suspends, by the order's device.
+        #: By the device of an order: what the broker does for the order, apart from suspends.
         self._step: dict[str, str] = {}
-        #: Sessions whose users were asked to restart them, by order.
+        #: The order and the session of each request to a user to restart a session.
         self._told: set[tuple[str, float, str]] = set()
         self._busy = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
@@ -165,7 +165,9 @@ class Maintenance:
             )
 
     def _device(self, name: str) -> str:
-        """Return the UUID that an admin names by number or by its beginning; "" for all."""
+        """Return the UUID of the device with this number, or with this start of its UUID; "" for
+        all.
+        """
         if not name:
             return ""
         found = [
@@ -206,7 +208,7 @@ class Maintenance:
             self._order("drain", uuid, reason, by)
 
     def undrain(self, reason: str) -> None:
-        """Put back what :meth:`drain_all` has drained for this reason."""
+        """Put the devices back into service that :meth:`drain_all` has drained for this reason."""
         ended = [o for o in self._orders.values() if (o.kind, o.reason) == ("drain", reason)]
         for order in ended:
             del self._orders[order.device]
@@ -250,7 +252,7 @@ class Maintenance:
         return note
 
     def _stood_down(self, order: Order) -> bool:
-        """Return whether children of this broker have ended for an order, now or before."""
+        """Return whether child processes of the broker have ended for an order, now or earlier."""
         pause = order.kind == "pause" and order.closed
         return pause or self._service.is_aside(order.device)
 
@@ -337,10 +339,13 @@ class Maintenance:
         self._core.journal.remember(_META, json.dumps(rows))
         self._core.commit()
 
-    # ------------------------------------------------------------------ until it is true
+    # ------------------------------------------------------------------ until an order is carried
+    # out
 
     def go_on(self) -> None:
-        """Work on unfinished orders, once all sessions that have a lease are known."""
+        """Work on unfinished orders. Call this when the broker knows all sessions that have a
+        lease.
+        """
         if self._work is None or self._work.done():
             self._work = asyncio.get_running_loop().create_task(self._until_closed())
 
@@ -351,7 +356,7 @@ class Maintenance:
             try:
                 scanned = await self._look(scanned, loop.time())
             except (OSError, GPUPoolError) as error:
-                # No descriptor is free to list /proc, or a child does not end.
+                # Perhaps no descriptor is free to list /proc, or a child process does not end.
                 for device in self._step:
                     self._step[device] = f"another try, because the last one failed: {error}"
                 self._log.error("The pause continues later: %s", error)
@@ -385,7 +390,7 @@ class Maintenance:
                         continue
                     scanned = now
                     if await self._open_files(order):
-                        self._step.pop(order.device, None)  # ``status`` names these
+                        self._step.pop(order.device, None)  # ``status`` names these processes
                         self._tell_holders(order)
                         continue
                 self._done(order)
@@ -420,7 +425,9 @@ class Maintenance:
         return found
 
     async def _open_files(self, order: Order) -> bool:
-        """Return whether a process of this pool has a device file open; note which others have."""
+        """Return whether a process of this pool has a device file open; note all processes that
+        have.
+        """
         if order.device and not self._service.has_file(order.device):
             return False  # a MIG instance, which shares its GPU's file with other instances
         look = asyncio.to_thread(self._service.holders, order.device)
@@ -445,7 +452,7 @@ class Maintenance:
         return found.id if found is not None and found.may_have(pid) else ""
 
     def _tell(self, order: Order) -> None:
-        """Ask the users of sessions that cannot be suspended to restart them; each once."""
+        """Ask the users of sessions that cannot be suspended to restart them, once per session."""
         for session, record in self._holding(order):
             why = self._pinned(session, record)
             if why:
@@ -457,7 +464,7 @@ class Maintenance:
                 )
 
     def _tell_holders(self, order: Order) -> None:
-        """Ask the users of sessions that use the driver without a slice."""
+        """Ask the users of sessions that use the driver without a slice to restart them."""
         why = (
             f"This kernel has opened the device file of GPU {self._index(order.device)}, so it "
             "keeps that GPU in use"
@@ -516,7 +523,9 @@ class Maintenance:
         return uuid if device is None else str(device.index)
 
     def status(self, peer: Peer) -> list[dict[str, Any]]:
-        """Return the orders in force, and what each still waits for, as ``peer`` may see it."""
+        """Return the orders in force and what each of them still waits for, as far as ``peer`` may
+        see.
+        """
         access = self._configuration.access
         found = []
         for order in self._orders.values():
@@ -540,7 +549,7 @@ class Maintenance:
         return found
 
     def _doing(self, order: Order) -> str:
-        """Return what the pool itself does for an order that no session with a lease holds up."""
+        """Return what the pool itself does for an order that waits for no session with a lease."""
         if order.device in self._step:
             return self._step[order.device]
         return "" if self._left.get(order.device) else "the pool to check what uses it"

@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Tell the pool what the driver and the host show; find processes that are not of the pool.
+"""Tell the pool what the driver and the host show; find processes that do not belong to the pool.
 
-Runs only while there is a session, and slower while none is attached and none waits.
+The monitor samples only while there is a session, until the processes of the last one are gone, or
+while metrics are served. It samples less often while no session is attached and none waits.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from .accounting import DriverShares, Overheads, OveruseWatch
 from .health import Health
 from .samples import QUIET, Samples
 
-#: Seconds between a change and the sample after it; at least so many times the time that the last
-#: sample took, but at most the usual interval. While kernels come and go all the time on a machine
-#: with hundreds of them, samples would otherwise take a tenth of the event loop.
+#: The pause between a change and the sample after it takes SETTLE seconds or, if that is longer,
+#: BREATH times as long as the last sample took (at most the usual interval). Without BREATH,
+#: samples would take a tenth of the event loop's time on a machine on which hundreds of kernels
+#: come and go.
 SETTLE, BREATH = 0.05, 3
 
 #: Least seconds between two searches for better home devices: each reads all sessions.
@@ -42,11 +44,11 @@ HOMES = 2.0
 #: Seconds for which an ending broker waits for the sample under way.
 CLOSE = 1.0
 
-#: A change of host memory that is worth an event while nobody waits, in bytes.
+#: A change of host memory, in bytes, that is worth an event while no session waits.
 HOST_STEP = 64 << 20
 
-#: Seconds to read the environment of a foreign process. The read blocks while something else
-#: suspends that process, so a thread does it, and the broker stops waiting.
+#: Seconds to read the environment of a foreign process. The read blocks while another program
+#: suspends that process. So a thread reads, and the broker stops waiting after this time.
 ENVIRON_TIMEOUT = 1.0
 
 
@@ -87,24 +89,25 @@ class Monitor:
         self._rooms = rooms
         self._looked = looked
         self._log = log
-        #: Whether metrics are served: then it also samples without a session.
+        #: Whether metrics are served. If they are, the monitor also samples without a session.
         self._for_metrics = False
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-        #: By device: whose memory it is, and which sessions were idle before the sample began, and
-        #: since when. The pool's figure of an idle session must be from after that time: otherwise
-        #: its whole slice counts as its state.
+        #: By device, as the pool was last told: the owners of its memory; and the sessions that
+        #: were idle before the sample began, each with the time since when. The pool's figure of an
+        #: idle session must come from a sample after that time. Otherwise the session's whole slice
+        #: counts as its state.
         self._told: dict[str, tuple[Attribution, frozenset[tuple[str, float]]]] = {}
         self._told_host = -1
         self._told_changes: dict[str, int] = {}
-        #: The session of each process on a device; None: of no session.
+        #: The session of each process on a device, or None if the process belongs to no session.
         self._known: dict[ProcessId, str | None] = {}
         self._reported: set[ProcessId] = set()
         #: Processes on a device that belonged to a session when they were first seen.
         self._ours: set[ProcessId] = set()
-        #: Processes whose session has ended since the last sample: the processes are about to end,
-        #: too.
+        #: Processes whose session has ended since the last sample. These processes are about to
+        #: end, too.
         self._leaving: set[ProcessId] = set()
         self._failing = ""
         #: This process, whose children (workers, self-tests) belong to the pool.
@@ -128,7 +131,10 @@ class Monitor:
         return self._for_metrics or len(self._core.sessions) > 0
 
     async def close(self) -> None:
-        """End, by a flag too: up to Python 3.11, ``wait_for`` may swallow the cancellation."""
+        """End the monitor.
+
+        A flag also ends it, because ``wait_for`` may swallow the cancellation up to Python 3.11.
+        """
         self._closed = True
         self.wake()
         self._core.changed.set()
@@ -179,8 +185,8 @@ class Monitor:
         """Take one sample and tell the pool."""
         waited_for = "queued" in self._core.busy.values()
         available = await self._room.read(self._room.machine)
-        # The pool subtracts each suspend from the last figure until it gets a new one, even after
-        # a resume. So it needs new figures, or no room would be left in the end.
+        # The pool subtracts each suspend from the last figure until it gets a new figure, even
+        # after a resume. Without new figures, the pool would see no room in the end.
         moved = self._core.changes != self._told_changes
         if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
@@ -260,14 +266,14 @@ class Monitor:
         self._ours = owned | (self._ours & present.keys())
 
     async def _owner(self, process: ProcessId) -> str | None:
-        # A process has few ancestors, and there may be a thousand sessions.
+        # This looks at the few ancestors of the process, because there may be a thousand sessions.
         above = procfs.ancestry(process.pid)
         roots = {session.process: session.id for session in self._core.sessions}
         nearest = next((roots[one] for one in (process, *above) if one in roots), None)
         if nearest is not None:
             return nearest
         if process in self._known:
-            return None  # its environment does not change
+            return None  # the environment of a process does not change
         try:
             named = await within(asyncio.to_thread(session_of, process.pid), ENVIRON_TIMEOUT)
         except asyncio.TimeoutError:
@@ -288,8 +294,8 @@ class Monitor:
     ) -> Attribution:
         """Return the owners of a device's memory (:mod:`jupyter_gpupool.pool.attribution`).
 
-        ``granted`` are the bytes of the sessions with a slice there, ``counted`` the bytes that the
-        guard counts, by session and device.
+        ``granted`` are the bytes of the sessions with a slice on the device. ``counted`` are the
+        bytes that the guard counts, by session and device.
         """
         uuid, device = sample.uuid, self._core.pool.device(sample.uuid)
         observed = Observed(

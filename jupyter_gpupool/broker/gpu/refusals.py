@@ -3,9 +3,10 @@
 """When a suspended state that the driver refuses to restore counts as lost.
 
 After a restore that failed for lack of room, driver 580.159.04 still reports CHECKPOINTED, and
-refuses each later restore even with room (see ``docs/driver-facts.md``). A refusal may also pass:
-another program took the memory, or the GPU or a service that it needs fails. So only refusals in a
-row count, on the same GPUs, which passed their test after each.
+refuses each later restore even with room (see ``docs/driver-facts.md``). A refusal may also be
+temporary: another program has taken the memory, or the GPU or a service that it needs fails. So
+only refusals in a row count, on the same GPUs, and only if these GPUs passed a test after each
+refusal.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ class Refusals:
         return self.count >= MOST and now - self.first >= PATIENCE
 
     def blame(self, device: str) -> None:
-        """Forget them, because a GPU failed its test."""
+        """Forget the refusals if this GPU, which failed its test, is one of their GPUs."""
         if device in self.devices:
             self.forget()
 
     def forget(self) -> None:
-        """Begin again."""
+        """Begin the count again."""
         self.count, self.devices = 0, frozenset()

@@ -13,11 +13,12 @@ from ...pool.model import Slice
 from ...units import format_bytes
 from ..configuration import Configuration
 
-#: A sample this young (seconds) is good enough to attach a session that holds nothing yet: there
-#: is nothing to restore, and nothing is lost if a process outside the pool took the memory.
+#: A sample that is younger than this many seconds is good enough to attach a session that has no
+#: GPU state yet: there is nothing to restore, and nothing is lost if a process outside the pool
+#: took the memory.
 FRESH = 10.0
 
-#: Intervals between samples while nothing is attached and no session waits.
+#: The number of intervals between two samples while nothing is attached and no session waits.
 QUIET = 5
 
 
@@ -27,7 +28,7 @@ class Samples:
     def __init__(self, service: Devices, configuration: Configuration) -> None:
         self._service = service
         self._configuration = configuration
-        #: By device.
+        #: The last sample of each device.
         self.last: Mapping[str, DeviceSample] = {}
         self._taken_at = float("-inf")
 
@@ -46,10 +47,11 @@ class Samples:
         return found
 
     def recent(self, device: str) -> DeviceSample | None:
-        """Return the last sample of a device; None if it is old, or reading the device failed.
+        """Return the last sample of a device; None if it is old, or if the broker could not read
+        it.
 
-        The broker takes no samples while there is no session, so earlier ones do not count. At its
-        slowest pace, the monitor may miss two samples.
+        The broker takes no samples while there is no session, so old samples do not count. A sample
+        counts until the monitor, at its slowest pace, has missed more than two samples.
         """
         lasts = 3 * QUIET * self._configuration.settings.sample_interval
         sample = self.last.get(device) if self._age() <= lasts else None

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels that have called cuInit and nothing else, suspended for an admin's pause.
+"""Suspends kernels that have called cuInit and nothing else, for an admin's pause.
 
-``torch.cuda.is_available()`` is enough for that: such a process has no context and no slice, so the
-pool never suspends it, but it has the driver's device files open. Where the driver can suspend it
-(see ``docs/driver-facts.md``), the broker does so during a pause. Then the pool
-treats the kernel as suspended: its next slice restores it, on any GPU, even by another broker.
+``torch.cuda.is_available()`` is enough to call cuInit. Such a process has no context and no slice,
+so the pool never suspends it. But it has the driver's device files open. If the driver can suspend
+it (see ``docs/driver-facts.md``), the broker does so during a pause. Then the pool treats the
+kernel as suspended: its next slice restores it, on any GPU, even by another broker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class UnleasedSuspends:
         self._pages = pages
         self._activity = activity
         self._log = log
-        #: By order and session: the processes that the driver was asked about.
+        #: By order and session: the processes about which the broker has asked the driver.
         self._tried: dict[tuple[str, float, str], tuple[int, ...]] = {}
 
     # ------------------------------------------------------------------ before a pause is complete
@@ -49,7 +49,7 @@ class UnleasedSuspends:
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
         """Suspend kernels that see one of ``devices`` without a context, if the driver can.
 
-        For one ``order`` the broker asks the driver about the same processes once.
+        For one ``order``, the broker asks the driver only once about the same processes.
         """
         for session in [*self._core.sessions]:
             candidate = self._candidate(session, devices)
@@ -73,7 +73,8 @@ class UnleasedSuspends:
         self, session: LiveSession, devices: list[str]
     ) -> tuple[ProcessId, SessionRecord] | None:
         """Return process and record of a contextless session that sees ``devices``, or None."""
-        self._activity.settle(session)  # journals the devices that it sees, before a suspend
+        # Before a suspend, this writes the devices that the session sees to the journal.
+        self._activity.settle(session)
         record = self._core.record(session.id)
         if record is None or record.state not in WAITS or record.suspended:
             return None
@@ -106,7 +107,7 @@ class UnleasedSuspends:
             now = self._core.record(session.id)
             done = now is not None and now.suspended == state
             if not done:
-                await self._restored(session)  # it was given a slice elsewhere meanwhile
+                await self._restored(session)  # the pool has given it a slice elsewhere meanwhile
                 return
             self._core.dirty(session.id)
             self._core.note("set-aside", session, device=record.bound[0])
@@ -115,12 +116,12 @@ class UnleasedSuspends:
             if not done:
                 self._pages.no_longer_aside(session)
 
-    # ------------------------------------------------------------------ after it
+    # ------------------------------------------------------------------ after the pause
 
     async def resume(self) -> None:
         """Restore the kernels that are suspended here, except those that wait for a slice.
 
-        A kernel that gets a slice is restored with it.
+        The broker restores a waiting kernel when the kernel gets its slice.
         """
         for session in [*self._core.sessions]:
             record = self._core.record(session.id)
@@ -131,7 +132,7 @@ class UnleasedSuspends:
             try:
                 if not await self._restored(session):
                     continue  # its next slice restores it, if that is possible at all
-            except Exception as error:  # the others are resumed; this one's next slice tries again
+            except Exception as error:  # the next slice of this kernel tries again
                 self._log.error("Session %s stays suspended: %r", session.id, error)
                 continue
             self._core.handle(e.SetAside(now=self._core.now(), session=session.id, suspended=()))

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What an admin may do to any session: recall its slice, change its class, end it.
 
-Each order is checked against the peer's credentials, written to the log and to the journal with the
-admin's name, and told to the session's owner.
+The broker checks each order against the peer's credentials, writes it to the log and to the journal
+with the admin's name, and tells the session's owner about it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..transport.auth import owner_of
 from ..transport.connection import Connection
 from .relay import Relay
 
-#: Characters of a reason.
+#: The most characters of a reason.
 MAX_REASON = 200
 
-#: Minutes until a slice is taken back: at most a week.
+#: The most minutes until a slice is taken back: a week.
 MAX_MINUTES = 7 * 24 * 60
 
 
@@ -50,7 +50,7 @@ class AdminMessages:
         self._log = log
 
     def recall(self, connection: Connection, message: Message) -> None:
-        """Take a slice back after some minutes, or drop that order."""
+        """Order that a slice is taken back after some minutes, or cancel such an order."""
         session, by, why = self._order(connection, message)
         minutes, now = read_minutes(message), self._core.now()
         if minutes is None:
@@ -91,7 +91,7 @@ class AdminMessages:
         )  # fmt: skip
 
     def end(self, connection: Connection, message: Message) -> None:
-        """End a session: its process, and so its slice."""
+        """End a session: its process ends, so its slice becomes free."""
         session, by, why = self._order(connection, message)
         text = f"The administrator {by} has ended this kernel{why}."
         self._ask(
@@ -135,21 +135,16 @@ class AdminMessages:
                 "admin", session, reason=told,
                 detail={"by": by, "order": message["type"], **detail},
             )  # fmt: skip
-            if message["type"] != "end":  # its last words have the same text
+            if message["type"] != "end":  # the session's last message has the same text
                 session.send({"type": "notice", "message": told})
 
         self._relay.ask(connection, message, session, event, accepted)
 
 
 def read_minutes(message: Message) -> float | None:
-    """Return the minutes of a ``recall``; None if it drops an earlier one.
+    """Return the minutes of a ``recall``; None if it cancels an earlier recall.
 
-    A message without a number takes no slice: it is refused.
-
-    Raises
-    ------
-    RefusedError
-        With code ``bad-request``.
+    A message without a number of minutes takes no slice back: it is refused.
     """
     minutes, cancel = message.get("minutes"), bool(message.get("cancel"))
     if cancel and minutes is None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Messages of a kernel's agent: who it is, what it holds, and whether it gives its lease up."""
+"""Messages of a kernel's agent: who it is, its holds, and whether it gives up its lease."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class AgentMessages:
             session.grace = None
         session.connect_agent(connection)
         _note_cuda(session, message.get("cuda"))
-        # The agent asks again for a hold that waits for its answer: keep it.
+        # The agent asks again for a hold that still waits for its answer, so this keeps such a
+        # hold. It also keeps the holds of the guard and of members.
         waiting = tuple(
             hold
             for hold in self._lifecycle.record(session).holds
@@ -90,7 +91,7 @@ class AgentMessages:
         message: Message,
         holds: Sequence[Hold],
     ) -> None:
-        """Take a member, with the holds that it had before it lost the broker."""
+        """Register a member, with the holds that it had before it lost the broker."""
         taken = {hold.id for hold in holds} & session.member_holds
         if taken:
             raise RefusedError(
@@ -147,8 +148,8 @@ class AgentMessages:
             connection.begin_wait()
             session.waits[hold] = PendingHold(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
-            # The agent's lease has ended, but it has begun a cell, so the hold counts. Tell it of
-            # the present lease.
+            # The agent's lease has ended, but the agent has begun a cell, so the hold counts. Tell
+            # the agent of the present lease.
             self._log.warning(
                 "Session %s took a hold in epoch %s, but its epoch is %d",
                 session.id, message.get("epoch"), record.epoch,
@@ -192,7 +193,8 @@ class AgentMessages:
         if asked is not None and asked[0] == message["epoch"] and not asked[1].done():
             asked[1].set_result((message["yielded"], message.get("cuda")))
         elif message["yielded"]:
-            # Too late: the suspend was given up, and the agent has its lease.
+            # The answer is too late: the broker has given up the suspend, and the agent has its
+            # lease.
             self._core.push_lease(session, "too late to yield")
 
     def resting(self, connection: Connection, _message: Message) -> None:
@@ -202,7 +204,7 @@ class AgentMessages:
 
 
 def _belongs(pid: int, process: ProcessId, member: bool) -> bool:
-    """Return whether ``pid`` is the session's process or a child of it; a member: or a parent."""
+    """Return whether ``pid`` is the session's process or its child; or, for a member, a parent."""
     if procfs.descends(pid, process):
         return True
     parent = procfs.identify(pid) if member else None
@@ -210,6 +212,6 @@ def _belongs(pid: int, process: ProcessId, member: bool) -> bool:
 
 
 def _note_cuda(session: LiveSession, cuda: bool | None) -> None:
-    """Note whether CUDA is in use: the agent knows its own process, a page all processes."""
+    """Note whether the agent's own process uses CUDA; a page shows this for all processes."""
     if cuda is not None and session.page is None:
         session.cuda = cuda

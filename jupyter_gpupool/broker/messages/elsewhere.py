@@ -42,7 +42,8 @@ class ElsewhereMessages:
         )  # fmt: skip
 
     def _answer(self, connection: Connection, message: Message, view: View | None) -> None:
-        # Looked up again: it may have ended while the ledger was asked.
+        # This looks the session up again, because it may have ended while the broker asked the
+        # ledger.
         session = acting(self._core, self._configuration.access, connection, message)
         request = self._core.pool.request(session.id)
         wanted = PlacementRequest(

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The answer to ``why``: the plan for one session in lines, and the figures behind them.
 
-Times are seconds since the epoch on the broker's clock, null where none is known; sizes are bytes.
-``lines`` and ``standing`` are what every interface shows.
+Times are seconds since the epoch on the broker's clock, or null if no time is known. Sizes are
+bytes. Every interface shows ``lines`` and ``standing``.
 """
 
 from __future__ import annotations
@@ -87,14 +87,15 @@ def _standing(found: Standing) -> dict[str, Any]:
 
 
 def shares(found: tuple[tuple[str, float, float], ...]) -> list[dict[str, Any]]:
-    """Return which part of the usage an owner has at each level of the tree, and what is due."""
+    """Return the owner's part of the usage at each level of the tree, and the part that is due."""
     return [{"of": name, "used": round(used, 4), "due": round(due, 4)} for name, used, due in found]
 
 
 def budget(found: Budget) -> dict[str, Any]:
-    """Return a daily budget in GPU-seconds; ``group`` is "" for the owner's own.
+    """Return a daily budget in GPU-seconds; ``group`` is "" for the owner's own budget.
 
-    ``left`` is what this machine may still use; ``more_elsewhere``: other machines may have more.
+    ``left`` is what this machine may still use. ``more_elsewhere`` says whether other machines may
+    have more.
     """
     return {
         "group": found.group,
@@ -107,7 +108,7 @@ def budget(found: Budget) -> dict[str, Any]:
 
 
 def expected(found: Expected | None) -> dict[str, float] | None:
-    """Return between which times a wait will probably end, on the broker's clock."""
+    """Return the two times between which a wait will probably end, on the broker's clock."""
     if found is None:
         return None
     return {"since": round(found.since, 3), "until": round(found.until, 3)}

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Requests of the guard in a session's processes: a lease for a waiting call, a larger grant.
 
-Each question has a connection of its own, made by the thread that waits; when that ends, the thread
-has stopped waiting. All threads of a session share one hold, so they take one place in the queue.
+For each question, the thread that waits makes a connection of its own. When the connection ends,
+the thread has stopped waiting. All threads of a session share one hold, so together they take one
+place in the queue.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from ..ratelimit import TokenBucket
 from ..sessions import LiveSession
 from ..transport.connection import Connection
 
-#: Threads of one session that may wait at once.
+#: The most threads of one session that may wait at the same time.
 MAX_GUARDS = 1000
 
-#: Questions that one session may ask in a second, and in one burst; further questions wait.
+#: The questions that one session may ask in a second, and in one burst. Further questions wait.
 QUESTIONS = 200.0, 400.0
 
-#: Seconds in which a session's repeated refusal appears only once in the journal.
+#: A session's repeated refusal appears only once in the journal in this many seconds.
 SAME = 10.0
 
-#: Seconds for which the last read of a page can serve a question.
+#: The broker may answer a question from a read of the page that is at most this many seconds old.
 RECENT = 0.1
 
-#: Most bytes that one question may ask for.
+#: The most bytes that one question may ask for.
 MAX_GROWTH = 1 << 50
 
 
@@ -73,12 +74,12 @@ class GuardMessages:
         self._landings = landings
         self._refused_growth = RefusedGrowth(pages)
         self._sessions: dict[Connection, LiveSession] = {}
-        #: Growth asked of the pool, by connection: the answer's id.
+        #: By connection that asks for growth: the id of the pool's answer.
         self._growing: dict[Connection, str] = {}
         self._asked = 0
-        #: By session: the questions it may ask.
+        #: By session: limits the number of questions that it may ask.
         self._allowance: dict[str, TokenBucket] = {}
-        #: By session: its last refusal in the journal, and when (loop time).
+        #: By session: its last refusal in the journal, and the loop time of that refusal.
         self._told: dict[str, tuple[str, float]] = {}
         self._now = asyncio.get_running_loop().time
 
@@ -104,9 +105,10 @@ class GuardMessages:
             self._home_now(connection, session, message)
 
     def page(self, connection: Connection, message: Message) -> None:
-        """Restore and pass the page, which a new process did not find.
+        """Restore a page that a new process did not find, and pass the page to the process.
 
-        A user or a logout deleted it, or the process is in a container, where it has no path.
+        Either a user or a logout has deleted the page, or the process is in a container, where the
+        page has no path.
         """
         session = self._session(connection, message)
         if self._may_ask(connection, session, message, self._page_now):
@@ -118,7 +120,7 @@ class GuardMessages:
             self._land_now(connection, session, message)
 
     def gone(self, connection: Connection) -> None:
-        """Note that a thread has stopped waiting: interrupted, ended, or answered before."""
+        """Note that a thread no longer waits: it was interrupted, has ended, or has its answer."""
         self._landings.gone(connection)
         rid = self._growing.pop(connection, None)
         if rid is not None:
@@ -128,20 +130,20 @@ class GuardMessages:
             return
         record = self._core.record(session.id)
         if record is None or session.guards or record.state in ATTACHED:
-            return  # attached: its use of the GPU shows when the hold ends
+            return  # the session is attached: its use of the GPU decides when the hold ends
         self._activity.drop(session)
 
     # ------------------------------------------------------------------ what the pool answers
 
     def granted(self, session: LiveSession, epoch: int) -> None:
-        """Let the session's threads go on: it has its lease, and its gate is open."""
+        """Let the session's threads go on: the session has its lease, and its gate is open."""
         waiting, session.guards = session.guards, {}
         session.use.busy_at = self._now()
         for connection, request_id in waiting.items():
             connection.answer(request_id, {"epoch": epoch})
 
     def refused(self, session: LiveSession, refusal: Refusal) -> None:
-        """Tell the session's threads and its user why it does not get a lease now."""
+        """Tell the session's threads and its user why the session does not get a lease now."""
         session.use.held = False
         waiting, session.guards = session.guards, {}
         self._tell(session, "attach", refusal)
@@ -159,7 +161,7 @@ class GuardMessages:
         record = self._core.record(session.id)
         if record is None:
             return
-        # First: once the gate is open, a process may ask how much memory there is.
+        # This comes first: as soon as the gate is open, a process may ask how much memory it has.
         self._rooms.changed(session, record)
         attached = self._pages.follow(session, record)
         self._activity.lease(session, attached)
@@ -224,15 +226,15 @@ class GuardMessages:
         self._activity.take(session)
 
     def _home_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
-        """A process reads its devices now; most processes ask for the lease a moment later."""
+        """Prepare for a process that reads its devices now, and mostly asks for the lease next."""
         # The page already marks the process that asks.
         self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
 
     def request_changed(self, session: LiveSession) -> None:
-        """Let the kernel's processes see as many devices as it now asks for.
+        """Let the kernel's processes see as many devices as the kernel now asks for.
 
-        A program's later value of ``CUDA_VISIBLE_DEVICES`` is compared with these.
+        If a program sets ``CUDA_VISIBLE_DEVICES`` later, its value is compared with these devices.
         """
         if session.page is not None:
             self._settle_home(session, looking=0)
@@ -244,7 +246,7 @@ class GuardMessages:
             return
         self._pages.set_home(session, self._homes.now(record, session.home))
         if record.state == "queued":
-            # The agent asked for this slice, which the session's processes must be able to use.
+            # The agent has asked for the slice, and the session's processes must be able to use it.
             self._activity.settle(session)
 
     def _page_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
@@ -272,7 +274,7 @@ class GuardMessages:
     def _settled(self, session: LiveSession, record: SessionRecord, looking: int) -> bool:
         """Return whether a process of the session has read its list of devices.
 
-        ``looking`` processes read it at this moment; they do not count.
+        ``looking`` is the number of processes that read the list at this moment. They do not count.
         """
         if record.suspended or record.bound:
             return True
@@ -286,7 +288,7 @@ class GuardMessages:
             raise RefusedError("The session has no lease that could grow.", code=Code.NO_MEMORY)
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
-        # The guard's sums lack the memory that the driver takes beyond the charge.
+        # The guard's sums do not include the memory that the driver takes beyond the charge.
         beyond = session.use.beyond
         vain = max(1, total - (beyond[ordinal] if ordinal < len(beyond) else 0))
         self._asked += 1
@@ -307,8 +309,9 @@ class GuardMessages:
 
         self._growing[connection] = rid
         self._core.expect(rid, reply)
-        # The last read of its use may be a second old, which is too old here. (But to read the page
-        # of 256 processes takes milliseconds, and an application may ask hundreds of times.)
+        # The last read of the session's use may be a second old, which is too old here. But reading
+        # the page of 256 processes takes milliseconds, and an application may ask hundreds of
+        # times. So a read that is younger than RECENT is good enough.
         if self._now() - session.use.read_at >= RECENT:
             self._activity.read(session)
         self._core.handle(
@@ -331,7 +334,7 @@ class GuardMessages:
         )
         key, at = self._told.get(session.id, ("", 0.0))
         if key == f"{what} {refusal.code}" and self._now() - at < SAME:
-            return  # an application that tries smaller and smaller sizes
+            return  # an application tries smaller and smaller sizes
         self._told[session.id] = f"{what} {refusal.code}", self._now()
         self._core.note(
             "refuse", session, reason=refusal.message, detail={"what": what, "code": refusal.code}
@@ -340,7 +343,7 @@ class GuardMessages:
     def _may_ask(
         self, connection: Connection, session: LiveSession, message: Message, method: _Method
     ) -> bool:
-        """Return whether to handle the question now; if not, it is handled later."""
+        """Return whether to handle the question now; if not, it runs later."""
         now = self._now()
         bucket = self._allowance.get(session.id)
         if bucket is None:
@@ -365,7 +368,8 @@ class GuardMessages:
 #: Seconds after which the guard asks the broker again in any case.
 LASTS = 1.0
 
-#: Refusals that depend on the figures. Any other may end at once, without an event.
+#: The codes of refusals that depend on the pool's figures. The reason for any other refusal may end
+#: at any time, without an event.
 CODES = (Code.LIMIT, Code.NO_MEMORY, Code.QUOTA)
 
 
@@ -373,15 +377,15 @@ class RefusedGrowth:
     """Lets the guard repeat a refusal of growth until something changes.
 
     Programs that search for the largest size that fits, or that retry, ask hundreds of times. So
-    the page has the total from which growth is refused, and the guard refuses it without a message.
-    The pool decides by its events alone, and the figure is withdrawn before the pool handles the
-    next event. So the guard never refuses what the pool would have granted. The figure also
-    expires: a broker that was killed withdraws nothing.
+    the broker writes into the page the total from which it refuses growth, and the guard refuses
+    such growth without a message. The pool decides only by its events, and the broker withdraws the
+    total before the pool handles the next event. So the guard never refuses what the pool would
+    have granted. The total also expires, because a killed broker cannot withdraw it.
     """
 
     def __init__(self, pages: ControlPages) -> None:
         self._pages = pages
-        #: By session: the totals from which its growth is refused, by number of the device.
+        #: By session and number of the device: the total from which growth is refused.
         self._totals: dict[LiveSession, dict[int, int]] = {}
 
     def refused(self, session: LiveSession, ordinal: int, total: int) -> None:
@@ -392,7 +396,7 @@ class RefusedGrowth:
         self._pages.set_vain(session, row, time.monotonic_ns() + int(LASTS * 1e9))
 
     def withdraw(self) -> None:
-        """Withdraw all figures: something is about to change."""
+        """Withdraw all totals: something is about to change."""
         if self._totals:
             told, self._totals = self._totals, {}
             for session in told:

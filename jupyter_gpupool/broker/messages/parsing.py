@@ -16,7 +16,7 @@ from ..sessions import LiveSession
 from ..transport.auth import Access
 from ..transport.connection import Connection
 
-#: Characters of a name that a client chooses.
+#: The most characters of a name that a client chooses.
 MAX_NAME = 200
 
 _HOLD_KINDS = frozenset(get_args(HoldKind))
@@ -56,7 +56,7 @@ def named(fields: Mapping[str, Any]) -> frozenset[str]:
 
 
 def read_hold_kind(kind: str) -> HoldKind:
-    """Return ``kind`` if it is one; raise :class:`ProtocolError` otherwise."""
+    """Return ``kind`` if it is a kind of hold; raise :class:`ProtocolError` otherwise."""
     if kind not in _HOLD_KINDS:
         raise ProtocolError(f"There is no kind of hold {kind[:40]!r}.")
     return cast(HoldKind, kind)
@@ -75,7 +75,7 @@ def read_holds(given: list[Any], now: float) -> tuple[Hold, ...]:
 
 
 def session_of(connection: Connection) -> LiveSession:
-    """Return the session of the agent at the other end; refuse any other peer."""
+    """Return the session of the agent at the other end of a connection; refuse any other peer."""
     if connection.session is None:
         raise RefusedError(
             "Send hello first: this connection has no session.", code=Code.UNKNOWN_SESSION

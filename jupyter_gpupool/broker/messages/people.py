@@ -27,13 +27,14 @@ from .parsing import acting, read_request
 from .relay import Relay
 from .snapshot import Snapshots, StatusAnswers
 
-#: Connections of one user to which rows of the journal are pushed.
+#: The most connections of one user to which the broker pushes rows of the journal.
 MAX_WATCHERS = 64
 
-#: Requests that may wait for a new sample at once; for any more, the last sample counts.
+#: The most requests that may wait for a new sample at the same time. For any further request, the
+#: last sample counts.
 MAX_LOOKS = 16
 
-#: Seconds of a ``keep`` above which the number is a mistake; ``max_keep`` is the rule.
+#: A ``keep`` for more seconds than this is a mistake. The rule for smaller numbers is ``max_keep``.
 YEAR = 365 * 86400
 
 
@@ -91,7 +92,7 @@ class PeopleMessages:
         if not shrinks or len(self._looks) >= MAX_LOOKS:
             self._request_now(connection, message)
             return
-        # The last sample showed more in use: the kernel may have freed some since.
+        # The last sample showed more memory in use, but the kernel may have freed some since.
         task = asyncio.get_running_loop().create_task(self._look_first(connection, message))
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)
@@ -158,7 +159,7 @@ class PeopleMessages:
 
     def why(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
-        # The plan of this moment: its times are counted from the last event.
+        # This makes the plan of this moment: without it, times count from the last event.
         self._core.handle(e.Tick(now=self._core.now()))
         record = self._lifecycle.record(session)
         told = self._core.pool.why(session.id)
@@ -166,7 +167,7 @@ class PeopleMessages:
         connection.answer(message.get("id"), {**explanation(told, record), "clustered": clustered})
 
     def hour(self, connection: Connection, message: Message) -> None:
-        """Answer with the last hour of the devices and the queue; it names nobody."""
+        """Answer with the last hour of the devices and the queue. The answer names no user."""
         connection.answer(message.get("id"), self._hour.shown())
 
     def journal(self, connection: Connection, message: Message) -> None:
@@ -219,7 +220,7 @@ class PeopleMessages:
                 connection.send_line(line)
 
     def _show_stir(self, name: str) -> None:
-        """Tell the same connections that a session of theirs changed without a row."""
+        """Tell the watching connections that may see a session that it changed without a row."""
         session = self._core.sessions.find(name) if self._watchers else None
         if session is None:
             return
@@ -229,11 +230,10 @@ class PeopleMessages:
                 connection.send_line(line)
 
     def _show_queue(self) -> int:
-        """Tell each connection that sees idle sessions of a change of the queue, by naming one of
-        these.
+        """Tell connections that see idle sessions of a change of the queue; return their number.
 
-        Others may now begin or cease to wait for an idle slice. Returns how many connections were
-        told.
+        Other sessions may now begin or cease to wait for an idle slice. The message to a connection
+        names one of the idle sessions that it sees.
         """
         owners: dict[str, str] = {}
         for name, (_, idle_since) in self._core.pool.leases().items() if self._watchers else ():

@@ -42,9 +42,9 @@ class ProvisionerMessages:
     environment:
         The variables that each kernel gets from the machine besides those for its devices.
     no_device:
-        Why no device was found; "" if there are some.
+        Why no device was found; "" if there are devices.
     content:
-        What containers have of this broker's machine; None if it serves none.
+        What containers get of this broker's machine; None if it serves no containers.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class ProvisionerMessages:
             else self._setup.without(session)
         )
         if not guarded:
-            # Without a page, no guard would ask for a lease at the first call.
+            # Without a page, no guard asks for a lease at the first CUDA call.
             attach, _ = usable_attach(attach, False)
             request = self._request(fields, owner.name, metered=False)
         core.sessions.add(session)
@@ -198,7 +198,8 @@ class ProvisionerMessages:
                 "request": request_to_json(request),
                 "group": owner.group,
                 "env": env,
-                # An image has no configuration of its own that could differ.
+                # A container's image has no configuration of its own that could differ from this
+                # one.
                 "config": None if content else self._configuration.shown(peer),
                 "pid": os.getpid(),
                 "broker": {"machine_wide": self._configuration.machine_wide},
@@ -207,7 +208,7 @@ class ProvisionerMessages:
         )
 
     def _request(self, fields: Mapping[str, Any], owner: str, *, metered: bool) -> Request:
-        """Return what a new kernel asks for; ``metered``: it runs under the guard."""
+        """Return the request of a new kernel. ``metered`` says whether it runs under the guard."""
         pool = self._core.pool
         capacities = [device.capacity for device in pool.device_views()]
         default = default_request(pool.settings, capacities, metered=metered)
@@ -231,7 +232,8 @@ class ProvisionerMessages:
                 next_step="Open a session for each process.",
             )
         if not isinstance(session.uid, int):
-            # Containers may share user ids and process numbers: only descent tells whose it is.
+            # Containers may share user ids and process numbers. Only the parents of a process tell
+            # whose process it is.
             starter = procfs.identify(peer.pid)
             if starter is None or not procfs.descends(pid, starter):
                 raise RefusedError(
@@ -263,7 +265,7 @@ class ProvisionerMessages:
                 sender.attempt(waiting, self._early[waiting["type"]])
 
     def retire(self, connection: Connection, message: Message) -> None:
-        """Make a kernel safe to kill: its server is about to kill it."""
+        """Make a kernel safe to kill, because its server is about to kill it."""
         session = acting(self._core, self._configuration.access, connection, message)
         request = message.get("id")
         self._actions.retire_and_end(

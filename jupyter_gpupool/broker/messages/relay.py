@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Give the pool what a client asked of a session, and send the client the pool's answer."""
+"""Give the pool a client's request about a session, and send the client the pool's answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..transport.connection import Connection
 from .guard import GuardMessages
 from .parsing import note_refusal
 
-#: Messages that change a session's request: their answer has the new one.
+#: Messages that change a session's request. The answer to them has the new request.
 _CHANGES = ("request", "prioritise")
 
 
 class Relay:
-    """Passes on to the pool what people and admins ask, and its answers to them."""
+    """Passes requests of people and admins to the pool, and passes the pool's answers back."""
 
     def __init__(self, core: Core, guard: GuardMessages) -> None:
         self._core = core
@@ -37,7 +37,8 @@ class Relay:
         event: Callable[[str], e.Event],
         accepted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give the pool the event that ``event`` makes with a request id; pass on its answer.
+        """Give the pool the event that ``event`` makes with a request id; pass on the pool's
+        answer.
 
         ``accepted`` runs before the answer is written to the journal and sent.
         """
@@ -54,7 +55,7 @@ class Relay:
             if message["type"] in _CHANGES and record is not None:
                 answer["request"] = request_to_json(record.request)
                 self._guard.request_changed(session)
-            self._core.commit()  # what was answered must hold, even if this broker dies now
+            self._core.commit()  # an answer must stay true, even if this broker dies now
             connection.answer(request_id, answer)
 
         self._core.expect(rid, reply)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Messages about kernels on other machines: where one starts, and orders that agents carry."""
+"""Messages about kernels on other machines: where a kernel starts, and orders that agents carry."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ from ..request_fields import RESULT
 from ..transport.auth import owner_of
 from ..transport.connection import Connection
 
-#: Seconds for the answer of another machine; a kernel's start there may take 50.
+#: Seconds for the answer of another machine. The start of a kernel there may take 50.
 PATIENCE = 60.0
-#: Orders of one user, and of all, that may wait for their answers; of one user, for this machine.
+#: The most orders of one user, and of all users, that may wait for their answers; and the most
+#: orders of one user for this machine at the same time.
 MOST_OF_USER, MOST, MOST_HERE = 64, 1000, 8
-#: Characters of the credentials that one answer to the agent has; the others come in the next one.
+#: The characters of credentials after which an answer to the agent is full. The other orders come
+#: in the next answer.
 MOST_FETCHED = 1 << 20
 #: Longest time for which the agent's request may wait.
 LONGEST = 60.0
@@ -36,7 +38,8 @@ LONGEST = 60.0
 @dataclass(slots=True)
 class _SentOrder:
     uid: int
-    #: None once it has ended: an order that the agent has fetched counts until its answer.
+    #: None after the connection has ended: an order that the agent has fetched counts until its
+    #: answer comes.
     connection: Connection | None
     request: int | None
     node: str
@@ -45,9 +48,9 @@ class _SentOrder:
 
 
 def result_text(result: Message) -> str:
-    """Return the result of an order as text for the agents; if it is too long, a refusal.
+    """Return the result of an order as text for the agents, or a refusal if it is too long.
 
-    The text of a log is a user's, and JSON can make it six times as long.
+    A user controls the text of a log, and JSON can make it six times as long.
     """
     try:
         text = json.dumps(result)
@@ -62,7 +65,8 @@ def result_text(result: Message) -> str:
 
 
 class RemoteMessages:
-    """Handles ``place``, ``order`` (of users), ``orders``, ``perform``, ``performed`` (of agents).
+    """Handles ``place``, ``order`` (from users), ``orders``, ``perform``, ``performed`` (from
+    agents).
 
     Parameters
     ----------
@@ -89,19 +93,19 @@ class RemoteMessages:
         self._look = look
         self._check_agent = check_agent
         self._orders: dict[str, _SentOrder] = {}
-        #: Orders that the agent has not fetched.
+        #: Orders that the agent has not fetched yet.
         self._new: list[str] = []
         self._agent: tuple[Connection, int | None, asyncio.TimerHandle] | None = None
         #: The connection on which the agent last asked for orders, until it ends.
         self._link: Connection | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        #: Orders for this machine that are carried out, by user.
+        #: By user: the number of orders for this machine that are being carried out.
         self._here: Counter[int] = Counter()
 
     # ------------------------------------------------------------------ users
 
     def place(self, connection: Connection, message: Message) -> None:
-        """Answer on which machine a kernel may start, once the ledger has shown all."""
+        """Answer on which machine a kernel may start, when the ledger has shown all machines."""
         settings = self._configuration.settings
         wanted = PlacementRequest(
             owner_of(connection.peer.uid).name,
@@ -141,7 +145,7 @@ class RemoteMessages:
         })  # fmt: skip
 
     def order(self, connection: Connection, message: Message) -> None:
-        """Send an order to another machine; answer what its broker has answered."""
+        """Send an order to another machine; pass on the answer of that machine's broker."""
         node, credential = message["node"], message["credential"]
         uid = _account(connection)
         if node == self._node:
@@ -214,7 +218,7 @@ class RemoteMessages:
     # ------------------------------------------------------------------ the agent
 
     def orders(self, connection: Connection, message: Message) -> None:
-        """Answer with the orders for other machines: once there are some, or after a time."""
+        """Answer with the orders for other machines: as soon as there are some, or after a time."""
         self._check_agent(connection)
         self._release_agent()
         wait = min(max(float(message.get("wait", 0.0)), 0.0), LONGEST)
@@ -229,7 +233,7 @@ class RemoteMessages:
         self._spawn(self._perform(connection, message.get("id"), message["credential"]))
 
     def performed(self, connection: Connection, message: Message) -> None:
-        """Take the result of an order that was sent to another machine."""
+        """Pass on the result of an order that was sent to another machine."""
         self._check_agent(connection)
         try:
             answer = json.loads(message["result"])
@@ -250,7 +254,7 @@ class RemoteMessages:
             self._release_agent()
 
     def _release_agent(self) -> None:
-        """Answer the request of the agent that waits, with the orders that there are."""
+        """Answer the agent's waiting request with the orders that it has not fetched."""
         if self._agent is None:
             return
         (connection, request, timer), self._agent = self._agent, None
@@ -278,13 +282,14 @@ class RemoteMessages:
             self._agent[2].cancel()
             self._agent = None
         for name in [n for n, o in self._orders.items() if o.connection is connection]:
-            # Otherwise a user could begin any number of orders by leaving after each.
+            # The order stays. Otherwise, a user could begin any number of orders by closing the
+            # connection after each of them.
             self._orders[name] = replace(self._orders[name], connection=None)
             if name in self._new:
                 self._forget(name)
 
     def close(self) -> None:
-        """Cancel all timers and orders: no request gets an answer any more."""
+        """Cancel all timers and orders. Requests that still wait get no answer."""
         if self._agent is not None:
             self._agent[2].cancel()
             self._agent = None
@@ -307,7 +312,7 @@ class RemoteMessages:
 
 
 def _account(connection: Connection) -> int:
-    """Return the user id of the peer; refuse a user of a container, who has none here."""
+    """Return the user id of the peer; refuse a user of a container, who has no account here."""
     uid = connection.peer.uid
     if isinstance(uid, str):
         raise RefusedError(

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from .elsewhere import ElsewhereMessages
     from .remote import RemoteMessages
 
-#: One user's connections: 8 per allowed session, and at most a quarter of all.
+#: One user may have 8 connections for each allowed session, and at most a quarter of all
+#: connections.
 CONNECTIONS_PER_SESSION, USERS_SHARE = 8, 4
 
 #: Types of the first message that a session's own process may send.

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The answer to ``status``, and the limits that a kernel learns when it connects.
 
-``devices`` and ``host`` are for everybody; other users' sessions show only what explains the
-use of the devices and the place in the queue. Sizes are bytes, times seconds; a figure that could
-not be read is null, never 0.
+Every user sees ``devices`` and ``host``. Of other users' sessions, the answer shows only what
+explains the use of the devices and the place in the queue. Sizes are bytes, times are seconds. A
+figure that the broker could not read is null, never 0.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Snapshots:
     # ------------------------------------------------------------------ status
 
     def broker(self, counters: Mapping[str, int]) -> dict[str, Any]:
-        """Return the snapshot's part about the broker itself."""
+        """Return the part of ``status`` about the broker itself."""
         return {
             "machine_wide": self._configuration.machine_wide,
             "journal": str(self._core.journal.path),
@@ -96,7 +96,7 @@ class Snapshots:
         }
 
     def status(self, peer: Peer) -> dict[str, Any]:
-        """Return the snapshot as ``peer`` may see it, without :meth:`broker`."""
+        """Return the rest of ``status`` as ``peer`` may see it, without :meth:`broker`."""
         self._memberships.learn_soon(peer.uid)
         view = self._core.view()
         settings, most = view.settings, MostMemory(view.settings, view.devices)
@@ -111,7 +111,8 @@ class Snapshots:
             "now": view.now,
             "emulated": bool(emulate),
             "machine": f"EMULATED {emulate}" if emulate else self._service.versions,
-            # It shares limits with other machines: the message ``cluster`` is answered.
+            # Whether the machine shares limits with other machines, so that the broker answers the
+            # message ``cluster``.
             "clustered": bool(self._configuration.settings.cluster_nodes),
             "problem": self._no_device,
             "driver_warning": self._service.hazard,
@@ -120,7 +121,8 @@ class Snapshots:
             "user": viewer.name,
             "groups": [*self._memberships.groups(peer.uid)],
             "admin": self._configuration.access.is_admin(peer),
-            # Also for a user without a session: the refusal of a new one may be the reason.
+            # A user without a session sees this, too: it may be the reason why the pool refuses a
+            # new session.
             "standing": standings.of(viewer)["standing"],
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
@@ -162,7 +164,7 @@ class Snapshots:
             "memory_capacity": view.capacity,
             "memory_granted": view.granted,
             "memory_foreign": view.foreign,
-            # The pool grants nothing there, however much is free.
+            # None for a device out of service: the pool grants nothing there, however much is free.
             "memory_free": None if view.drained_reason else view.free,
             "memory_used": sample.used if sample else None,
             "utilisation": sample.utilisation if sample else None,
@@ -170,7 +172,7 @@ class Snapshots:
         }
 
     def _empty(self, record: SessionRecord, peer: Peer) -> bool:
-        """Return whether to hide this session: it is of another user and has no kernel yet."""
+        """Return whether to hide this session: it belongs to another user and has no kernel yet."""
         session = self._core.sessions.find(record.id)
         return (
             session is not None
@@ -302,10 +304,10 @@ class Snapshots:
 
 
 class Standings:
-    """What users and their groups have used, and their shares; computed once for each.
+    """What users and their groups have used, and their shares. Each is computed only once.
 
-    Shares and budgets are found for the sessions of the user ``viewer`` alone: a share is a part
-    of all that others have used.
+    Only the user ``viewer`` gets shares and budgets, because a share is a part of all that other
+    users have used.
     """
 
     def __init__(self, pool: Pool, view: PoolView, viewer: str) -> None:
@@ -319,7 +321,8 @@ class Standings:
     def of(self, owner: Owner) -> dict[str, Any]:
         """Return ``usage`` and ``group_usage`` (null without a group), and more for the viewer.
 
-        That is ``share``, ``budgets`` and the same in lines (``standing``).
+        The viewer also gets ``share``, ``budgets``, and both of them as lines for people
+        (``standing``).
         """
         found = self._known.get(owner)
         if found is None:
@@ -350,7 +353,7 @@ _NO_USAGE = Usage()
 def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
     """Return GPU-seconds: the decayed usage, the usage of today, and the daily budget.
 
-    No budget if it is one of all machines: the usage is of this one.
+    The budget is None if all machines share it, because the usage is that of this machine.
     """
     return {
         "counts": round(usage.dominant, 1),
@@ -361,7 +364,7 @@ def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
 
 
 class MostMemory:
-    """The most that sessions may ask for on each device; computed once for equal requests."""
+    """The most that sessions may ask for on each device. Equal requests are computed only once."""
 
     def __init__(self, settings: PoolSettings, devices: Sequence[DeviceView]) -> None:
         self._settings = settings
@@ -371,7 +374,7 @@ class MostMemory:
 
     def of(self, owner: Owner, devices: int) -> int | None:
         """Return the bytes on each of ``devices`` devices; None if the pool grants no size."""
-        # All users without a quota of their own have the same one.
+        # All users without a quota of their own have the same quota.
         key = (owner.name if owner.name in self._settings.quotas else ""), devices
         if key not in self._known:
             self._known[key] = most_memory(
@@ -381,7 +384,7 @@ class MostMemory:
 
 
 def _asks(record: SessionRecord) -> dict[str, int]:
-    """Return what a session asks for; also others see it, as it explains the queue."""
+    """Return what a session asks for. Other users also see it, because it explains the queue."""
     return {"memory": record.request.memory, "devices": record.request.devices}
 
 
@@ -395,18 +398,19 @@ def _available() -> int | None:
 def measured(record: SessionRecord, cuda: bool | None) -> int | None:
     """Return the device bytes that a session uses, None if they were not measured.
 
-    Without a slice, or without CUDA (``cuda``: its agent's last report), a process uses none. For
-    any other process, 0 means that there was no sample since the attach.
+    A session without a slice uses none, and so does one without CUDA (``cuda`` is its agent's last
+    report). For any other session, 0 means that there was no sample since the attach.
     """
     if record.footprint or not record.slices or cuda is False:
         return record.footprint
     return None
 
 
-#: Seconds for which an answer is repeated; then its times and the guards' counts are too old.
+#: Seconds for which the broker repeats an answer. After that, the answer's times and the guards'
+#: counts are too old.
 LASTS = 0.25
 
-#: Viewers whose last answer is kept.
+#: The number of viewers whose last answer the broker keeps.
 MAX_VIEWERS = 16
 
 
@@ -414,7 +418,7 @@ MAX_VIEWERS = 16
 class _StatusText:
     version: int
     made_at: float
-    #: Whether it depends on pages of attached sessions, which change without an event.
+    #: Whether the answer depends on pages of attached sessions, which change without an event.
     volatile: bool
     #: The encoded answer without its opening brace.
     rest: bytes
@@ -434,7 +438,8 @@ class StatusAnswers:
     ) -> bytes:
         """Return the encoded answer to a ``status`` of ``peer``.
 
-        ``frugal``: an answer of the last LASTS seconds will do, even if the pool has changed since.
+        If ``frugal`` is true, an answer from the last LASTS seconds is good enough, even if the
+        pool has changed since.
         """
         viewer, now = (peer.uid, peer.gid), self._now()
         known = self._answers.get(viewer)

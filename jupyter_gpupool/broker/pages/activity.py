@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which sessions use their device now: read from their pages, reported to the pool as holds.
+"""Finds which sessions use their device now: reads their pages, and tells the pool by holds.
 
-All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. The broker takes it when a call
-waits for a lease (see ``messages/guard``) or has passed the gate. It drops the hold after
+All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. The broker takes this hold when a
+call waits for a lease (see ``messages/guard``) or has passed the gate. It drops the hold after
 ``quiet_after`` seconds without a call, if no call is inside the driver and no graph is being
-recorded; or at once when another session waits and the agent says that no cell runs
-(:meth:`Activity.resting`). Each round reads one byte of each attached session, and its whole page
-only if that byte says that something may have changed.
+recorded. It drops the hold at once if another session waits and the agent reports that no cell runs
+(:meth:`Activity.resting`). Each round reads one byte of each attached session. It reads the whole
+page only if that byte shows that something may have changed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ SETTLE = 0.02
 #: Seconds without a CUDA call after which a graph that is being recorded counts as abandoned.
 ABANDONED = 120.0
 
-#: Seconds for which a read page stays valid: of a busy session, of an idle one.
+#: Seconds for which a read of the page stays valid: for a busy session, and for an idle one.
 STALE, REST = 1.0, 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Result of reading a page: the gate was passed, calls are inside the driver, calls wait."""
+    """What a page shows: whether calls have passed the gate, are inside the driver, or wait."""
 
     touched: bool = False
     inflight: bool = False
@@ -63,7 +63,7 @@ _NOTHING = Seen()
 
 
 class Activity:
-    """Reads the pages of attached sessions, while there are some."""
+    """Reads the pages of attached sessions, while there are such sessions."""
 
     def __init__(self, core: Core, pages: ControlPages, configuration: Configuration) -> None:
         self.attached: dict[str, LiveSession] = {}
@@ -89,17 +89,18 @@ class Activity:
         elif self.attached.pop(session.id, None) is not None:
             session.use.counted = {}
             if session.page is None and session.use.held:
-                # Its page was given up while it used the device: no round would see the use end.
+                # The broker gave up the page while the session used the device, so no round can see
+                # the end of this use.
                 asyncio.get_running_loop().call_soon(self.drop, session)
             elif session.use.held:
                 self._watch_for_calls(session)
 
     def _watch_for_calls(self, session: LiveSession) -> None:
-        """A session in use has lost its slice: see whether it still wants one.
+        """Check later whether a session in use that has lost its slice still wants a slice.
 
-        No round reads its page. If none of its calls comes to the gate within the time after which
-        an attached session counts as idle, it is idle too, and the pool must not restore it for
-        nothing.
+        No round reads the page of such a session. An attached session counts as idle after a time
+        without calls. If none of this session's calls comes to the gate in this time, the session
+        is idle, too, and the pool must not restore it for nothing.
         """
         asyncio.get_running_loop().call_later(self.quiet_after, self._still_wanted, session)
 
@@ -134,14 +135,15 @@ class Activity:
         return not (reading.inflight or reading.waiting or reading.captures)
 
     def go_on(self, session: LiveSession, quiet_for: float) -> None:
-        """Restore the hold of a session that used its device ``quiet_for`` seconds ago."""
+        """Restore the hold of a session that last used its device ``quiet_for`` seconds ago."""
         session.use.held = True
         session.use.busy_at = self._now() - quiet_for
 
     def recording(self, session: LiveSession) -> bool:
-        """Return whether it was recording a graph when last read, which counts as use.
+        """Return whether the session was recording a graph when last read, which counts as use.
 
-        A graph without a CUDA call for ABANDONED seconds does not count: nothing will end it.
+        A graph without a CUDA call for ABANDONED seconds does not count: nothing will end the
+        recording.
         """
         use = session.use
         return bool(use.captures) and self._now() - use.captured_at < ABANDONED
@@ -185,8 +187,8 @@ class Activity:
     def counted(self, session: LiveSession) -> Mapping[str, int]:
         """Return the session's bytes on each device of its lease; {} without a page.
 
-        The page is read again unless only the death of a process can have changed it: nearly all
-        sessions are idle.
+        This method does not read the page again if only the death of a process can have changed it,
+        because nearly all sessions are idle.
         """
         use = session.use
         untouched = not use.held and self._pages.gate(session) == UNUSED
@@ -216,7 +218,7 @@ class Activity:
             return _NOTHING
         reading = self.read(session)
         if reading is not None and (reading.inflight or reading.waiting):
-            # With a lease, a thread at the gate waits for its time slice.
+            # The session has a lease, so a thread at the gate waits for its time slice.
             self._used(session, elapsed if reading.inflight else 0.0)
             return Seen(inflight=bool(reading.inflight), waiting=bool(reading.waiting))
         if reading is not None and self.recording(session):
@@ -227,7 +229,7 @@ class Activity:
         return _NOTHING
 
     def begin_round(self) -> None:
-        """Note whether sessions in use may be preempted; such sessions bound what they submit."""
+        """Note whether sessions in use may be preempted. Such sessions limit what they submit."""
         self._contended = bool(self._core.pool.settings.preempt) and self._core.anybody_waits()
 
     def _touched(self, session: LiveSession) -> bool:
@@ -244,7 +246,7 @@ class Activity:
             self.take(session)
 
     def take(self, session: LiveSession) -> None:
-        """Take the hold, or ask for a lease with it."""
+        """Take the hold. If the session has no lease, the hold asks for one."""
         session.use.held = True
         self._core.follow_clock()
         self._core.handle(
@@ -257,8 +259,9 @@ class Activity:
     def bound(self, session: LiveSession) -> tuple[str, ...]:
         """Return the devices to which processes of a session without a lease are bound.
 
-        cuInit needs no lease: it binds a process to the session's home devices of that moment. ()
-        if no process has called it, or if the pool has already set the session's devices.
+        cuInit needs no lease: it binds a process to the devices that are the session's home devices
+        at that moment. The result is () if no process has called cuInit, or if the pool has already
+        set the session's devices.
         """
         record = self._core.record(session.id)
         if record is None or record.state not in ("detached", "queued") or record.suspended:
@@ -269,7 +272,7 @@ class Activity:
         if reading is None or not reading.cuda:
             return ()
         known = {device_name(device.uuid): device.uuid for device in self._core.pool.devices()}
-        # For each of the session's devices: the one that the first process sees in its place.
+        # For each of the session's devices: the device that the first process sees in its place.
         seen = [
             next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
             for i, home in enumerate(session.home[:DEVICES])
@@ -285,10 +288,11 @@ class Activity:
             )
 
     def cell_over(self, session: LiveSession) -> None:
-        """Count the session as idle: its agent's last hold is over, and its policy holds by cell.
+        """Count the session as idle when its agent has no hold left, unless the policy is ``lazy``.
 
-        The cell's own calls are no reason to keep the slice for ``quiet_after`` seconds; the next
-        round, or the check before the slice is taken, sees a thread that goes on.
+        The calls of the cell that has ended are no reason to keep the slice for ``quiet_after``
+        seconds. If a thread goes on, the next round sees it, or the check before the pool takes the
+        slice.
         """
         record = self._core.record(session.id)
         if record is None or record.attach == "lazy" or not session.use.held:
@@ -300,10 +304,11 @@ class Activity:
             self.drop(session)
 
     def resting(self, session: LiveSession) -> None:
-        """Count a session without a running cell as idle, if it computes nothing: others wait.
+        """Count a session without a running cell as idle, if it computes nothing.
 
-        A thread that the cell has left behind may be between two calls, so the page is read again
-        a moment later; a call meanwhile makes the session busy until a round finds it idle.
+        The agent reports this when other sessions wait. A thread that the cell has left behind may
+        be between two calls, so the broker reads the page again a moment later. A call in this time
+        makes the session busy until a round finds it idle.
         """
         if session.use.held and not self._occupied(session):
             self._touched(session)
@@ -340,11 +345,11 @@ CALM = 10
 
 
 class TimeShare:
-    """Reads the attached sessions' pages in rounds; gives time slices while some contend.
+    """Reads the attached sessions' pages in rounds; gives time slices while sessions contend.
 
-    ``pool/timeslice.py`` decides which sessions contend and which is next; this opens and pauses
-    gates, and measures. It pauses no gate unless sessions that were busy in one round contend:
-    otherwise the driver shares the device well enough, and without gaps.
+    ``pool/timeslice.py`` decides which sessions contend and which of them is next. This class opens
+    and pauses gates, and measures the use. It pauses a gate only if sessions that were busy in one
+    round contend. Otherwise the driver shares the device well enough, and without gaps.
 
     A pause ends by itself (``pause_until``), so the death of the broker blocks no session.
     """
@@ -372,7 +377,7 @@ class TimeShare:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin rounds, for as long as a session is attached."""
+        """Begin the rounds, which go on for as long as a session is attached."""
         if self._timer is None:
             pause = self._configuration.settings.turn if self.running else LOOK
             self._timer = asyncio.get_running_loop().call_later(pause, self._round)
@@ -436,8 +441,8 @@ class TimeShare:
             record = self._core.record(session.id)
             if record is None or session.id not in self._activity.attached:
                 continue
-            # A session that only waits for its time slice uses nothing; one whose call runs on
-            # into another's time slice does.
+            # A session that only waits for its time slice uses nothing. A session whose call runs
+            # on into another session's time slice uses the device.
             if seen.touched or seen.inflight:
                 self._used[session.id] = self._used.get(session.id, 0.0) + elapsed
             used = self._used.get(session.id, 0.0)

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Make the sessions' shared pages, keep them equal to the pool's records, remove them.
 
-Each session that runs under the guard has one small file in a folder of this broker. There the
-guard in the session's processes reads what it may do; it sends a message only when the gate is
-closed or memory is short. The broker gives up a page that its user damaged: that session goes on
-without the page's functions, and no other session notices.
+Each session that runs under the guard has one small file in a folder of this broker. The guard in
+the session's processes reads there what it may do. It sends a message only when the gate is closed
+or memory is short. If a user damages a page, the broker gives the page up: that session goes on
+without the page's functions, and other sessions are not affected.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["CLOSED", "OPEN", "PAUSED", "UNUSED", "ControlPages", "environment", 
 #: The folder of shared memory, if the machine has it.
 SHARED_MEMORY = Path("/dev/shm")
 
-#: File in a folder of pages with the socket of their broker and its PID namespace.
+#: The file in a folder of pages that names the socket and the PID namespace of their broker.
 SOCKET_FILE = "socket"
 
 _SUFFIX = ".page"
@@ -90,12 +90,12 @@ class ControlPages:
     # ------------------------------------------------------------------ life
 
     def make_folder(self) -> None:
-        """Make the folder if need be, and write its broker's socket into it (see ``store/files``).
+        """Make the folder if necessary; write the broker's socket into it (see ``store/files``).
 
         Raises
         ------
         OSError
-            If it cannot be made.
+            If the folder cannot be made.
         """
         own_folder(self.folder, self._mode)
         mark = self.folder / SOCKET_FILE
@@ -104,16 +104,16 @@ class ControlPages:
                 mark.write_text(f"{self._socket}\n{local_machine.pid_namespace()}")
 
     def _make_folder_of(self, path: Path) -> None:
-        """Make the folder of a page, which may be that of an earlier broker."""
+        """Make the folder of a page, which may be the folder of an earlier broker."""
         if path.parent == self.folder:
             self.make_folder()
         else:
             own_folder(path.parent, self._mode)
 
     def create(self, session: LiveSession, devices: Sequence[str], limit: int) -> Path:
-        """Make the page of a new session, its gate closed.
+        """Make the page of a new session, with a closed gate.
 
-        ``devices`` are those that its processes see before its first lease.
+        ``devices`` are the devices that its processes see before its first lease.
 
         Raises
         ------
@@ -128,13 +128,14 @@ class ControlPages:
         session.page.set_devices(devices[:DEVICES])
         session.page.set_grant([], limit, 0)
         session.home = tuple(devices)
-        session.cuda = False  # until a slot says so
+        session.cuda = False  # until a slot of the page shows CUDA
         return path
 
     def adopt(self, session: LiveSession, *, used: bool) -> None:
         """Open the page of a session that an earlier broker made, if it had one.
 
-        ``used``: the session has had a device, so a lost page cannot be replaced.
+        ``used`` says whether the session has had a device: if so, a new page cannot replace a lost
+        one.
         """
         path = self._place(session)
         try:
@@ -147,8 +148,8 @@ class ControlPages:
                     self._log.error("Session %s goes on unguarded: no page at %s", session.id, path)
                 return
             if session.page.gate() == PAUSED:
-                # A dead broker paused it for a time slice. The pause is over by now, but a call
-                # leaves no trace in a paused gate: the session would look idle from here on.
+                # A dead broker paused the gate for a time slice. The pause is over by now, but a
+                # call leaves no trace in a paused gate, so the session would look idle from now on.
                 session.page.set_gate(UNUSED)
         except (OSError, PageError) as error:
             self._log.error("Session %s goes on unguarded: %s", session.id, error)
@@ -162,10 +163,11 @@ class ControlPages:
         page.set_policy(managed=managed, context_bytes=self.context_bytes)
 
     def _place(self, session: LiveSession) -> Path:
-        """Return where the page is: the session's processes know its path.
+        """Return the path of a session's page. The session's processes know this path.
 
-        A broker of another version or at another socket may have made it in a folder of its own.
-        A path from another user's process counts only in the folder that this broker once had.
+        A broker of another version or at another socket may have made the page in a folder of its
+        own. If the process that names the path is another user's, the path counts only in the
+        folder that this broker once had.
         """
         path = self._path(session)
         if os.path.lexists(path):
@@ -177,10 +179,10 @@ class ControlPages:
         return named if session.uid == os.geteuid() or named.parent == once else path
 
     def _find(self, session: LiveSession, path: Path, used: bool) -> Page | None:
-        """Return the deleted page of a session; None if it had none, or the page is lost.
+        """Return the deleted page of a session; None if it had no page, or if the page is lost.
 
-        A new page replaces it only if no process can have the old one: two pages would split the
-        session's accounts.
+        A new page replaces the deleted one only if no process can have the old page, because two
+        pages would split the session's accounts.
         """
         if session.uid != os.geteuid() or _named_page(session) != path:
             return None
@@ -198,7 +200,7 @@ class ControlPages:
         return page
 
     async def keep(self) -> None:
-        """Put back the pages that were deleted under their sessions.
+        """Put back the pages of living sessions that were deleted.
 
         Raises
         ------
@@ -275,7 +277,7 @@ class ControlPages:
             shutil.rmtree(self.folder, ignore_errors=True)
         return empty
 
-    # ------------------------------------------------------------------ true to the record
+    # ------------------------------------------------------------------ equal to the record
 
     def follow(self, session: LiveSession, record: SessionRecord) -> bool:
         """Write the record into the page; return whether the page shows a lease now.
@@ -325,7 +327,7 @@ class ControlPages:
             except OSError as error:
                 self._damaged(session, error)
 
-    # ------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------ what a page says
 
     def gate(self, session: LiveSession) -> int:
         """Return the gate; :data:`CLOSED` if the page cannot be used any more."""
@@ -345,7 +347,7 @@ class ControlPages:
                 self._damaged(session, error)
 
     def set_contended(self, session: LiveSession, contended: bool) -> None:
-        """Say whether another session waits for memory that this one holds."""
+        """Write into the page whether another session waits for memory that this session has."""
         if session.page is not None:
             try:
                 session.page.set_contended(contended)
@@ -355,10 +357,10 @@ class ControlPages:
     def read(self, session: LiveSession) -> Reading | None:
         """Return the page's data on living processes; None if the page cannot be read.
 
-        Processes of a container wrote their own numbers; the result has the numbers in this
-        process's namespace.
+        Processes of a container write the numbers that they have in the container. The result has
+        their numbers in this process's namespace.
 
-        A process that died by SIGKILL is left out, even if it was in the middle of a call; its
+        The result leaves out a process that died by SIGKILL, even if it died during a call. Its
         slot stays until another process of the session needs it.
         """
         if session.page is None:
@@ -368,7 +370,8 @@ class ControlPages:
         except (OSError, PageError) as error:
             self._damaged(session, error)
             return None
-        # A page may contain anything: a process that it names 256 times is read once.
+        # A page may contain anything. If it names a process 256 times, this looks at the process
+        # only once.
         known = {ProcessId(slot.pid, slot.start_time) for slot in reading.slots}
         here = self._translation.here(session, known)
         there = tuple(
@@ -379,14 +382,15 @@ class ControlPages:
         return replace(reading, slots=there)
 
     def translated(self, session: LiveSession, number: int, beside: int) -> int:
-        """Return the number, here, of the process that process ``beside`` calls ``number``.
+        """Return the number in this namespace of the process that ``beside`` calls ``number``.
 
-        0 if it sees no such process, or if the session asks too often.
+        ``beside`` is a process. The result is 0 if it sees no process with this number, or if the
+        session asks too often.
         """
         return self._translation.number(session, number, beside)
 
     def set_vain(self, session: LiveSession, totals: Sequence[int], until: int) -> None:
-        """Write the totals from which growth is refused; with (), the guard asks each time."""
+        """Write the totals from which growth is refused. With (), the guard asks each time."""
         if session.page is not None:
             try:
                 session.page.set_vain(totals[:DEVICES], until)
@@ -399,7 +403,7 @@ class ControlPages:
         """Write the devices that suspended processes see after a restore with a map of devices.
 
         A process with a context moves with its session. But the driver may also have state of a
-        process without one, whose slot names the devices that it saw.
+        process without a context. The slot of such a process names the devices that it saw.
         """
         reading = self.read(session) if moves else None
         names = {device_name(old): device_name(new) for old, new in moves.items()}
@@ -411,9 +415,10 @@ class ControlPages:
                         session.page.set_sees(slot, sees)
 
     def set_aside(self, session: LiveSession) -> bool:
-        """Hold back the queries of processes without a context; False if one is being moved.
+        """Hold back the queries of processes without a context; return whether this succeeded.
 
-        Their other calls wait at the closed gate.
+        It fails if a process is being moved. The other calls of the processes wait at the closed
+        gate.
         """
         reading = self.read(session)
         for slot in reading.slots if reading is not None else ():
@@ -432,7 +437,7 @@ class ControlPages:
         return reading is not None and any(s.landing == LANDING_ASIDE for s in reading.slots)
 
     def no_longer_aside(self, session: LiveSession) -> None:
-        """Let the processes of a session, which the driver has resumed, query it again."""
+        """Let the processes of a session that the driver has resumed query the driver again."""
         reading = self.read(session)
         for slot in reading.slots if reading is not None else ():
             if slot.landing == LANDING_ASIDE:
@@ -451,21 +456,22 @@ class ControlPages:
 
 
 def environment(directory: Path, page: Path, base: Mapping[str, str], home: str) -> dict[str, str]:
-    """Return the variables, added to ``base``, of a guarded kernel that sees ``home``."""
+    """Return the variables to add to ``base`` for a guarded kernel that sees ``home``."""
     return {**session_environment(directory, page, base), "GPUPOOL_VISIBLE": home}
 
 
 def page_folder(socket: Path, *, machine_wide: bool, shared: Path = SHARED_MEMORY) -> Path:
-    """Return the folder for the pages of the broker at ``socket``, made if need be.
+    """Return the folder for the pages of the broker at ``socket``; make it if necessary.
 
-    It is in shared memory, or beside the socket if there is none or another user has the name. The
-    machine's broker has it beside its socket, below ``/run``: any user may fill shared memory,
-    and logind deletes a user's files there at the last logout.
+    The folder is in shared memory. If there is no shared memory, or another user has the name, the
+    folder is beside the socket. The machine's broker always has it beside its socket, below
+    ``/run``: any user may fill shared memory, and logind deletes a user's files there at the last
+    logout.
 
     Raises
     ------
     OSError
-        If it cannot be made in either place.
+        If the folder cannot be made in either place.
     """
     beside = socket.with_name(socket.name + ".pages")
     if machine_wide:
@@ -488,7 +494,7 @@ def _version(folder: Path) -> tuple[int, int]:
 
 
 def _named_page(session: LiveSession) -> Path | None:
-    """Return the page that the session's kernel was started with, under the guard; else None."""
+    """Return the page with which the session's kernel was started under the guard, or None."""
     if session.process is None:
         return None
     named = procfs.variables(session.process.pid, ["GPUPOOL_PAGE"])
@@ -496,17 +502,17 @@ def _named_page(session: LiveSession) -> Path | None:
 
 
 def own_folder(path: Path, mode: int) -> Path:
-    """Return the folder ``path``, made if need be, with this mode.
+    """Return the folder ``path`` with this mode; make it if necessary.
 
     Raises
     ------
     OSError
-        If it cannot be made or belongs to another user.
+        If the folder cannot be made or belongs to another user.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = os.lstat(path)
-    # Any user may have made this name in /dev/shm before us.
+    # Any user may have made this name in /dev/shm before this broker.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user")
     path.chmod(mode)

@@ -21,19 +21,22 @@ from .control import ControlPages
 class Rooms:
     """Keeps up to date in each page the bytes by which its session's grant could grow.
 
-    The guard bounds ``cuMemGetInfo`` by this figure. The device's own free memory is no bound: it
-    includes memory that is granted to a neighbour but not used yet, and a framework that sizes
-    itself by free memory (JAX, TensorFlow, vLLM) would plan with it and run out of memory later.
+    The guard limits the result of ``cuMemGetInfo`` by this figure. The device's own free memory is
+    no such limit, because it includes memory that is granted to a neighbour but not used yet. A
+    framework that sizes itself by free memory (JAX, TensorFlow, vLLM) would plan with this memory,
+    and run out of memory later.
 
-    It is written when a lease begins, and again when another lease on a device changes.
+    The broker writes the figure when a lease begins, and again when another lease on a device
+    changes.
     """
 
     def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
         self._core = core
         self._pages = pages
         self._activity = activity
-        #: By attached session: its slices as last seen; and its limit too if it could grow: the
-        #: figure of any other session depends on no lease.
+        #: ``_slices``: by attached session, its slices as last seen. ``_growing``: the same with
+        #: the limit, but only for sessions that can grow. The figure of any other session depends
+        #: on no lease.
         self._slices: dict[str, tuple[Slice, ...]] = {}
         self._growing: dict[str, tuple[tuple[Slice, ...], int]] = {}
         #: By session: the figure in its page.
@@ -43,12 +46,12 @@ class Rooms:
         self._later: asyncio.Handle | None = None
 
     def changed(self, session: LiveSession, record: SessionRecord) -> None:
-        """Write the figure of a changed session now, and its neighbours' soon."""
+        """Write the figure of a changed session now, and the figures of its neighbours soon."""
         slices = record.slices if record.state in ATTACHED else ()
         if slices:
             self._tell(session, slices, record.request.limit)
         elif self._told.pop(session.id, ()):
-            # It is unknown how much a future lease could grow.
+            # Nobody knows by how much a future lease could grow.
             self._pages.set_room(session, ())
         before = self._slices.pop(session.id, ())
         self._growing.pop(session.id, None)
@@ -93,7 +96,7 @@ class Rooms:
             self._later = None
 
     def _tell(self, session: LiveSession, slices: tuple[Slice, ...], limit: int) -> None:
-        # If it cannot grow, the guard knows that without this figure.
+        # If the grant cannot grow, the guard knows this without the figure.
         room = self._core.pool.growable(session.id) if _can_grow(slices, limit) else ()
         if room != self._told.get(session.id):
             self._told[session.id] = room

@@ -2,15 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """Wait until no thread that found the gate open is still on its way into the driver.
 
-A launch is not counted (counting both of its ends would cost more than the test of the gate), nor
-is any other call that only passes the gate. So a thread may have found the gate open, lost its
-processor, and enter the driver long after the gate was shut. If it enters before the driver's lock,
-the lock drains it like any other; later it would block inside the driver, where nothing asks for a
-lease for it.
+The guard does not count launches, because counting the beginning and the end of each launch would
+cost more than the test of the gate. It does not count other calls that only pass the gate, either.
+So a thread may find the gate open, lose its processor, and enter the driver long after the gate was
+closed. If it enters before the driver is locked, the lock drains its call like any other call. If
+it enters later, it blocks inside the driver, where nothing asks for a lease for it.
 
-So the broker gives each thread the time to get there, by the reasoning of RCU's grace periods: the
-way is a few instructions and never sleeps. A thread that was asleep after the gate was shut is not
-on it, and a thread that has run for some milliseconds since is past it.
+So the broker gives each thread the time to enter the driver. The reasoning is that of RCU's grace
+periods: the way from the gate into the driver is a few instructions, and no thread sleeps on it. A
+thread that was asleep after the gate was closed is not on the way. A thread that has run for some
+milliseconds since then has left the way.
 """
 
 from __future__ import annotations
@@ -21,28 +22,30 @@ from typing import Callable, Iterable
 from ... import procfs
 from ...guard.page import Reading
 
-#: Seconds for calls inside the driver to return once the gate is shut, and between checks.
+#: After the gate is closed: seconds within which calls inside the driver must return, and seconds
+#: between two checks.
 DRAIN, DRAIN_POLL = 1.0, 0.003
 
-#: Nanoseconds of run time after which a thread must have left the way, which takes a few. The
-#: kernel updates its figure only once per tick.
+#: Nanoseconds of run time after which a thread must have left the way. The way takes only a few
+#: nanoseconds, but the kernel updates the run time only once per tick.
 PASSED = 10_000_000
 
-#: Seconds between two checks, and the longest wait for a thread: if it gets no processor for
-#: so long, the machine is overloaded, and the process may not be suspended.
+#: Seconds between two checks, and the longest wait for a thread. If a thread gets no processor for
+#: this long, the machine is overloaded, and the process may not be suspended.
 POLL, LONGEST = 0.002, 1.0
 
 
 def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     """Return the threads (process, thread) that may be on the way, with their run time so far (ns).
 
-    Sleeping and ended threads are left out.
+    The result leaves out sleeping and ended threads.
     """
     found: dict[tuple[int, int], int] = {}
     for pid in set(pids):  # a page may contain anything
         for thread in procfs.threads(pid):
             state, ran = procfs.thread_time(pid, thread)
-            # Runnable, or asleep where no signal wakes it: a page of code being read, perhaps.
+            # The thread is runnable, or in a sleep that no signal ends. Such a thread may be
+            # reading a page of code from the disk.
             if state in ("R", "D"):
                 found[pid, thread] = ran
     return found
@@ -71,8 +74,9 @@ async def drain(
 
 
 async def quiesce(pids: Iterable[int], patience: float = LONGEST) -> bool:
-    """Wait until no thread of ``pids`` can be on its way into the driver; False if not."""
-    # Not in the loop's thread: there may be thousands of threads, more if a page is forged.
+    """Wait until no thread of ``pids`` may be on its way into the driver; False if one still is."""
+    # This does not run in the loop's thread: there may be thousands of threads, and more if a page
+    # is forged.
     waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience

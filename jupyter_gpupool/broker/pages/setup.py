@@ -26,13 +26,13 @@ class GuardSetup:
     Parameters
     ----------
     links:
-        The folder for the links, made if need be.
+        The folder for the links, which is made if necessary.
     guarded:
         Whether a device's self-test says that the guard works.
     problem:
         Why the guard does not work, or why there is no folder for pages; "" if there is no problem.
     content:
-        What containers have of this broker's machine; None if it serves none.
+        What containers get of this broker's machine; None if it serves no containers.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GuardSetup:
 
     @property
     def attach(self) -> tuple[AttachPolicy, str]:
-        """The policy of a session that names none, and why it is not the configured one."""
+        """The policy of a session that names none, and why it is not the configured policy."""
         configured = self._configuration.settings.attach
         return usable_attach(configured, self.guarded, self.problem)
 
@@ -76,12 +76,12 @@ class GuardSetup:
     ) -> dict[str, str]:
         """Make the page of a new session; return its variables for the guard, added to ``base``.
 
-        {} if it runs without the guard.
+        The result is {} if the session runs without the guard.
 
         Raises
         ------
         RefusedError
-            If it must run without the guard, and the configuration does not allow that.
+            If the session must run without the guard, and the configuration does not allow that.
         """
         home, problem = ",".join(session.home), self._unguardable
         if self.guarded:
@@ -105,7 +105,7 @@ class GuardSetup:
         return {}
 
     def without(self, session: LiveSession) -> dict[str, str]:
-        """Let a session run without the guard, which its process cannot load any more; return {}.
+        """Let a session run without the guard, which its process cannot load now; return {}.
 
         Raises
         ------

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Numbers of the processes in a session's page, which are those of the container that they run in.
+"""Translates the process numbers in a session's page, which are those of the session's container.
 
-The operating system translates: a process counts as the one in the page only if it runs in the
-PID namespace of the session, has that number there and was started at that time. So a page that
-names another container's processes, or the machine's, names nobody.
+The operating system translates. A process counts as a process of the page only if it runs in the
+PID namespace of the session, has this number there, and was started at this time. So if a page
+names processes of another container, or of the machine, it names nobody.
 """
 
 from __future__ import annotations
@@ -19,40 +19,42 @@ from ..sessions import LiveSession
 from ..transport.auth import User
 
 #: Scans of all processes of the machine that one session may cause: per second, and in one burst. A
-#: page may name other false processes at each read, and each look holds up the event loop for 20 to
-#: 60 us per process. A program may start a process for each of eight GPUs at once.
+#: page may name other false processes at each read, and each scan delays the event loop by 20 to 60
+#: us per process. The burst allows a program to start a process for each of eight GPUs at once.
 LOOKS = 1.0, 8.0
 
-#: The same for the pages of all sessions of one user: with a false page in each of 20 sessions, a
-#: user would keep the event loop busy on a machine with 1,000 processes. A look for a message is in
-#: the message's price.
+#: The same for the pages of all sessions of one user. Without this limit, a user with a false page
+#: in each of 20 sessions would keep the event loop busy on a machine with 1,000 processes. Scans
+#: for a message are not counted here: the message's price includes them.
 LOOKS_OF_USER = 4.0, 32.0
 
 
 class Translation:
-    """Translates, and remembers: a process keeps its numbers."""
+    """Translates process numbers, and remembers them: a process keeps its numbers."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        #: By session: its PID namespace, and a map from process ids there to ids here (None: no
-        #: process).
+        #: By session: its PID namespace, and a map from process ids in it to process ids here
+        #: (None: no process).
         self._known: dict[str, tuple[int, dict[ProcessId, ProcessId | None]]] = {}
-        #: The looks that a session may cause, by its id, and those that a user may, by user.
+        #: The scans that a session may cause, by session id; and the scans that a user may cause,
+        #: by user.
         self._looks: dict[str, TokenBucket] = {}
         self._looks_of_user: dict[User, TokenBucket] = {}
 
     def here(
         self, session: LiveSession, processes: Collection[ProcessId]
     ) -> dict[ProcessId, ProcessId]:
-        """Return those of a page's ``processes`` that live, as this process sees them.
+        """Return the living processes among ``processes``, each with the id that it has here.
 
-        If the session may cause no look now, a process that is not known yet counts as none.
+        ``processes`` are those of a page. If the session may cause no scan now, the result leaves
+        out processes that are not known yet.
         """
         space, known = self._of(session)
         if not space:
             return {process: process for process in processes if procfs.alive(process)}
         if not known.keys() >= {*processes} and self._may_look(session, user=True):
-            # A process is there before it writes its number, so the look need not be repeated.
+            # A process exists before it writes its number into the page, so one scan is enough.
             found = procfs.insiders(space)
             names = {p: found.get(p) for p in processes if p not in known}
             kept = {p: known[p] for p in processes if p in known}
@@ -62,7 +64,7 @@ class Translation:
         return {there: here for there, here in pairs if here is not None and procfs.alive(here)}
 
     def number(self, session: LiveSession, number: int, beside: int) -> int:
-        """Return :func:`...procfs.translated`; 0 also if the session may cause no look now."""
+        """Return :func:`...procfs.translated`, or 0 if the session may cause no scan now."""
         if procfs.other_space(beside) and not self._may_look(session):
             return 0
         return procfs.translated(number, beside)
@@ -76,7 +78,10 @@ class Translation:
             del users[session.uid]  # a new bucket would be the same
 
     def _may_look(self, session: LiveSession, *, user: bool = False) -> bool:
-        """Pay for a look, from the session's budget and with ``user`` also from its user's."""
+        """Pay for a scan from the session's budget, and with ``user`` also from its user's budget.
+
+        Return False if a budget does not allow the scan.
+        """
         now, users = self._clock(), self._looks_of_user
         buckets = [self._looks.setdefault(session.id, TokenBucket(*LOOKS, now))]
         if user:
@@ -94,8 +99,8 @@ class Translation:
                 return 0, {}
             space = procfs.other_space(session.process.pid)
             if space is None:
-                return 0, {}  # it ends now
-            # The kernel's own process needs no look.
+                return 0, {}  # the process is ending
+            # The kernel's own process needs no scan.
             process = session.process
             inside = ProcessId(procfs.number_inside(process.pid), process.start_time)
             known = self._known[session.id] = space, {inside: process}

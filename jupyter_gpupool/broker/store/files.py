@@ -3,8 +3,8 @@
 """Restore a broker's files when somebody deletes them; remove the files of killed brokers.
 
 logind removes ``/run/user/UID`` and, with ``RemoveIPC=yes``, a user's files in ``/dev/shm`` when
-the last login ends. Kernels in tmux, or of a server that goes on, still need their broker and its
-files. A check costs a few microseconds for each file, so the broker checks every second.
+the last login ends. Kernels in tmux, or of a server that goes on running, still need their broker
+and its files. A check costs a few microseconds for each file, so the broker checks every second.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ TOUCH = 86400.0
 #: Most bytes of a file beside the socket that the broker can restore.
 MAX_KEPT = 1 << 20
 
-#: Suffixes of files that others restore, or have locked.
+#: Suffixes of files that other code restores, or that processes have locked.
 _NOT_KEPT = (".sock", ".lock", ".start", ".failed", ".log", ".old")
 
 
@@ -63,7 +63,8 @@ class StartRecordFile:
     Parameters
     ----------
     command:
-        The command that starts this broker again, without its socket; empty if only the caller can.
+        The command that starts this broker again, without its socket. It is empty if only the
+        caller can start the broker.
     """
 
     def __init__(self, socket: Path, command: Sequence[str], log: logging.Logger) -> None:
@@ -74,7 +75,7 @@ class StartRecordFile:
         self._served = False
 
     def mention_predecessor(self) -> None:
-        """Log that the broker before this one died: its own log does not show that."""
+        """Log that the broker before this one died, because that broker's log does not show it."""
         with suppress(BadRecord):
             before = read_record(self._socket)
             if before is not None:
@@ -108,7 +109,7 @@ class StartRecordFile:
             write_copy(self._record)
 
     def forget(self) -> None:
-        """Remove the records of this broker and the one before it: an asked end is final."""
+        """Remove the start records of this broker and the one before: an asked end is final."""
         record = self._record
         with suppress(BadRecord):
             record = record or read_record(self._socket)
@@ -117,7 +118,7 @@ class StartRecordFile:
         remove_record(self._socket)
 
     def served(self) -> None:
-        """Note that this broker has served: if it is killed, clients start it again."""
+        """Note that this broker has served. If it is killed, clients then start it again."""
         if not self._served:
             self._served = True
             self._change(served=True)
@@ -130,7 +131,7 @@ class StartRecordFile:
         if self._record is None:
             return
         self._record = change_record(self._socket, self._record, **changes)
-        if copy_path(Path(self._record.journal)).exists():  # it is missing at an end in order
+        if copy_path(Path(self._record.journal)).exists():  # an end in order removes the copy
             with suppress(OSError):
                 write_copy(self._record)
 
@@ -208,7 +209,7 @@ class FileKeeper:
         self._log.warning("The socket %s was deleted and is back", self._claim.path)
 
     def _remember(self) -> None:
-        """Keep this broker's own files beside the socket, with which it is started again."""
+        """Keep this broker's own files beside the socket, which it needs if it is started again."""
         prefix = f"{self._claim.path.stem}."
         with os.scandir(self._claim.path.parent) as entries:
             found = [e for e in entries if e.name.startswith(prefix)]
@@ -261,24 +262,25 @@ def _write(path: Path, mode: int, content: bytes) -> None:
             file.write(content)
 
 
-#: Files younger than so many seconds stay: a broker may be starting with them.
+#: Files younger than this many seconds stay: a broker may be starting with them.
 YOUNG = 600.0
 
 #: The same for a folder of an older version, which does not name its broker.
 UNKNOWN_YOUNG = 86400.0
 
-#: Files beside a socket, as suffixes of its name; the log stays for people.
+#: The files beside a socket, as suffixes of its name. The log is not among them: it stays for
+#: people.
 _BESIDE = ("", ".lock", ".start", ".start.json", ".start.failed", ".pages", ".emulated")
 
 
 def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> None:
     """Remove the files of killed brokers of this user; ``own`` is the socket of the caller.
 
-    A broker that ends in order leaves none, and a broker that is started again at the same socket
-    uses its files again. The others belong to unused sockets: of a test, a container, an old path.
-    Files that a living broker or kernel could need stay.
+    A broker that ends in order leaves no files, and a broker that is started again at the same
+    socket uses its files again. All other files belong to unused sockets: of a test, of a
+    container, or at an old path. Files that a living broker or kernel may need stay.
 
-    Reads ``/proc`` and the disk: not for an event loop.
+    This reads ``/proc`` and the disk, so do not call it in an event loop.
     """
     used = _in_use()
     removed = [path for path in _dead_pages(own, used, shared) if _remove(path)]
@@ -309,7 +311,7 @@ def _dead_pages(own: Path, used: set[Path], shared: Path) -> list[Path]:
         with suppress(OSError, ValueError):
             name, namespace = (folder / SOCKET_FILE).read_text().split("\n")
             if namespace != local_machine.pid_namespace():
-                continue  # of a container: its processes are invisible here
+                continue  # the folder is of a container, whose processes are invisible here
             socket = Path(name)
         if not _is_old(folder, YOUNG if socket else UNKNOWN_YOUNG):
             continue
@@ -336,9 +338,9 @@ def _dead_sockets(own: Path, used: set[Path], shared: Path) -> list[Path]:
 
 
 def _young(lock: Path) -> float | None:
-    """Return the seconds for which a dead broker's files stay; None: they stay for good.
+    """Return the seconds for which a dead broker's files stay; None if they always stay.
 
-    A container's kernels are invisible from here. They may start their broker again with these
+    The kernels of a container are invisible from here. They may start their broker again with these
     files for as long as the machine runs.
     """
     _, namespace = _holder(lock)
@@ -354,7 +356,7 @@ def _uptime() -> float:
 
 
 def _holder(lock: Path) -> tuple[int, str]:
-    """Return the process and PID namespace that claimed a socket last, if the lock has them."""
+    """Return the process and PID namespace that last claimed a socket, if the lock names them."""
     with suppress(OSError, ValueError):
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -372,7 +374,7 @@ def _files_of(socket: Path) -> list[Path]:
 
 
 def _broker_lives(socket: Path) -> bool:
-    """Return whether the process that claimed the socket, or one with its number, lives."""
+    """Return whether the process that claimed the socket lives, or a process with its number."""
     try:
         descriptor = os.open(f"{socket}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -380,7 +382,8 @@ def _broker_lives(socket: Path) -> bool:
     try:
         if procfs.identify(_holder(Path(f"{socket}.lock"))[0]) is not None:
             return True
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # of a container, perhaps
+        # Perhaps a broker in a container has the lock.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except (OSError, ValueError):
         return True
     finally:

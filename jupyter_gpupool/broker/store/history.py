@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Read pages for clients from the journal's file, and trim it, outside of the event loop.
+"""Reads pages of the journal for clients, and trims the journal, outside of the event loop.
 
-SQLite may wait for the disk. One thread reads pages, for one request at a time; users take turns. A
-page is bounded in rows and in bytes, and an index leads to its rows.
+SQLite may wait for the disk. So one thread reads pages, for one request at a time, and users take
+turns. The rows and bytes of a page are limited, and an index leads to its rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from ..transport.auth import User
 
-#: Most rows and bytes of one answer.
+#: The most rows and bytes of one answer.
 MAX_ROWS, MAX_BYTES = 1000, 256 << 10
 
 #: Rows fetched between two checks of the page's size.
@@ -33,7 +33,7 @@ _COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, det
 
 @dataclass(frozen=True)
 class Query:
-    """Rows above ``after``, at most ``limit``; of one session or one owner, if these are set."""
+    """Asks for at most ``limit`` rows above ``after``, of one session or owner if set."""
 
     after: int = 0
     limit: int = MAX_ROWS
@@ -84,7 +84,7 @@ class JournalReader:
         waiting = self._waiting.pop(uid)
         query, done = waiting.popleft()
         if waiting:
-            self._waiting[uid] = waiting  # behind the other users
+            self._waiting[uid] = waiting  # behind the queries of other users
         self._reading = True
         future = self._loop.run_in_executor(self._thread, self._read, query)
         future.add_done_callback(lambda future: self._finish(future, done))
@@ -97,7 +97,8 @@ class JournalReader:
 
     def _read(self, query: Query) -> JournalPage | sqlite3.Error:
         try:
-            # A connection for each page: the file may be replaced before the next.
+            # Each page has its own connection, because the file may be replaced before the next
+            # page.
             before = time.thread_time()
             db = sqlite3.connect(
                 f"file:{quote(str(self._path))}?mode=ro", uri=True, timeout=LOCK_WAIT
@@ -151,25 +152,27 @@ def _or_null(value: Any, encoded: Callable[[Any], str]) -> str:
     return "null" if value is None else encoded(value)
 
 
-#: Seconds to wait for another connection that has the file locked. The event loop waits, too.
+#: Seconds to wait while another connection has locked the file. The event loop waits, too.
 LOCK_WAIT = 0.2
 
-#: Rows or pages in one transaction, and seconds between two: the loop waits for each.
+#: The rows or pages in one transaction, and the seconds between two transactions: the event loop
+#: waits for each transaction.
 STEP = 500
 BREATH = 0.002
 
 
 def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
-    """Drop rows up to ``keep_above``, then the oldest until the file fits; move the log into it.
+    """Drop rows up to ``keep_above``, then the oldest rows until the file is small enough.
 
-    In small steps, because the broker's own commits wait for each.
+    This also moves the write-ahead log into the file. It works in small steps, because the broker's
+    own commits wait for each step.
 
     Raises
     ------
     sqlite3.Error
         If the file is missing, or locked for too long.
     """
-    # ``mode=rw`` does not make a file that somebody has deleted.
+    # With ``mode=rw``, SQLite does not make a file again that somebody has deleted.
     name = f"{path.absolute().as_uri()}?mode=rw"
     with closing(sqlite3.connect(name, uri=True, timeout=LOCK_WAIT)) as db:
         _drop(db, "seq <= ?", keep_above)
@@ -177,7 +180,8 @@ def tidy(path: Path, *, keep_above: int, max_bytes: int) -> None:
             first, count = db.execute("SELECT min(seq), count(*) FROM events").fetchone()
             if not count:
                 break
-            # Estimated from the average size; the loop then checks the size again.
+            # This number is estimated from the average size of a row; the loop then checks the size
+            # again.
             rows = max(STEP, round(count * min(1.0, excess / max_bytes)))
             _drop(db, "seq < ?", first + rows)
         db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Data that outlives the broker: the current sessions, and a row for everything that happened.
 
-One SQLite file in WAL mode. A restart reads ``sessions``; reports and timelines read ``events``,
-which is append-only. A commit is not synced to the disk: it survives the death of the broker, and
-after the death of the machine no sessions are left to recover.
+The data is in one SQLite file in WAL mode. A restart reads ``sessions``. Reports and timelines read
+``events``, which is append-only. A commit is not synced to the disk. It survives the death of the
+broker, and after a crash of the machine there are no sessions to recover.
 
 The pool goes on when the journal cannot be written (disk full, read-only): :attr:`Journal.problem`
 has the reason, rows stay in memory, and every later commit tries again.
@@ -28,28 +28,29 @@ from typing import Any, Callable, Mapping
 from ...errors import Code, GPUPoolError
 from .history import LOCK_WAIT, tidy
 
-#: Version of the tables below. A file of another version is set aside.
+#: Version of the tables below. A file of an older version is set aside, and a file of a newer
+#: version is refused.
 SCHEMA_VERSION = 1
 
-#: Rows kept; older ones are dropped. About 200 bytes each.
+#: The most rows that are kept; older rows are dropped. A row takes about 200 bytes.
 MAX_ROWS = 500_000
 
 #: Bytes on the disk without which no journal can be opened.
 LEAST_ROOM = 64 << 10
 
-#: Bytes on the disk, unless configured otherwise. The write-ahead log comes on top.
+#: The most bytes on the disk, unless configured otherwise. The write-ahead log takes further bytes.
 MAX_BYTES = 256 << 20
 
 #: Bytes of write-ahead log at which SQLite starts it again from its beginning.
 MAX_LOG = 16 << 20
 
-#: Commits between two checks of its size.
+#: Commits between two checks of the log's size.
 LOOK_AT_LOG = 32
 
-#: Makes no encoder for each value.
+#: One encoder for all values: ``json.dumps`` with ``separators`` would make one for each value.
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 
-#: Rows kept in memory while the file cannot be written.
+#: The most rows that are kept in memory while the file cannot be written.
 MAX_PENDING = 20_000
 
 _SCHEMA = """
@@ -74,9 +75,9 @@ _COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, det
 
 @dataclass(slots=True)
 class Row:
-    """Something that happened. ``session`` and ``owner`` are empty if it concerns no session.
+    """Something that happened. ``session`` and ``owner`` are empty if the row concerns no session.
 
-    ``seconds`` is its duration: the wait of an attach, the driver's part of a suspend.
+    ``seconds`` is a duration: the wait before an attach, or the driver's part of a suspend.
     """
 
     time: float
@@ -142,15 +143,16 @@ def _disk_is_full(folder: Path, error: Exception) -> bool:
 
 
 class Journal:
-    """The file at ``path``, made if need be.
+    """The journal in the file at ``path``, which is made if necessary.
 
     Parameters
     ----------
     machine:
-        Whose journal it is (:func:`jupyter_gpupool.local_machine.machine_id`): the journal
-        of another machine is refused, because its sessions do not run here.
+        The machine of this journal (:func:`jupyter_gpupool.local_machine.machine_id`). A file of
+        another machine is refused, because its sessions do not run here.
     max_bytes:
-        Returns the bytes that it may take on the disk now; the oldest rows go first.
+        Returns the bytes that the journal may take on the disk now. If it takes more, the oldest
+        rows are dropped first.
     on_long:
         Called when :meth:`tidy` is due early, so that the event loop has less to do.
 
@@ -176,16 +178,16 @@ class Journal:
         self._log = log
         #: Why nothing can be written now; empty if writing works.
         self.problem = ""
-        #: Why an older journal had to be set aside at the start; empty if it had not.
+        #: Why an older journal had to be set aside at the start; empty if none was set aside.
         self.set_aside = ""
         self._records: dict[str, str | None] = {}
         self._rows: deque[Row] = deque()
         self._meta: dict[str, str] = {}
         self._lost = 0
         self._commits = 0
-        #: The length of the log at which it is next moved in another thread.
+        #: The length of the log at which the broker next asks for a :meth:`tidy` in another thread.
         self._long = MAX_LOG // 2
-        #: The checkpoint before the next commit was not synced.
+        #: Whether the checkpoint before the next commit was not synced.
         self._unsynced = False
         self._known: dict[str, str] = {}
         try:
@@ -194,7 +196,8 @@ class Journal:
             self._db = self._open()
         except (sqlite3.DatabaseError, ValueError) as error:
             if isinstance(error, sqlite3.OperationalError) and "malformed" not in str(error):
-                raise self._unusable(error) from None  # locked, or no permission; not damaged
+                # The file is locked or there is no permission, but the file is not damaged.
+                raise self._unusable(error) from None
             self._db = self._replace(error)
         except OSError as error:
             raise self._unusable(error) from None
@@ -223,7 +226,7 @@ class Journal:
     def _log_size(self) -> int:
         """Return the bytes of the log that are in use; its file does not shrink.
 
-        From ``mxFrame``, which https://www.sqlite.org/walformat.html describes.
+        The size comes from ``mxFrame``, which https://www.sqlite.org/walformat.html describes.
         """
         with self.path.with_name(f"{self.path.name}-shm").open("rb") as index:
             index.seek(16)
@@ -239,7 +242,8 @@ class Journal:
         """Keep a row for the next commit and give it its number."""
         self.seq += 1
         row.seq = self.seq
-        # A client may send half a character, which is no text to SQLite; see also _complain.
+        # A client may send half of a surrogate pair, which SQLite does not take as text; see also
+        # _complain.
         row.reason = row.reason.encode("utf-8", "replace").decode()
         self._rows.append(row)
         if len(self._rows) > MAX_PENDING:
@@ -279,7 +283,7 @@ class Journal:
         self._meta = {**self._known, **self._meta}
 
     def commit(self) -> bool:
-        """Write all that was kept for this. Return whether the file has it now; never raise."""
+        """Write all that was kept for this; return whether the file has it now. Never raises."""
         if not (self._records or self._rows or self._meta):
             return not self.problem
         try:
@@ -302,7 +306,7 @@ class Journal:
     def tidy(self) -> None:
         """Move the log into the file and drop the oldest rows. May be called in another thread.
 
-        It has its own connection, so that the event loop does not wait for the disk.
+        This uses a connection of its own, so that the event loop does not wait for the disk.
         """
         try:
             tidy(self.path, keep_above=self.seq - MAX_ROWS, max_bytes=self._max_bytes())
@@ -310,13 +314,14 @@ class Journal:
             self._log.info("The journal %s was not tidied up: %s", self.path, error)
 
     def _bound_log(self) -> None:
-        """Let the next transaction start the log again from its beginning, if it has become long.
+        """If the log has become long, let the next transaction start it again from its beginning.
 
-        :meth:`tidy` cannot do this while writes go on without a pause: new ones come after its
-        read. Here nothing else writes. This does no sync, which is left to the next :meth:`tidy`:
-        until then rows are lost only if the machine loses its power. Nor is the header synced with
-        which the next commit starts the log again (0.2 to 12 ms of the event loop): that sync keeps
-        a file whole only if all that the old log moved is on the disk before.
+        :meth:`tidy` cannot do this while writes go on without a pause, because new writes come
+        after its read. Here nothing else writes. This method does no sync, but leaves it to the
+        next :meth:`tidy`. Until then, rows are lost only if the machine loses its power. The next
+        commit starts the log again with a new header, and does not sync this header, either (a sync
+        takes 0.2 to 12 ms of the event loop). Such a sync would keep the file whole only if all
+        that the old log moved were on the disk before it.
         """
         self._commits += 1
         try:
@@ -329,7 +334,8 @@ class Journal:
             if size < MAX_LOG // 2:
                 self._long = MAX_LOG // 2
             elif size >= self._long:
-                # Not at each check: it competes with the commits for the disk and the file's lock.
+                # This does not ask at each check, because tidying competes with the commits for the
+                # disk and the file's lock.
                 self._long = size + MAX_LOG // 8
                 self._on_long()
             if size < MAX_LOG:
@@ -359,11 +365,12 @@ class Journal:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect for a new file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
-            # SQLite truncates a longer log on the event loop. That alone takes milliseconds, and so
-            # does the sync of the next log: writes beyond a file's end change the file system's
-            # own data. So it truncates only a log that a long read has let grow.
+            # SQLite truncates a longer log on the event loop. The truncation takes milliseconds.
+            # The sync of the next log does, too, because writes beyond a file's end change the file
+            # system's own data. With this limit, SQLite truncates only a log that a long read has
+            # let grow.
             db.execute(f"PRAGMA journal_size_limit = {2 * MAX_LOG}").fetchall()
-            # tidy() does this without delaying the event loop.
+            # tidy() makes the checkpoints, without delaying the event loop.
             db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
             version = db.execute("PRAGMA user_version").fetchone()[0]
             tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
@@ -377,7 +384,7 @@ class Journal:
                 )
             # A frame of the log is a page and its header.
             self._frame = int(db.execute("PRAGMA page_size").fetchone()[0]) + 24
-            # Files of the first version lack it; queries of a user's rows go by owner.
+            # Files of the first version lack this index. Queries of a user's rows go by owner.
             db.execute("CREATE INDEX IF NOT EXISTS events_owner ON events (owner, seq)")
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":
@@ -440,7 +447,7 @@ class Journal:
         self.problem = problem
 
     def _inspect(self, machine: str) -> None:
-        """Refuse another user's or machine's file without any write, even SQLite's own."""
+        """Refuse a file of another user or machine, without any write, even one by SQLite."""
         try:
             if os.lstat(self.path).st_uid != os.geteuid():
                 raise self._not_ours("belongs to another user")
@@ -451,7 +458,7 @@ class Journal:
                     raise self._newer(version)
                 row = db.execute("SELECT value FROM meta WHERE name = 'machine'").fetchone()
         except (FileNotFoundError, sqlite3.Error):
-            return  # new, or damaged: opening it will show which
+            return  # the file is new or damaged; opening it will show which
         if machine and row is not None and row[0] != machine:
             raise self._not_ours("is of another machine")
 

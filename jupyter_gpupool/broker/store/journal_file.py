@@ -2,13 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Choose the journal's file, and check that this broker may go on with the sessions in it.
 
-Two brokers that write one journal would both drive the kernels in it. So the journal has a lock,
-held for a broker's life; the lock names its broker's socket, so that a second
-broker can name the first to its clients.
+If two brokers wrote one journal, both would drive the kernels in it. So the journal has a lock,
+which a broker keeps for its whole life. The lock names its broker's socket, so that a second broker
+can name the first one to its clients.
 
 Kernels know one socket. A broker at another socket could read their sessions in the journal, but
-the kernels would never find it; a broker at their socket that uses another journal would not know
-them. Such a broker starts only when no process of those sessions lives any more.
+the kernels would never find this broker. A broker at their socket that uses another journal would
+not know the kernels' sessions. Such a broker starts only when no process of those sessions lives
+any more.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from ...procfs import ProcessId, alive
 from ...startrecord import BadRecord, read_record
 from .journal import Journal, JournalUnusable, unusable
 
-#: Tries for the lock, and seconds between two: a client that checks the lock holds it itself for
-#: an instant.
+#: The number of tries for the lock, and seconds between two tries. A client that checks the lock
+#: has the lock itself for an instant.
 TRIES, PAUSE = 10, 0.02
 
 
@@ -102,7 +103,7 @@ class JournalLock:
         os.close(old)
 
     def close(self) -> None:
-        """Release the lock. Its file stays: without it, two processes could get the lock."""
+        """Release the lock. Its file stays: without the file, two processes could get the lock."""
         os.close(self._descriptor)
 
     def _take(self, tries: int = TRIES) -> int:
@@ -146,18 +147,18 @@ class JournalLock:
 
 
 def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) -> None:
-    """Begin the journal at ``path`` with the journal of an older version for this machine.
+    """Begin the journal at ``path`` with this machine's journal of an older version, if it has one.
 
-    The older name has no machine in it. The file is this machine's if its sessions are of this
-    boot, or if no other machine can have written it because the folder is local.
+    The name of the older file does not tell the machine. The file is this machine's if its sessions
+    are of this boot, or if no other machine can have written it because the folder is local.
 
     Raises
     ------
     BrokerUnavailable
         If the broker of the older version lives.
     JournalUnusable
-        If the older journal cannot be copied. It is left as it is: an empty journal in its place
-        would lose kernels that may live.
+        If the older journal cannot be copied. It stays as it is: an empty journal in its place
+        would lose kernels that may still live.
     """
     if path.exists():
         return
@@ -205,7 +206,7 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
             os.close(os.open(temporary, flags, 0o600))
             with closing(sqlite3.connect(temporary)) as copy:
                 source.backup(copy)
-                # Without a log beside it: only one file can be renamed.
+                # The copy has no log beside it, because only one file can be renamed.
                 copy.execute("PRAGMA journal_mode = DELETE")
         _sync(temporary)
         temporary.rename(path)
@@ -236,13 +237,13 @@ def _sync(path: Path) -> None:
 
 
 def _check_ended(old: Path, listened: Path, own: Path) -> None:
-    """Refuse to go on with a journal whose broker lives: an older version locks its socket only.
+    """Refuse to go on with a journal whose broker, of an older version, still lives.
 
-    The socket's lock may have been deleted under it. SQLite keeps locks in a journal that is open,
-    and the kernel says who has them.
+    An older version locks only its socket, and somebody may have deleted this lock. But SQLite
+    keeps locks in an open journal, and the operating system tells which process has them.
     """
     holder = _holder(old)
-    if holder is None and listened != own:  # we have claimed our own socket
+    if holder is None and listened != own:  # this broker has claimed its own socket
         with suppress(OSError):
             lock = os.open(f"{listened}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -269,7 +270,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 def _holder(journal: Path) -> int | None:
     """Return a process that has the journal open, or None.
 
-    0: the process is in another container or, on a network file system, on another machine.
+    The result is 0 if the process is in another container or, on a network file system, on another
+    machine.
     """
     for suffix in ("", "-shm"):
         with suppress(FileNotFoundError):
@@ -285,7 +287,7 @@ def _holder(journal: Path) -> int | None:
 
 
 def _older_names(state_dir: Path, socket: Path) -> Iterable[tuple[Path, Path]]:
-    """Yield the journals that may be ours, each with the socket of its broker."""
+    """Yield the journals that may be this broker's, each with the socket of its broker."""
     uid = os.geteuid()
     sockets = [
         socket,
@@ -349,9 +351,9 @@ def check_home(journal: Journal, socket: Path) -> None:
 
 
 def check_record(socket: Path, path: Path) -> None:
-    """Refuse to use ``path`` as the journal while the kernels of this socket are in another one.
+    """Refuse to use ``path`` as the journal while this socket's kernels are in another journal.
 
-    The start record of a broker that died names its journal.
+    The start record of a broker that died names the journal of that broker.
 
     Raises
     ------
@@ -361,7 +363,7 @@ def check_record(socket: Path, path: Path) -> None:
     try:
         record = read_record(socket)
     except BadRecord:
-        return  # another user could have written it
+        return  # another user may have written the record
     if record is None or not record.journal or _same_place(Path(record.journal), path):
         return
     pids = living(_read(Path(record.journal)))
@@ -376,7 +378,7 @@ def check_record(socket: Path, path: Path) -> None:
 
 
 def living(stored: Mapping[str, Mapping[str, Any]]) -> list[int]:
-    """Return those kernels of a journal's sessions that still run."""
+    """Return the process ids of those kernels in a journal that still run."""
     found = []
     for entry in stored.values():
         try:

@@ -23,8 +23,9 @@ _REQUEST_FIELDS = tuple(f.name for f in fields(Request))
 def to_json(record: SessionRecord) -> dict[str, Any]:
     """Return ``record`` as JSON values, without ``asdict``, which takes ten times as long.
 
-    Empty values of fields that are empty by default are left out: then most records stay below a
-    kilobyte, beyond which SQLite spreads a row over several pages, and each commit writes them.
+    The result leaves out empty values of fields that are empty by default, so that most records
+    stay below a kilobyte. SQLite spreads a longer row over several pages, and each commit writes
+    all of them.
     """
     values = zip(_FIELDS, _VALUES(record), strict=True)
     data = {name: value for name, value in values if value or name not in _EMPTY}
@@ -42,8 +43,8 @@ def to_json(record: SessionRecord) -> dict[str, Any]:
 def from_json(data: Mapping[str, Any]) -> SessionRecord:
     """Return the record that :func:`to_json` made.
 
-    Unknown fields are left out and missing fields get their default, because a journal may be
-    of an older or newer version.
+    The result leaves out unknown fields, and missing fields get their default, because a journal
+    may be of an older or newer version.
 
     Raises
     ------
@@ -80,7 +81,7 @@ def journaled(session: LiveSession, record: SessionRecord) -> dict[str, Any]:
 
 
 def read_session(record: SessionRecord, entry: Mapping[str, Any]) -> LiveSession:
-    """Return the session that :func:`journaled` described; ``record`` was read before."""
+    """Return the session that :func:`journaled` described; ``record`` is its record."""
     session = LiveSession(
         id=record.id,
         owner=record.owner,

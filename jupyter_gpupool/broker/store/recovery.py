@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Rebuild the pool of a killed broker from the journal and the driver's state.
 
-The journal has the actions that had begun, the driver shows how far they came:
+The journal names the actions that had begun. The driver shows how far each of them came:
 
 ===========  ==============  ======================================================================
 journal      driver          result
@@ -24,8 +24,8 @@ any          no answer       as the journal says: an unknown state must not end 
 ===========  ==============  ======================================================================
 
 A broker that finds none of the devices on which living kernels have state does not start
-(:func:`check_reach`): it was started with other options, or the driver is broken. It would repair
-neither by counting these kernels as lost.
+(:func:`check_reach`). Either it was started with other options, or the driver is broken. To count
+these kernels as lost would repair neither.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from ..sessions import LiveSession
 from .records import from_json, frozen_in, read_session
 from .usage import UsageBook
 
-#: A hold in place of an agent's own holds until the agent is back, for at most so many seconds: the
-#: pool does not take the slice meanwhile. In the attach policy ``lazy`` the guard shows use, and
-#: only a cell that holds without computing needs this.
+#: This hold stands for an agent's own holds until the agent is back, so that the pool does not take
+#: the slice. It lasts for a limited time. With the attach policy ``lazy``, this is GRACE_LAZY
+#: seconds: there the guard shows use, and only a cell that holds without computing needs this hold.
 RECOVERED_HOLD = "recovered"
 GRACE_LAZY = 2.0
 
@@ -72,16 +72,16 @@ class RecoveredSession:
     lost: str = ""
     #: When the session became idle with its slice, by the journal; 0.0 if it was not idle.
     idle_since: float = 0.0
-    #: Whether it was active without a hold of its agent.
+    #: Whether the session was active without a hold of its agent.
     computed: bool = False
 
     def at_rest(self, since: float = 0.0) -> None:
-        """Count it as idle ``since`` then, or as in the journal; do not wait for its agent."""
+        """Count it as idle since ``since``, or as in the journal; do not wait for its agent."""
         idle_since = since or self.idle_since
         self.record = replace(self.record, state="idle", holds=(), idle_since=idle_since)
 
     def in_use(self, now: float) -> None:
-        """Let the use that its page shows keep its slice, and nothing else."""
+        """Keep only the hold for the use that the session's page shows."""
         self.record = replace(self.record, holds=(Hold(DEVICE_HOLD, "device", now),))
 
 
@@ -103,7 +103,7 @@ def check_reach(
     found:
         UUIDs of the machine's devices, as this broker sees it.
     problem:
-        Why the machine has no devices, if so.
+        Why the machine has no devices, if it has none.
     was:
         ``c.GPUPool.emulate`` of the broker before.
 
@@ -126,7 +126,7 @@ def check_reach(
             places |= there
     if not pids or not places.isdisjoint(found):
         return
-    # Only the problem, without advice about a missing driver.
+    # This takes only the problem, without the advice about a missing driver.
     why = problem.partition(". ")[0].rstrip(".") or "The devices of the machine have changed"
     many = f"{len(pids)} kernels" if len(pids) > 1 else "A kernel"
     driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
@@ -185,7 +185,8 @@ class Recovery:
             stored = {}
         journal.remember("boot", boot_id())
         journal.remember("socket", socket)
-        # Before any question to the driver: a process in a move is between two devices.
+        # This comes before any question to the driver: a process that is being moved is between two
+        # devices.
         guarded = [n for n, entry in stored.items() if self._service.guard and _was_guarded(entry)]
         await asyncio.gather(*(self._landings.recover(name) for name in guarded))
         found, dead = await recover(stored, self._service, core.now(), self._log)
@@ -220,7 +221,8 @@ class Recovery:
         if quiet and one.idle_since:
             one.at_rest()
         elif quiet and alone >= self._activity.quiet_after:
-            # Without use in its page, it has not used its device since the last broker's check.
+            # The page shows no use, so the session has not used its device since the last broker's
+            # check.
             one.at_rest(now - alone)
         elif one.computed and session.page is not None:
             one.in_use(now)
@@ -253,7 +255,8 @@ class Recovery:
         """Correct the page: a broker that was killed in a suspend left the gate closed."""
         session, record = one.session, self._core.record(one.session.id)
         if record is not None and not record.suspended:
-            self._pages.no_longer_aside(session)  # that broker ended before it asked the driver
+            # The earlier broker ended before it asked the driver.
+            self._pages.no_longer_aside(session)
         quiet = self._activity.untouched(session)
         self._guard.changed(session)
         if any(hold.id == DEVICE_HOLD for hold in one.record.holds):
@@ -315,7 +318,8 @@ async def _recover_one(
     log.info("Session %s was %s, the driver says %s", session.id, record.state, state)
     moving, session.moving = session.moving, {}
     if state == "hung":
-        # Stopped or stuck; until that is known, the session keeps what it had.
+        # The process is stopped or stuck. Until the broker knows which, the session keeps what it
+        # had.
         state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
     if state in ("failed", "locked"):
         return RecoveredSession(
@@ -332,7 +336,8 @@ async def _recover_one(
             session, _attached(record, now), idle_since=idle_since, computed=computed
         )
     if record.suspended:
-        # It was suspended and runs: something outside the pool resumed it without a grant.
+        # The session was suspended, but it runs: something outside the pool resumed it without a
+        # grant.
         log.warning("Session %s was suspended and runs without a slice", session.id)
         record = replace(record, suspended=())
     return RecoveredSession(session, _detached(record, now))

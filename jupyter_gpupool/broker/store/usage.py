@@ -1,13 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What users and groups have used, kept in the journal: a restart forgets nobody's share.
+"""Keeps in the journal what users and groups have used, so that a restart forgets no share.
 
-Two values of the journal: the usage of all users, written once a minute while there are leases, and
-the usage of those that have used anything since, written every second. The next broker counts the
-memory of the leases that have outlived this one from its last commit on (their compute is not
-known). So a broker that is killed loses about a second. No write is synced to the disk.
+The journal has two values: the usage of all, which the broker writes once a minute while there are
+leases, and the usage of those that have used anything since then, which it writes every second. If
+leases outlive this broker, the next broker counts their memory from this broker's last commit on.
+(Their compute in this time is not known.) So a broker that is killed loses about a second of usage.
+No write is synced to the disk.
 
-Their times are times of day, because the next broker's clock need not continue this one's.
+The times in these values are times of day, because the next broker's clock need not continue this
+broker's clock.
 """
 
 from __future__ import annotations
@@ -23,34 +25,36 @@ from ...pool.model import Usage
 from ...states import HAS_LEASE
 from ..core import Core
 
-#: The journal's values: the usage of all, and of those that have used anything since.
+#: The names of the journal's values: the usage of all, and of those that have used anything since.
 _ALL, _RECENT = "usage", "usage-recent"
 
 #: Seconds between two writes of the recent usage, and of all, while there are leases.
 SOON, LATER = 1.0, 60.0
 
-#: Users, and groups, that are kept: those that have used most. Some 80 bytes each.
+#: The most users, and the most groups, that are kept: those that have used most. Each takes about
+#: 80 bytes.
 MOST = 2000
 
-#: GPU-seconds that are not worth keeping.
+#: Fewer GPU-seconds than this are not worth keeping.
 NOTHING = 0.01
 
 
 class UsageBook:
-    """Writes what the pool says of usage to the journal, and tells the next pool."""
+    """Writes the pool's usage to the journal, and tells it to the pool of the next broker."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._timer: asyncio.TimerHandle | None = None
         #: When the usage of all was written last.
         self._saved_at = -math.inf
-        #: When the broker before this one last wrote; None: there was none, or before a reboot. By
-        #: the seconds that the machine was awake: a lease uses nothing while it sleeps.
+        #: When the broker before this one last wrote; None if there was no such broker, or if the
+        #: machine has rebooted since. The time between counts only the seconds that the machine was
+        #: awake, because a lease uses nothing while the machine sleeps.
         gone = time.monotonic() - float(core.journal.meta("awake") or math.inf)
         self._since = core.now() - gone if gone >= 0 else None
 
     def recover(self) -> None:
-        """Tell the pool what the journal has, once it has the leases of the broker before."""
+        """Tell the pool the usage in the journal. Call this when the pool has the old leases."""
         core = self._core
         core.follow_clock()
         users, groups = read_usage(core.journal.meta(_ALL), core.ahead)
@@ -86,7 +90,7 @@ class UsageBook:
 
     def _look(self) -> None:
         core, self._timer = self._core, None
-        core.follow_clock()  # the figures are written with the time of day
+        core.follow_clock()  # first, because the figures are written with the time of day
         now = core.now()
         leases = any(state in HAS_LEASE for state in core.busy.values())
         if now >= self._saved_at + LATER:
@@ -100,9 +104,9 @@ class UsageBook:
 
 
 def usage_text(users: Mapping[str, Usage], groups: Mapping[str, Usage], ahead: float = 0.0) -> str:
-    """Return usage as text, the largest first and of a bounded number.
+    """Return usage as text: the largest first, for a limited number of users and groups.
 
-    ``ahead``: by how much the time of day is ahead of the clock of these figures.
+    ``ahead``: seconds by which the time of day is ahead of the clock of these figures.
     """
     found = {"users": _rows(users, ahead), "groups": _rows(groups, ahead)}
     return json.dumps(found, separators=(",", ":"))
@@ -118,7 +122,7 @@ def _rows(found: Mapping[str, Usage], ahead: float) -> dict[str, list[float]]:
 
 
 def read_usage(text: str, ahead: float = 0.0) -> tuple[dict[str, Usage], dict[str, Usage]]:
-    """Return (users, groups) of :func:`usage_text`; what cannot be read is left out."""
+    """Return (users, groups) of :func:`usage_text`, without those that cannot be read."""
     try:
         data = json.loads(text or "{}")
     except ValueError:

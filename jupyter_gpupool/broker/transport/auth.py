@@ -21,8 +21,8 @@ from ...pool.model import Owner
 _CREDENTIALS = struct.Struct("3i")
 
 
-#: A user id of this machine; or the name of a user whose own socket the peer came by, because a
-#: user id in a container names nobody.
+#: A user id of this machine. Or, for a peer that came through a user's own socket, the name of that
+#: user, because a user id in a container names nobody.
 User = int | str
 
 
@@ -30,7 +30,7 @@ User = int | str
 class Peer:
     """The process that made a connection, as it was at that moment.
 
-    ``pid`` is its number here, also if it has another one in its own namespace.
+    ``pid`` is the number of the process here, even if it has another number in its own namespace.
     """
 
     pid: int
@@ -39,7 +39,7 @@ class Peer:
 
 
 def peer_of(connection: socket.socket, user: str = "") -> Peer:
-    """Return the peer of a connected unix socket; ``user``: whose own socket it is."""
+    """Return the peer of a connected unix socket, which is the own socket of ``user`` if set."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return Peer(pid, user or uid, gid)
@@ -50,10 +50,10 @@ def shown(user: User) -> str:
     return f"User id {user}" if isinstance(user, int) else f"User {user}"
 
 
-# Names come from NSS, which may ask the network.
+# Names come from NSS, which may ask the network, so they are cached.
 @lru_cache(maxsize=4096)
 def owner_of(uid: User) -> Owner:
-    """Return the user; a user id without an account is its own name."""
+    """Return the user as an owner. A user id without an account becomes a name."""
     if isinstance(uid, str):
         return Owner(uid)
     try:
@@ -64,7 +64,7 @@ def owner_of(uid: User) -> Owner:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """The rules, for one broker.
+    """The rules of one broker about what users may do.
 
     Attributes
     ----------

@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """One peer's connection: bytes to messages and back, within limits that protect other peers.
 
-This part knows neither the meaning of a message nor the order of turns: ``dispatch`` calls
-:meth:`step`. The acts of a connection are handled in the order they came; one read may wait beside
-them for its answer. A peer with a further request behind that, or unread answers, is not read from.
+This part does not know what a message means, or in which order the turns come: ``dispatch`` calls
+:meth:`step`. The broker handles the acts of a connection in the order in which they came. One read
+may wait for its answer beside them. While a further request waits behind these, or the peer has
+many unread answers, the broker reads nothing from the peer.
 """
 
 from __future__ import annotations
@@ -28,29 +29,30 @@ from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Dispatche
 if TYPE_CHECKING:
     from ..sessions import LiveSession
 
-#: Bytes read from a peer at once. The rest of a longer request is read only while few others of
-#: its user are read: a hundred busy connections would keep the loop reading.
+#: The most bytes that are read from a peer at once. The broker reads the rest of a longer request
+#: only while it reads few other long requests of the same user. Otherwise a hundred busy
+#: connections would keep the loop reading.
 CHUNK = 16 << 10
 
-#: Bytes of requests that all connections of one user may leave here unfinished, or waiting for the
-#: user's budget.
+#: The most bytes of requests that all connections of one user may leave here unfinished, or waiting
+#: for the user's budget.
 MAX_UNFINISHED = 4 << 20
 
-#: Malformed messages before the connection is closed.
+#: The number of malformed messages after which the connection is closed.
 MAX_BAD = 16
 
-#: Holds that one connection may wait for at once.
+#: The most holds for which one connection may wait at the same time.
 MAX_WAITING = 256
 
 #: With this many unread bytes of answers, a peer gets no further answer.
 HIGH_WATER = 32 << 10
 
-#: Unread bytes at which the connection is closed. Above HIGH_WATER, only messages that the peer
-#: did not ask for are added.
+#: The number of unread bytes at which the connection is closed. Above HIGH_WATER, the broker adds
+#: only messages for which the peer did not ask.
 MAX_UNREAD = 1 << 20
 
-#: Seconds for a peer to read when more than HIGH_WATER is unread, or to send the rest of a long
-#: request.
+#: Seconds within which a peer must read if more than HIGH_WATER is unread, or must send the rest of
+#: a long request.
 READER_PATIENCE = 30.0
 
 #: The buffer into which all connections receive, one at a time.
@@ -95,16 +97,17 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, service: Service, user: str = "") -> None:
         self.service = service
-        #: Whose own socket the peer came by; "": the one for all users.
+        #: The user through whose own socket the peer came; "" if it came through the socket for all
+        #: users.
         self._user = user
         self.peer = Peer(0, -1, -1)
         self.account: UserAccount
         self.session: LiveSession | None = None
-        #: Sessions opened here and not yet launched.
+        #: The sessions that this connection has opened and that are not launched yet.
         self.opened: set[str] = set()
         #: The session whose ``launched`` a message of this connection waits for.
         self.early: LiveSession | None = None
-        #: Hold requests that wait for their answer.
+        #: The number of hold requests that wait for their answer.
         self.waiting = 0
         self.accepted = False
         #: Bytes of answers that the peer had not read when they were last counted.
@@ -114,10 +117,11 @@ class Connection(asyncio.BufferedProtocol):
         self._scanned = 0
         self._ended = False
         self._bad = 0
-        #: The next request, decoded, if it is a read that waits for the one before.
+        #: The next request, decoded, if it is a read that waits for the read before it.
         self._next: Message | None = None
-        #: Whether the next request is an act that waits for its user's budget, and its price. It
-        #: stays in the buffer: decoded, it can take several times as much memory.
+        #: Whether the next request is an act that waits for its user's budget, and the price of
+        #: this act. The act stays in the buffer, because it can take several times as much memory
+        #: when it is decoded.
         self._act_waits = False
         self._act_price = 0.0
         #: A read that waits for its user's budget, may be handled now, or is being answered.
@@ -173,12 +177,13 @@ class Connection(asyncio.BufferedProtocol):
             self.send({"type": "ok", "id": request_id, **(fields_ or {})})
 
     def answer_with(self, request_id: int | None, descriptor: int) -> None:
-        """Answer a request with ``ok`` and a descriptor, which the peer gets a copy of.
+        """Answer a request with ``ok``, and give the peer a copy of a descriptor.
 
-        The descriptor goes around the transport, so this fits only a connection without other
-        unread answers. Any other peer gets none, and may ask again on a connection of its own. A
-        peer that never reads holds one descriptor for each connection: Linux counts these for all
-        processes of the broker's user, and then passes no more to anybody.
+        The descriptor goes around the transport, so this works only on a connection without other
+        unread answers. On any other connection the peer gets no descriptor, and may ask again on a
+        connection of its own. A peer that never reads keeps one descriptor under way for each
+        connection. Linux counts these descriptors for all processes of the broker's user. If there
+        are too many, it passes no more of them to anybody.
         """
         if not self.open or self._transport is None or request_id is None:
             return
@@ -189,7 +194,8 @@ class Connection(asyncio.BufferedProtocol):
         line = encode({"type": "ok", "id": request_id})
         try:
             with socket.socket(fileno=os.dup(own)) as ours:
-                # A line of this length goes whole or not at all: the buffer is empty.
+                # The buffer is empty, so the system sends a line of this length whole or not at
+                # all.
                 socket.send_fds(ours, [line], [descriptor])
         except OSError:
             self.answer(request_id)
@@ -206,11 +212,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
-                # A peer that does not read must not keep the bytes and its place for good.
+                # A peer that does not read must not keep the bytes and its place without a time
+                # limit.
                 asyncio.get_running_loop().call_later(READER_PATIENCE, self._transport.abort)
 
     def attempt(self, message: Message, method: Callable[[Connection, Message], None]) -> None:
-        """Have ``method`` handle a request, and answer whatever it raises.
+        """Let ``method`` handle a request; if it raises an error, answer with this error.
 
         Every request of a client, even one that waited, comes through here.
         """
@@ -234,11 +241,11 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def speaks_for(self, session: LiveSession | None) -> None:
-        """Note that the peer is now the agent of this session; None: of none any more."""
+        """Note for which session the peer speaks from now on; None for no session."""
         self.session = session
 
     def hold_early(self, session: LiveSession | None) -> None:
-        """Note that a message waits for ``launched`` of this session; None: it waits no longer."""
+        """Note for ``launched`` of which session a message waits; None if it no longer waits."""
         self.early = session
         self.account.early += 1 if session is not None else -1
 
@@ -255,7 +262,7 @@ class Connection(asyncio.BufferedProtocol):
         self._read_state = "answering"
 
     def end_read(self, cost: float) -> None:
-        """Note that the read was answered, at this cost elsewhere: the next may come."""
+        """Note that the read has its answer, which cost ``cost`` points elsewhere; go on."""
         self.account.reads.pay(cost, asyncio.get_running_loop().time())
         if self._read_state == "answering":
             self._read_state = ""
@@ -334,7 +341,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         self._ended = True
         self._go_on()
-        return True  # this side closes it, when all requests are handled
+        return True  # this side closes the connection when all requests are handled
 
     def pause_writing(self) -> None:
         if self._choked is None:
@@ -393,7 +400,7 @@ class Connection(asyncio.BufferedProtocol):
         return True
 
     def _blocked(self) -> bool:
-        """Return whether the next request is a read that must wait for another one."""
+        """Return whether the next request is a read that must wait for another read."""
         return self._next is not None and bool(self._read_state)
 
     def _look_at_reading(self) -> None:
@@ -409,7 +416,7 @@ class Connection(asyncio.BufferedProtocol):
         self._reading = wanted
 
     def _may_read_on(self) -> bool:
-        """Return whether to read the rest of a long request now, not after others of its user."""
+        """Return whether to read the rest of a long request now, or after others of its user."""
         whole = self._has_line()
         if self.accepted:
             (self._end_long if whole else self._begin_long)()
@@ -472,7 +479,8 @@ class Connection(asyncio.BufferedProtocol):
     def _decode_line(self) -> tuple[Message, int] | float:
         """Return the next request, which stays in the buffer, and its size there.
 
-        Without a request, return the price: of an invalid line, which is gone then, or 0.0.
+        Without a valid request, return a price instead: that of an invalid line, which is removed,
+        or 0.0 if there is no line.
         """
         end = self._buffer.find(b"\n", self._scanned)
         if end < 0:
@@ -487,7 +495,7 @@ class Connection(asyncio.BufferedProtocol):
             return BAD_PRICE + end / BYTES_PER_POINT
 
     def _drop_line(self, size: int) -> None:
-        """Take the first line, of this many bytes, from the buffer."""
+        """Remove the first line, which has ``size`` bytes, from the buffer."""
         del self._buffer[:size]
         self.account.buffered -= size
         self._scanned = 0
@@ -542,7 +550,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def _unread(descriptor: int) -> int:
-    """Return the memory of what a socket has sent and its peer has not received; 0 if unknown."""
+    """Return the memory of data that a socket has sent and its peer has not read; 0 if unknown."""
     try:
         size = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
     except OSError:

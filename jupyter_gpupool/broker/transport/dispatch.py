@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which request the broker handles next: deficit round robin between users, in short turns.
+"""Chooses the request to handle next: deficit round robin between users, in short turns.
 
-A user's connections share that user's place. A turn of the event loop handles requests for a
-quarter of a millisecond, of any user; then the loop reads, accepts and runs its timers. A
-request over its user's budget waits here. The broker reads nothing more from its connection
-meanwhile, so a flood waits in its sender.
+All connections of a user share one place in the round. A turn of the event loop handles requests of
+any user for a quarter of a millisecond. Then the loop reads, accepts and runs its timers. A request
+that exceeds its user's budget waits here. Meanwhile the broker reads nothing more from that
+request's connection, so a flood of requests waits in its sender.
 
-Prices are in points; a point is about 50 microseconds of the event loop. A request costs
-its price, or the loop's real time if that is more. Each user id has one budget: more
-connections or processes do not add to it.
+Prices are in points. A point is about 50 microseconds of the event loop. A request costs its price,
+or the loop's real time if that is more. Each user id has one budget: more connections or processes
+do not add to it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .auth import User
 #: several turns for a connection and an answer, so a turn is short.
 TURN, QUANTUM = 5.0, 2.5
 
-#: Requests between two collections of young garbage. Python counts new objects less freed ones, so
-#: where each new record replaces an old one it looks rarely, and then at all new objects at once:
-#: for 4 ms of the event loop, in the middle of a request.
+#: Requests between two collections of young garbage. Python counts new objects minus freed objects.
+#: If each new record replaces an old one, Python therefore looks rarely, and then at all new
+#: objects at once. That takes 4 ms of the event loop, in the middle of a request.
 COLLECT = 16
 
-#: Most points that a long request can take from later turns.
+#: The most points that a long request can take from later turns.
 MAX_OWED = 100.0
 
 #: Seconds that a read waits for its user's budget before it is refused.
@@ -43,7 +43,7 @@ PATIENCE = 2.0
 #: Seconds between two checks of a budget.
 LOOK = 0.01
 
-#: Bytes of answers that all connections together, and those of one user, may leave unread.
+#: The most bytes of answers that all connections together, and those of one user, may leave unread.
 MAX_UNREAD, USER_UNREAD = 32 << 20, 8 << 20
 
 
@@ -104,7 +104,7 @@ class Dispatcher:
         self._owed = 0.0
         #: Requests since the last collection of garbage.
         self._served = 0
-        #: Reads that waited for their user's budget, and those that it refused.
+        #: The number of reads that waited for their user's budget, and of those that were refused.
         self.delayed = 0
         self.busy = 0
 
@@ -154,12 +154,12 @@ class Dispatcher:
             self._turn_handle = self._loop.call_soon(self._turn)
 
     def wait_act(self, connection: Requester) -> None:
-        """Let a connection wait: its next act is over its user's budget."""
+        """Let a connection wait, because its next act exceeds its user's budget."""
         connection.account.waiting_acts.append(connection)
         self._arm(connection.account)
 
     def wait_read(self, connection: Requester) -> None:
-        """Let a read wait that is over its user's budget."""
+        """Let a read wait that exceeds its user's budget."""
         self.delayed += 1
         connection.account.waiting_reads.append((connection, self._loop.time() + PATIENCE))
         self._arm(connection.account)
@@ -185,8 +185,8 @@ class Dispatcher:
 
     def _turn(self) -> None:
         self._turn_handle = None
-        # After an expensive request the loop serves all other connections a few times before the
-        # next request.
+        # After an expensive request, the loop serves all other connections for a few turns before
+        # it handles the next request.
         left = TURN - self._owed
         try:
             while self._active and left > 0:
@@ -227,7 +227,8 @@ class Dispatcher:
 
     def _serve(self, account: UserAccount, connection: Requester) -> float:
         """Handle one request; return its cost."""
-        # The processor's time, not the clock's: the user does not pay for other processes.
+        # This is the processor's time, not the clock's, so the user does not pay for other
+        # processes.
         before = time.thread_time()
         self._served += 1
         price, read = connection.step(self._loop.time())
@@ -351,17 +352,17 @@ BYTES_PER_POINT = 16 << 10
 #: Points for one user's acts, per second and in one burst: half of the event loop.
 ACTS = 10_000.0, 20_000.0
 
-#: The same for reads: a fifth.
+#: The same for reads: a fifth of the event loop.
 READS = 4_000.0, 8_000.0
 
-#: Long requests of one user that are read at the same time.
+#: The most long requests of one user that are read at the same time.
 MAX_LONG = 4
 
-#: Connections of one user, per second and in one burst.
+#: New connections of one user, per second and in one burst.
 CONNECTS = 500.0, 1_000.0
 
-#: A connection closed for abuse costs as many connections as this: a user who connects again at
-#: once has to wait.
+#: A connection closed for abuse costs as much as this many new connections, so that a user who
+#: connects again at once has to wait.
 ABUSE_PRICE = 25.0
 
 

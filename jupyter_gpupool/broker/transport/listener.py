@@ -37,18 +37,19 @@ def is_machine_wide(path: Path) -> bool:
 
 
 class Claim:
-    """The right to listen at ``path``, held from construction to :meth:`close`.
+    """The right to listen at ``path``, from construction to :meth:`close`.
 
     Parameters
     ----------
     given:
-        A socket that a service manager has bound to ``path``. It outlives this process: clients
-        that connect while no broker runs wait for the next one, instead of being refused.
+        A socket that a service manager has bound to ``path``. The socket outlives this process:
+        clients that connect while no broker runs wait for the next broker, and are not refused.
 
     Raises
     ------
     BrokerUnavailable
-        Code ``bad-socket`` if the path cannot be trusted, ``already-running`` if a broker has it.
+        Code ``bad-socket`` if the path cannot be trusted, ``already-running`` if a broker listens
+        there.
     """
 
     def __init__(self, path: Path, given: socket.socket | None = None) -> None:
@@ -86,7 +87,7 @@ class Claim:
         return listening
 
     def is_lost(self) -> bool:
-        """Return whether the socket's or the lock's file is not ours any more."""
+        """Return whether the socket's or the lock's file no longer belongs to this broker."""
         if not _is_at(self._lock, self._lock_path):
             return True
         try:
@@ -98,7 +99,7 @@ class Claim:
     def restore(self) -> socket.socket | None:
         """Claim the path again; return a new listening socket if the old one is gone.
 
-        The new one is this broker's own, even if a service manager had bound the old one.
+        The new socket is this broker's own, even if a service manager had bound the old socket.
 
         Raises
         ------
@@ -118,10 +119,10 @@ class Claim:
         return self.bind()
 
     def close(self) -> None:
-        """Remove the socket's file, if it still is ours, and release the lock.
+        """Remove the socket's file, if it still is this broker's, and release the lock.
 
-        The machine's stays: without it, a kernel that starts before the next broker would start a
-        broker of its user.
+        The file of the machine's broker stays. Without it, a kernel that starts before the next
+        broker would start a broker of its user.
         """
         try:
             found = os.lstat(self.path)
@@ -129,7 +130,7 @@ class Claim:
             if mine and (found.st_dev, found.st_ino) == self._bound:
                 self.path.unlink()
         except OSError:
-            pass  # another process removed it before us
+            pass  # another process removed it before this broker did
         self._drop_given()
         self._give_up_lock()
 
@@ -139,14 +140,15 @@ class Claim:
         self._note_bound()
         # The broker, not the service manager, decides who may connect.
         self.path.chmod(0o666 if self.machine_wide else 0o600)
-        listening = given.dup()  # the Door closes it, and the given one stays for the next broker
+        # The Door closes this copy, and the given socket stays for the next broker.
+        listening = given.dup()
         listening.setblocking(False)
         listening.listen(BACKLOG)
         return listening
 
     def _drop_given(self) -> None:
         if self._given is not None:
-            self._given.close()  # the service manager has another descriptor of it
+            self._given.close()  # the service manager has another descriptor of this socket
             self._given = None
 
     def _note_bound(self) -> None:
@@ -202,14 +204,15 @@ class Claim:
                 ) from None
             if _is_at(lock, name):
                 break
-            # The holder ended and removed its lock between our two calls; a new one may exist.
+            # The holder ended and removed its lock's file between the two calls. A new file may
+            # exist.
             os.close(lock)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n{local_machine.pid_namespace()}\n".encode(), 0)
         return lock
 
     def _give_up_lock(self) -> None:
-        """Remove the lock's file, then release it; a process that opened it tries again."""
+        """Remove the lock's file, then release the lock; a process that has it open tries again."""
         if _is_at(self._lock, self._lock_path):
             with suppress(OSError):
                 self._lock_path.unlink()
@@ -226,20 +229,23 @@ class Claim:
             raise self._refuse(f"is already there and is {kind}")
         if found.st_uid != os.geteuid():
             raise self._refuse(f"is already there and belongs to user id {found.st_uid}")
-        # We have the lock, but the lock's file of a running broker may have been deleted.
+        # This broker has the lock. But somebody may have deleted the lock's file of a running
+        # broker.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             try:
                 probe.connect(str(self.path))
             except OSError as error:
                 if error.errno != errno.EAGAIN:  # EAGAIN: a broker listens, and its queue is full
-                    # No broker listens at this file. A socket that systemd gave us has no file any
-                    # more.
+                    # No broker listens at this file. A socket that systemd gave to this broker no
+                    # longer has a file.
                     self._drop_given()
                     self.path.unlink()
                     return
         if self._given is not None:
-            return  # the service manager's socket answered: we have the lock, so it is ours
+            # The service manager's socket has answered. This broker has the lock, so the socket is
+            # its own.
+            return
         raise self._refuse("is in use by another program", Code.ALREADY_RUNNING)
 
 
@@ -251,19 +257,19 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-#: Connections accepted in one turn of the event loop.
+#: The most connections that are accepted in one turn of the event loop.
 ACCEPTS = 32
 
-#: Connections of one user that may wait here for the budget; more are refused.
+#: The most connections of one user that may wait here for the budget. Further ones are refused.
 LOBBY = 128
 
-#: Seconds without accepting when no descriptors are left.
+#: Seconds without accepting connections when no descriptors are left.
 PAUSE = 0.2
 
-#: Seconds between two log records about that.
+#: Seconds between two log records about a lack of descriptors.
 COMPLAIN = 60.0
 
-#: Descriptors kept for other uses than connections.
+#: Descriptors that are kept for other uses than connections.
 RESERVED = 64
 
 
@@ -276,12 +282,12 @@ def connection_limit() -> int:
 class Door:
     """Accepts connections until :meth:`close`: a few in each turn of the loop, by user.
 
-    asyncio's own server accepts as many connections at once as its backlog is long, before
-    anything else runs, and makes a transport for each. A user who keeps connecting and
-    leaving would keep the loop busy with that. Here a connection over its user's budget waits as
-    a bare socket.
+    asyncio's own server accepts all connections in its backlog at once, before anything else runs,
+    and makes a transport for each. A user who connects and leaves all the time would keep the loop
+    busy. Here, a connection that exceeds its user's budget waits as a bare socket.
 
-    ``make`` returns the protocol of a new connection; ``user``: whose own socket this is.
+    ``make`` returns the protocol of a new connection. ``user`` names the owner of a user's own
+    socket.
     """
 
     def __init__(
@@ -360,7 +366,7 @@ class Door:
         account, waiting = self._dispatcher.account(uid), self._lobby.get(uid)
         left = account.connects.left(self._loop.time())
         if left < account.connects.size / 2 and _hung_up(accepted):
-            accepted.close()  # its user does that often
+            accepted.close()  # connections of its user often end like this
         elif waiting is None and left >= 1:
             self._serve(accepted, uid)
         elif waiting is None or len(waiting) < LOBBY:
@@ -408,7 +414,7 @@ class Door:
 
 
 def _hung_up(accepted: socket.socket) -> bool:
-    """Return whether the peer has closed the connection: nothing would read an answer."""
+    """Return whether the peer has closed the connection, so that nothing would read an answer."""
     poll = select.poll()
     poll.register(accepted, 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))

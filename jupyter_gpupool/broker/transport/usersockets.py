@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """One socket for each user whose kernels run in containers: a process that reaches it is that user.
 
-A user id in a container names nobody, so the name comes from the mount: root (or Docker, or the
+A user id in a container names nobody, so the name comes from the mount. Root (or Docker, or the
 kubelet) makes a folder ``users/NAME`` beside the machine's socket, and starts the container with
-that folder mounted in place of the machine's. This module finds the folder and serves a socket
-there. No other user of the machine may enter ``users``.
+this folder mounted in place of the folder of the machine's socket. This module finds the folder and
+serves a socket there. No other user of the machine may enter ``users``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .listener import BACKLOG, Door
 #: Seconds between two looks for folders that came or went.
 LOOK = 0.5
 
-#: Names of folders; others are not served, and hidden ones are the broker's own.
+#: The allowed names of users' folders. Hidden folders are the broker's own.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._@+-]{0,63}")
 
-#: In the folder of users: the files that all containers get.
+#: The name, in the folder of users, of the files that all containers get.
 _MADE = ".inside"
 
 
@@ -40,7 +40,8 @@ _MADE = ".inside"
 class _Served:
     """What accepts the connections of a user, and the file of its socket.
 
-    ``folder`` is open as long as this counts: no other folder gets its inode.
+    ``folder`` is a descriptor that stays open while the socket is served, so that no other folder
+    gets the same inode.
     """
 
     door: Door
@@ -49,16 +50,17 @@ class _Served:
 
 
 class UserSockets:
-    """Serves every folder of a user below ``folder``, which is made if need be.
+    """Serves every folder of a user below ``folder``, which is made if necessary.
 
     Parameters
     ----------
     name:
         The name of the socket in each folder.
     content:
-        The files that a container needs besides.
+        The other files that a container needs.
     mounts:
-        Names of folders that must be there so that more of the machine can be mounted.
+        Names of folders that must exist in a user's folder, so that other folders of the machine
+        can be mounted there.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class UserSockets:
         self._mounts = mounts
         self._log = log
         self._served: dict[str, _Served] = {}
-        #: Open folders whose socket was removed; a new one of that name is served again.
+        #: Descriptors of folders whose socket was removed. A new folder of the same name is served
+        #: again.
         self._revoked: dict[str, int] = {}
-        #: Folders that cannot be served, and why: each is logged once.
+        #: Folders that cannot be served, and why. Each of them is logged once.
         self._refused: dict[str, str] = {}
 
     def prepare(self) -> None:
@@ -92,7 +95,7 @@ class UserSockets:
             If that is not possible.
         """
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._folder.chmod(0o700)  # an account that could enter it could be every user
+        self._folder.chmod(0o700)  # an account that can enter this folder can act as every user
 
     async def run(self) -> None:
         """Look for folders until cancelled."""
@@ -151,7 +154,7 @@ class UserSockets:
         path = folder / self._name
         try:
             check_path(path)
-            folder.chmod(0o755)  # a container's users are others
+            folder.chmod(0o755)  # a container's users are others in the sense of the mode
             for mount in self._mounts:
                 (folder / mount).mkdir(exist_ok=True)
             await asyncio.to_thread(self._content.link, self._folder / _MADE, folder / NAME)
@@ -174,7 +177,7 @@ class UserSockets:
         return ""
 
     def _revoke(self, name: str) -> None:
-        """A folder or its socket was removed: its user may not go on."""
+        """Stop serving a user whose folder or socket was removed."""
         served = self._served.pop(name)
         served.door.close()
         # A removal of the whole folder may begin with the socket.
@@ -185,7 +188,7 @@ class UserSockets:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return which file is at ``path``; (0, 0) if none is."""
+    """Return which file is at ``path``; (0, 0) if there is none."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -194,7 +197,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _problem(folder: Path) -> str:
-    """Return why a folder cannot be one of a user, or ""."""
+    """Return why a folder cannot be a user's folder, or ""."""
     if not _NAME.fullmatch(folder.name):
         return "has a name that no user can have here: letters, digits and ._@+- only, at most 64"
     found = os.lstat(folder)
@@ -206,7 +209,7 @@ def _problem(folder: Path) -> str:
 
 
 def _bind(path: Path) -> socket.socket:
-    """Return a listening socket at ``path``, in the place of one that an earlier broker left."""
+    """Return a listening socket at ``path``; it replaces one that an earlier broker left."""
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
@@ -220,9 +223,10 @@ def _bind(path: Path) -> socket.socket:
 
 
 def _let_all_connect(path: Path) -> None:
-    """Set the mode of a socket. If the folder is writable for a container, this may be a link now.
+    """Let all users connect to a socket, by its mode.
 
-    Not by the umask, which is that of other threads too.
+    If a container may write in the folder, there may be a link in place of the socket by now. This
+    does not use the umask, because it is also that of other threads.
     """
     found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """NVIDIA's GPUs: NVML, and the driver's checkpoint calls, each in child processes.
 
-``service`` is the entry; it imports the others, and none of them imports it. No module here imports
-``pynvml`` or ``cuda`` at its top: only child processes load a vendor library. If the library hangs
-or crashes, only a replaceable child is lost.
+``service`` is the entry module: it imports the other modules, and none of them imports it. No
+module here imports ``pynvml`` or ``cuda`` at its top: only child processes load a vendor library.
+If the library hangs or crashes, only a replaceable child is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["inspect", "interpreter", "open_devices"]
 
 
 def open_devices(options: DeviceOptions) -> Devices:
-    """Return this machine's NVIDIA GPUs, before any search for them.
+    """Return the object for this machine's NVIDIA GPUs; it has not searched for them yet.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def open_devices(options: DeviceOptions) -> Devices:
 def inspect(python: str, *, driver: bool) -> list[Finding]:
     """Return the doctor's findings on this machine, without starting the driver.
 
-    ``python`` is ``c.GPUPool.device_python``; ``driver``: include the kernel driver.
+    ``python`` is ``c.GPUPool.device_python``; ``driver`` says whether to check the kernel driver.
     """
     from .driver import device_python, loaded_driver, persistence_mode
 

@@ -3,8 +3,8 @@
 """Driver calls on the processes of one session, through a worker that may die at any time.
 
 The service replaces a worker that dies or hangs in a call, and reads the driver's state to learn
-the result: the driver completes a checkpoint whose caller died, and leaves the process locked after
-a restore whose caller died.
+the result of the call. If the caller of a checkpoint dies, the driver completes the checkpoint. If
+the caller of a restore dies, the driver leaves the process locked.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PATIENCE = 10.0
 #: Bytes per second below which a copy counts as hung; half of the slowest copy seen in the field.
 SLOWEST_COPY = 0.5e9
 
-#: A slow copy counts as making progress if, within the time for the whole copy, the process's host
-#: memory (in all, or its shared part) goes above its highest or below its lowest value so far by at
-#: least these bytes.
+#: A slow copy makes progress if the process's host memory (in all, or its shared part) rises above
+#: its highest value so far, or falls below its lowest, by at least this many bytes. It must do so
+#: within the time for the whole copy.
 PROGRESS = 16 << 20
 
-#: the states before and after a successful call.
+#: The states before and after a successful call.
 _STATES = {
     "lock": ("running", "locked"),
     "checkpoint": ("locked", "checkpointed"),
@@ -102,7 +102,7 @@ class SessionCalls:
         self.lock_timeout = lock_timeout
         self._call_timeout = call_timeout
         self._copy_timeout = call_timeout
-        #: Seconds that :meth:`probe` waits; a copy may have to end first if a broker died.
+        #: Seconds that :meth:`probe` waits. If a broker died, a copy may have to end first.
         self._patience = call_timeout
         #: Sum of the measured times of the driver calls so far.
         self.driver_seconds = 0.0
@@ -148,7 +148,7 @@ class SessionCalls:
     async def members(self, *, again: bool = False) -> list[ProcessId]:
         """Return the processes that may have a CUDA context, children first.
 
-        ``again``: this operation has called this method before.
+        ``again`` says whether this operation has called this method before.
         """
         if self._alone:
             self.pids.add(self._root.pid)
@@ -187,9 +187,9 @@ class SessionCalls:
     async def look(self, known: Sequence[ProcessId] = ()) -> dict[ProcessId, str]:
         """Return the result of :meth:`probe` for each process of :meth:`members`, in that order.
 
-        While all of ``known`` are suspended, it returns only these. One message to the worker
-        covers all processes. If the worker dies or hangs on that message, one message for each
-        process finds the process that does not answer.
+        If all of ``known`` are suspended, it returns only these. One message to the worker covers
+        all processes. If the worker dies or hangs on that message, this method sends one message
+        for each process, to find the process that does not answer.
         """
         patience = min(self._patience, self._call_timeout)
         try:
@@ -241,8 +241,8 @@ class SessionCalls:
             raise Refused("drain", answer.message)
         if answer.outcome == "refused" and context:
             raise self.refusal(process, answer)
-        # Without a context "running" only means that cuInit may have been called. Assuming a
-        # call is safe: the session then stays on the devices that it sees.
+        # Without a context, "running" only means that the process may have called cuInit. It is
+        # safe to assume that it has: then the session stays on the devices that it sees.
         if answer.outcome == "ok":
             self.cuda = True
         elif answer.code != checkpoint.NOT_INITIALIZED:

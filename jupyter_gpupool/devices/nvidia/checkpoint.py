@@ -3,8 +3,8 @@
 """Suspend and resume of one process: a thin typed layer on ``cuda.core.checkpoint``.
 
 Runs in a worker child. cuda.core's failures differ only in their text; only this module turns the
-text into a code. Each call first checks, by the start time, that the number still names the same
-process, and that this process is not stopped: every call on a stopped process hangs.
+text into a code. Each call first checks, by the start time, that the pid still names the same
+process. It also checks that this process is not stopped: every call on a stopped process hangs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ...errors import DriverError
 from ...procfs import ProcessId
 from . import interpreter
 
-#: The codes mean, in this order: success; the process has ended (or its number names another
-#: process); it is stopped; the driver refused; not even its state could be read (set by the
-#: parent).
+#: The codes mean, in this order: success; the process has ended (or its pid names another process);
+#: the process is stopped; the driver refused; not even the state of the process could be read (only
+#: the parent sets this code).
 Outcome = Literal["ok", "gone", "stopped", "refused", "hung"]
 
 NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
@@ -30,7 +30,7 @@ NOT_READY = "CUDA_ERROR_NOT_READY"
 NOT_INITIALIZED = "CUDA_ERROR_NOT_INITIALIZED"
 INVALID_VALUE = "CUDA_ERROR_INVALID_VALUE"
 
-#: Refusals for live processes.
+#: Refusals that do not mean that the process is dying.
 _PLAIN = {NOT_SUPPORTED, NOT_READY}
 
 _CODE = re.compile(r"\bCUDA_ERROR_[A-Z0-9_]+")
@@ -74,7 +74,7 @@ def initialise() -> str:
     """Call cuInit, without making a context; return the CUDA version of the driver.
 
     A restore needs persistence mode or a caller that has called cuInit. It needs no context, so
-    this makes none: a context takes device memory as long as it exists.
+    this function makes none: a context takes device memory as long as it exists.
 
     Raises
     ------
@@ -111,7 +111,8 @@ def initialise() -> str:
 def _ends(process: ProcessId, tries: int) -> bool:
     """Return whether a call failed because its process is dying.
 
-    The driver may notice that before Linux does: its thread in the process ends before the process.
+    The driver may notice the end before Linux does: the driver's thread in the process ends before
+    the process.
     """
     for turn in range(tries):
         if turn:
@@ -162,7 +163,7 @@ def thread(process: ProcessId) -> DriverAnswer:
 
 
 def lock(process: ProcessId, drain: float) -> DriverAnswer:
-    """Block new CUDA calls and wait ``drain`` seconds for submitted work (NOT_READY if late)."""
+    """Block new CUDA calls; wait ``drain`` seconds for submitted work (then NOT_READY)."""
     milliseconds = max(1, round(drain * 1000))  # 0 would mean no time limit
     return _call(process, lambda target: target.lock(milliseconds))
 
@@ -173,10 +174,10 @@ def checkpoint(process: ProcessId) -> DriverAnswer:
 
 
 def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> DriverAnswer:
-    """Bring a checkpointed process back, locked. Too little memory on the device is fatal to it.
+    """Restore a checkpointed process; it stays locked. Too little device memory is fatal to it.
 
-    ``mapping`` maps the UUID (as NVML shows it) of *every* GPU of the machine to that of the GPU
-    that replaces it; None: each GPU stays.
+    ``mapping`` maps the UUID (as NVML shows it) of *every* GPU of the machine to the UUID of the
+    GPU that replaces it. None means that each GPU stays.
     """
     pairs = None
     if mapping is not None:
@@ -205,7 +206,7 @@ def complete_mapping(
     Raises
     ------
     ValueError
-        If the two do not match or name a device twice.
+        If the two lists do not match, or one of them names a device twice.
     """
     if len(origin) != len(target) or len({*origin}) != len(origin) or len({*target}) != len(target):
         raise ValueError(f"{origin} cannot be mapped onto {target} one to one.")

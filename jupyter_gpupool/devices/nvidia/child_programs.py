@@ -3,8 +3,8 @@
 """Programs of the child processes: ``child.py ...devices.nvidia.child_programs NAME ...``.
 
 =============================  ====================================================================
-``monitor PARENT``             all questions to NVML; one for the broker
-``worker PARENT``              the driver's checkpoint calls; one for each device
+``monitor PARENT``             all calls to NVML; the broker has one monitor
+``worker PARENT``              the driver's checkpoint calls; each device has one worker
 ``selftest PARENT UUID``       a few MiB of known bytes, which the self-test suspends and resumes
 ``packages``                   prints which of NVIDIA's packages this interpreter has, and ends
 =============================  ====================================================================
@@ -38,13 +38,14 @@ from . import members
 
 Handler = Callable[..., Mapping[str, Any]]
 
-#: The niceness of the program that samples.
+#: The niceness of the monitor, which takes the samples.
 NICE = 5
 
 #: Bytes of the self-test's pattern: more than one 2 MiB page of device memory.
 SIZE = 4 << 20
 
-#: A piece of the pattern has its number, then random bytes, which all pieces share.
+#: Each piece of the pattern begins with its own number. The random bytes after that are the same in
+#: all pieces.
 _NOISE, _NUMBER = 1 << 16, 4
 
 _PR_SET_PDEATHSIG = 1
@@ -52,13 +53,14 @@ _PR_SET_PDEATHSIG = 1
 _write_lock = threading.Lock()
 
 
-# ---------------------------------------------------------------------- what all have in common
+# ---------------------------------------------------------------------- for all programs
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, even during a driver call.
+    """Ask Linux to kill this process when its parent dies, even during a driver call.
 
-    The end of stdin also shows that, but a process that hangs in a driver call does not read.
+    The end of stdin also shows the parent's death, but a process that hangs in a driver call does
+    not read stdin.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before the line above
@@ -87,7 +89,7 @@ def claim_stdout() -> int:
 
 
 def emit(out: int, message: Mapping[str, Any]) -> None:
-    """Write one whole line, from any thread. This process ends if its parent has ended."""
+    """Write one whole line, from any thread. If the parent has ended, this process ends, too."""
     line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
     try:
         with _write_lock:
@@ -116,7 +118,7 @@ def serve(out: int, handlers: Mapping[str, Handler]) -> None:
 
 
 def monitor(out: int) -> dict[str, Handler]:
-    """Start NVML. A thread waits for Xid errors, and sends an event for each."""
+    """Start NVML. After ``watch``, a thread waits for Xid errors and sends an event for each."""
     from .nvml import Nvml
 
     be_nice()
@@ -177,7 +179,7 @@ def worker(_out: int) -> dict[str, Handler]:
         """Return the result of ``find``, with the driver's thread and state of each process.
 
         ``known`` are processes that were suspended. If all of them are still suspended, no other
-        process of the session can have state, and this does not read /proc.
+        process of the session can have state, so this function does not read /proc.
         """
         top = procfs.presence(ProcessId(**root))
         suspended = [
@@ -221,8 +223,8 @@ class ProcessFinder:
     def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
         """Return the processes of a session, see :func:`members.session_members`.
 
-        ``again``: look for new processes within one operation. If the machine has no
-        new process, only those found before are read again.
+        ``again`` says that the same operation has looked before. If the machine has no new process
+        since then, only the processes found before are read again.
         """
         top = ProcessId(**root)
         about = (top, session, procfs.all_pids())
@@ -260,7 +262,7 @@ class Pattern:
         device = self._call(driver.cuDeviceGet, 0)
         self._call(driver.cuCtxSetCurrent, self._call(driver.cuDevicePrimaryCtxRetain, device))
         self._memory = self._call(driver.cuMemAlloc, SIZE)
-        # The buffers stay: touching new pages for each check takes longer than the copies.
+        # Keep the buffers: touching new pages for each check takes longer than the copies.
         self._pattern, self._found = bytearray(SIZE), bytearray(SIZE)
         for place in range(0, SIZE, _NOISE):
             self._pattern[place : place + _NUMBER] = (place // _NOISE).to_bytes(_NUMBER, "big")

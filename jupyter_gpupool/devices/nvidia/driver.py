@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVIDIA's driver: its possible abilities by version, and its problems, in sentences.
+"""NVIDIA's driver: the abilities that a version can have, and sentences for its problems.
 
 A version only rules abilities *out* here. The self-test decides what a device can really do.
 """
@@ -57,8 +57,8 @@ def kill_hazard(module: Path = MODULE) -> str:
     """Return why a resumed process must be suspended again before a kill on the loaded driver.
 
     "" if the driver has no such known problem. On the open kernel module 595.71.05, killing a
-    restored process has hung the whole machine (NVIDIA/cuda-checkpoint, issue 53); to suspend it
-    again before the kill avoids that.
+    restored process has hung the whole machine (NVIDIA/cuda-checkpoint, issue 53). If the process
+    is suspended again before the kill, the machine does not hang.
     """
     try:
         text = module.read_text(errors="replace")
@@ -146,7 +146,7 @@ def loaded_driver(version_file: Path = MODULE) -> Finding:
 
 
 def persistence_mode() -> list[Finding]:
-    """Check the mode without which the driver unloads between uses, so that a restore can fail."""
+    """Check persistence mode. Without it the driver unloads when unused, and restores can fail."""
     import shutil
     import subprocess
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Derive a device's tier from self-tests: with the guard, else without it, and the reason."""
+"""Derive a device's tier, and the reason, from self-tests: first with the guard, else without."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .operations import Operation
 from .sampler import Sampler
 from .selftest import Abilities, Frame, Stage
 
-#: Makes an operation on the given process and session.
+#: Makes an operation on a process of a session.
 Operations = Callable[[ProcessId, str], Operation]
 
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Results of one device's tests; ``unguarded`` says why the guard does not work there."""
+    """Results of one device's tests; ``unguarded`` says why the guard does not work on it."""
 
     verdict: Abilities
     unguarded: str = ""
@@ -132,7 +132,8 @@ class Examiner:
             can_migrate=known.can_migrate,
             tier_reason=reason,
             context_bytes=known.context_bytes,
-            # Measured without sessions; memory in use now may be theirs.
+            # The earlier value was measured without sessions. Memory that is in use now may belong
+            # to sessions.
             memory_reserved=max(device.memory_reserved, known.memory_reserved),
         )
 
@@ -146,12 +147,12 @@ class Examiner:
 
 
 def sentences(*texts: str) -> str:
-    """Join texts that may lack their full stop, each once."""
+    """Join texts as sentences: add missing full stops, and leave out repeated texts."""
     ended = (text if text.endswith((".", "?")) else f"{text}." for text in texts if text)
     return " ".join(dict.fromkeys(ended))
 
 
 def _unusable(error: Exception) -> str:
-    # Without the next step: this text goes into status and logs; the doctor shows that.
+    # Leave out the next step: this text goes into status and logs. The doctor shows the next step.
     text = error.message if isinstance(error, GPUPoolError) else str(error)
     return f"The guard cannot be used. {text}"

@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The self-test under the guard: a page, the guard's links, and answers to the guard's questions.
 
-The test program gets the same as a session from the broker. In addition to the plain self-test,
-the guard must let calls through while the gate is open, refuse an allocation beyond the grant as
-the driver would, and hold a call at a closed gate, also during a suspend and resume.
+The test program gets all that a session gets from the broker. In addition to the plain self-test,
+the guard must let calls through while the gate is open, and must refuse an allocation beyond the
+grant as the driver would. It must also hold a call at a closed gate, even during a suspend and
+resume.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class GuardFrame(selftest.Frame):
     """One test program's session. Made by :func:`guard_frame`."""
 
     def __init__(self, folder: Path, uuid: str, index: int, base: Mapping[str, str]) -> None:
-        # Unique: several tests run at once, and each must find only its own process.
+        # The name is unique: several tests run at once, and each must find only its own process.
         self.session = f"{selftest.SESSION}-{secrets.token_hex(8)}"
         self.page = Page.create(folder / "page", self.session, os.geteuid())
         self._index = index
@@ -74,7 +75,7 @@ class GuardFrame(selftest.Frame):
         return f"The guard did not pass its self-test on GPU {self._index}: {problem}"
 
     async def begun(self, target: Child) -> str:
-        """Return "" if the program, which has its memory now, allocated it through the guard."""
+        """Return "" if the program allocated its memory through the guard, else the problem."""
         before = self.page.read()
         if before.gate != page.OPEN or not any(slot.pid == target.pid for slot in before.slots):
             return "its calls did not go through the guard"
@@ -100,18 +101,19 @@ class GuardFrame(selftest.Frame):
         return ""
 
     async def check(self, target: Child, device: str) -> bool:
-        """Open the gate, now on ``device``; return whether the held call's result is right."""
+        """Open the gate on ``device``; return whether the result of the held call is right."""
         if self._held is None:
             return await super().check(target, device)
         held, self._held = self._held, None
         if held.done():
-            # Even with the right bytes, it read them while its state was off the device.
+            # Even if the bytes are right, the call read them while the program's state was not on
+            # the device.
             raise GPUPoolError(self.failed("a call went through the closed gate"))
         self._open(device)
         return await held
 
     async def close(self) -> None:
-        """Release everything; the program has ended."""
+        """Release everything, after the program has ended."""
         self._opened.set()
         if self._held is not None:
             self._held.cancel()
@@ -143,7 +145,7 @@ class GuardFrame(selftest.Frame):
         return await asyncio.start_unix_server(self._connected, str(self._socket))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one question of the guard, as the broker would."""
+        """Answer one request of the guard, as the broker would."""
         task = asyncio.current_task()
         assert task is not None
         self._answering.add(task)
@@ -191,7 +193,7 @@ async def guard_frame(uuid: str, index: int, base: Mapping[str, str]) -> AsyncIt
 
 
 def _folder() -> Path:
-    """Return a new folder with room for a page: a full one is no fault of the guard.
+    """Return a new folder with room for a page: a full file system is not a fault of the guard.
 
     Raises
     ------
@@ -220,8 +222,8 @@ def _folder() -> Path:
 
 def _places() -> Iterator[Path]:
     yield _SHM
-    # Only now: this raises where no folder for temporary files may be written, as under a service
-    # manager that protects the file system.
+    # Ask only now: gettempdir() raises if no folder for temporary files is writable, for example
+    # under a service manager that protects the file system.
     yield Path(tempfile.gettempdir())
 
 

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Choose the Python for the child processes: one whose environment has NVIDIA's packages.
 
-Frameworks pin other versions of these packages (PyTorch 2.10 pins cuda-bindings 12.9.4), so they
-may be in an environment of their own, and the broker's needs none of them.
+Frameworks pin other versions of these packages (PyTorch 2.10 pins cuda-bindings 12.9.4). So the
+packages may be in an environment of their own, and the broker's environment does not need them.
 """
 
 from __future__ import annotations
@@ -21,33 +21,35 @@ from ...guard.install import without_guard
 from ..child import SCRIPT
 
 #: Allowed versions of each package. cuda.core.checkpoint needs ``CUcheckpointGpuPair``, which
-#: cuda-bindings has had since 13.0.2 and no release 12 has; in 13.3.0 the restore call is broken.
+#: cuda-bindings has since 13.0.2, but in no release 12. In 13.3.0 the restore call is broken.
 RANGES = {
     "cuda-core": ">=1.0",
     "cuda-bindings": ">=13.0.2,!=13.3.0,<14",
     "nvidia-ml-py": ">=12.560",
 }
 
-#: The command that makes an environment for them.
+#: The command that makes an environment with these packages.
 INSTALL = "jupyter gpupool install-devices"
 
 #: Advice for a problem of the interpreter.
 TODO = f"Run: {INSTALL}"
 
-#: The tested versions, for every Python that this package runs on.
+#: The file with the tested versions, for every Python that this package runs on.
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 #: The module whose programs run in child processes.
 PROGRAMS = f"{__package__}.child_programs"
 
-#: In both places: ``<environment>/share/gpupool/devices`` and ``~/.local/share/gpupool/devices``.
+#: The end of both places: ``<environment>/share/gpupool/devices`` and
+#: ``~/.local/share/gpupool/devices``.
 _BELOW = Path("gpupool", "devices")
 
 #: Seconds for an interpreter to report its packages.
 _ASK_TIMEOUT = 60.0
 
-#: Children get none of these, and no guard. The first two would hide devices from them; with the
-#: others they would count as processes of a session from which a user started the broker.
+#: Children do not get these variables, nor a guard. The first two variables would hide devices from
+#: the children. With the others, the children would count as processes of the session from which a
+#: user started the broker.
 _SCRUBBED = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
@@ -69,7 +71,8 @@ class Found:
 def places() -> tuple[Path, Path]:
     """Return the folders in which ``jupyter gpupool install-devices`` makes the environment.
 
-    The first is in this interpreter's environment; the second, in the user's data, is spare.
+    The first is in this interpreter's environment. The second is in the user's data folder, for the
+    case that the first cannot be written.
     """
     data = os.environ.get("XDG_DATA_HOME", "")
     base = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"
@@ -77,7 +80,7 @@ def places() -> tuple[Path, Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether this user or root owns it: root's broker must not run a user's program."""
+    """Return whether this user or root owns ``folder``: root must not run a user's program."""
     try:
         return folder.stat().st_uid in (0, os.geteuid())
     except OSError:
@@ -87,8 +90,8 @@ def _is_ours(folder: Path) -> bool:
 def choose(configured: str = "") -> str:
     """Return the interpreter for child processes.
 
-    In this order: ``configured`` (``c.GPUPool.device_python``), the environment that
-    ``jupyter gpupool install-devices`` has made, this interpreter itself.
+    It is the first of these: ``configured`` (``c.GPUPool.device_python``), the interpreter of the
+    environment that ``jupyter gpupool install-devices`` has made, this interpreter itself.
 
     Raises
     ------
@@ -159,7 +162,7 @@ def ask(python: str, env: Mapping[str, str] | None = None) -> Found:
 
 def versions() -> dict[str, str]:
     """Return the versions that this interpreter would import; "" for a package that is missing."""
-    # Slow to import: a monitor and a self-test do without it.
+    # This import is slow, and a monitor or a self-test does not need it.
     import importlib.metadata
 
     found = {}
@@ -202,7 +205,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def report() -> dict[str, Any]:
-    """Return the packages of this interpreter, in a child process the child's."""
+    """Return the packages of the running interpreter; a child process calls it for its own."""
     import platform
 
     found = versions()

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which GPUs there are, what each can do, and which are left alone for maintenance.
+"""Which GPUs the machine has, what each can do, and which are set aside for maintenance.
 
-The base of :class:`.service.DeviceService`, which adds what sessions need of the devices.
+:class:`.service.DeviceService` is derived from this, and adds the operations on sessions.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from .selftest import Abilities
 from .visibility import DEVICE_FILES, Aside, DeviceRow, Given, holders
 from .workers import Workers
 
-#: Self-tests that run at once: each starts two processes that load the driver.
+#: Most self-tests that run at the same time: each starts two processes that load the driver.
 _SELFTESTS = 4
 
-#: Seconds for one driver call of a self-test, which moves a few MiB. Kernels wait for a broker that
-#: starts, and if the test under the guard hangs, the one without the guard follows.
+#: Seconds for one driver call of a self-test, which moves a few MiB. The time-out is short because
+#: kernels wait while a broker starts, and because a second test, without the guard, follows if the
+#: test under the guard hangs.
 TEST_CALL_TIMEOUT = 15.0
 
 #: Seconds between two checks of the memory left by ended self-tests.
@@ -53,9 +54,9 @@ class Inventory:
         The whole environment for child processes (it chooses the driver library); None: this
         process's own.
     lock_timeout:
-        Seconds for a session's submitted GPU work to finish before a suspend is given up.
+        Seconds that a suspend waits for a session's submitted GPU work before it gives up.
     call_timeout:
-        Seconds for any other driver call, without copying, before its process is killed.
+        Seconds for any other driver call, without copying, before the service kills its worker.
     sample_timeout:
         Seconds for NVML to take one sample.
     guard:
@@ -64,16 +65,17 @@ class Inventory:
     python:
         The interpreter for child processes, which has NVIDIA's packages; "": this process's own.
     numbers:
-        Result of an earlier service in this PID namespace (:attr:`numbers`); None: no result.
+        :attr:`numbers` of an earlier service in this PID namespace; None if there is no result.
     choose:
-        Returns which of the machine's GPUs may be used, and why not all.
+        Returns which of the machine's GPUs the pool may use, and why it may not use all.
     files:
         Prefix of the paths of the GPUs' device files.
     version_file:
         File with the version of the loaded kernel module.
     on_device_lost:
         Called with ``(uuid, reason)`` when NVML cannot read a device any more, and for an Xid that
-        is not the application's fault; once for each, until the device is seen healthy again.
+        is not the application's fault. Called once for each of these, until NVML shows the device
+        as healthy again.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Inventory:
         self.cuda_version = ""
         #: Devices without room for a self-test; they count as able to suspend.
         self.untested: set[str] = set()
-        #: Why no child runs and every call fails; empty if the service serves.
+        #: Why no child runs and every call fails; empty if calls work.
         self.down = ""
         #: Devices that the last :meth:`renew` tested.
         self.renewed: frozenset[str] = frozenset()
@@ -140,7 +142,7 @@ class Inventory:
     # ------------------------------------------------------------------ life
 
     async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
-        """Find the devices and test each; return them, an empty list if there is no driver.
+        """Find the devices, test each, and return them; return [] if there is no driver.
 
         Never raises for a missing or broken driver: :attr:`problem` then says what is wrong.
         ``known`` are an earlier broker's devices by UUID; they are not tested again, because a test
@@ -156,7 +158,7 @@ class Inventory:
         for row in rows:
             self._add(row)
         for uuid in self._workers.children.keys() - self._devices.keys():
-            await self._workers.remove(uuid)  # this device is gone
+            await self._workers.remove(uuid)  # this device no longer exists
         trusted = {uuid: d for uuid, d in (known or {}).items() if uuid in self._devices}
         for uuid, device in trusted.items():
             self._devices[uuid] = self._examiner.trust(self._devices[uuid], device)
@@ -217,8 +219,9 @@ class Inventory:
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
         """End the children that have device files open, once they have nothing to do.
 
-        For ``uuids``, no other child opens the files from now on; None: end all, so that nothing of
-        this service uses the driver. Calls fail with ``reason`` until :meth:`renew`.
+        If ``uuids`` is given, no other child opens the files of these devices from now on. If it is
+        None, all children end, so that no process of this service uses the driver. Calls fail with
+        ``reason`` until :meth:`renew`.
         """
         chosen = [*self._devices] if uuids is None else [*uuids]
         async with self._workers.locked(chosen):
@@ -257,7 +260,7 @@ class Inventory:
         Raises
         ------
         DriverError
-            If it cannot be read, or has no room for the test.
+            If the device cannot be read, or has no room for the test.
         """
         self._aside.check(uuid)
         if self.down:
@@ -270,7 +273,7 @@ class Inventory:
             )
         await self._sampler.renew([uuid])
         device = await self.self_test(uuid)
-        # This shows an Xid of the test itself.
+        # This sample shows whether the test itself has caused an Xid.
         (sample,) = await self._sampler.sample([uuid])
         if sample.lost:
             raise DriverError(sample.lost, code=Code.LOST)
@@ -299,7 +302,7 @@ class Inventory:
             raise
         self._aside.take(renewed, self._everything)
         there, before = {row["uuid"] for row in rows}, {*self._devices}
-        for uuid in renewed & before - there:  # a missing one may be lost, and reset later
+        for uuid in renewed & before - there:  # a missing device may come back after a reset
             await self._workers.remove(uuid)
             del self._devices[uuid]
         for row in rows:
@@ -309,7 +312,7 @@ class Inventory:
         for uuid, worker in self._workers.children.items():
             if uuid not in self._aside:
                 await worker.hold("")
-        if self._aside:  # the search has opened all devices
+        if self._aside:  # the search has opened all devices, those set aside included
             await self._sampler.look_away([u for u in self._devices if u not in self._aside])
         else:
             await self._sampler.watch([*self._devices])
@@ -318,7 +321,7 @@ class Inventory:
         return [*self._devices.values()]
 
     async def _unattributed(self, uuids: Sequence[str]) -> dict[str, int]:
-        """Return the used bytes of no listed process; {} if NVML does not answer."""
+        """Return the used bytes that belong to no listed process; {} if NVML does not answer."""
         with contextlib.suppress(DriverError):
             samples = await self._sampler.sample(uuids)
             return {
@@ -331,8 +334,9 @@ class Inventory:
     async def _set_reserved(self, before: Mapping[str, int]) -> None:
         """Count memory in use before the first session as the driver's own.
 
-        ``before`` is from before the self-tests: the first context may leave memory in use for
-        good. Some drivers need a moment to show the memory of an ended process as free.
+        ``before`` was measured before the self-tests. The first context on a device may leave some
+        memory in use permanently, so the figure after the tests counts if it is larger. Some
+        drivers need a moment to show the memory of an ended process as free.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FREED_TIMEOUT
@@ -374,8 +378,8 @@ class Inventory:
     async def self_test(self, uuid: str) -> Device:
         """Test a device and return its new state.
 
-        The broker repeats it after a failed resume, or when a device in :attr:`untested` has no
-        lease: the test takes a CUDA context and a few MiB for about a second.
+        The broker repeats the test after a failed resume, or when a device in :attr:`untested` has
+        no lease. The test takes a CUDA context and a few MiB for about a second.
         """
         device = self._device(uuid)
         self._aside.check(uuid)
@@ -391,8 +395,8 @@ class Inventory:
         limits = able.reason if self._peers(device) else ""
         tested = self._examiner.apply(found, self._device(uuid), limits)
         if tested.can_suspend and device.can_migrate and not self._peers(device):
-            # An earlier test moved to a device that is set aside now, which is no fault of the
-            # driver.
+            # An earlier test has moved a process to another device, and all such devices are set
+            # aside now. So the driver can migrate.
             tested = replace(tested, can_migrate=True)
         self._devices[uuid] = self._with_landing(tested)
         return self._devices[uuid]
@@ -412,9 +416,9 @@ class Inventory:
 
     @property
     def numbers(self) -> bool | None:
-        """Whether the process numbers in samples are this namespace's; None: not known.
+        """Whether the pids in samples belong to this PID namespace; None if that is unknown.
 
-        If they are not, samples have negative numbers, which no process has.
+        If they do not, samples have negative pids, which no process has.
         """
         return self._sampler.numbers.proven
 
@@ -450,10 +454,11 @@ class Inventory:
         return device.context_bytes or assumed_context(device.memory_total)
 
     def _with_landing(self, device: Device) -> Device:
-        """Return a device with the room of one context for processes that must leave it.
+        """Return the device with room for the context of a process that must leave it (landing).
 
-        A process that initialised CUDA on this device, and whose session got its slice on another
-        of the model, makes its first context here and is moved there.
+        A process may have initialised CUDA on this device, while its session got a slice on another
+        device of the same model. Such a process makes its first context here, and the broker then
+        moves it to the other device.
         """
         moves = any(d.can_migrate and d.tier == "guarded" for d in self._others(device))
         lands = moves and device.can_migrate and device.tier == "guarded"
@@ -463,7 +468,7 @@ class Inventory:
         return [self._devices[uuid] for uuid in self._peers(device)]
 
     def _peers(self, device: Device) -> list[str]:
-        """Return the other devices of the same model, the next one by index first."""
+        """Return the other devices of this model; the device with the next index comes first."""
         same = [d for d in self._devices.values() if d.model == device.model and d.tier != "mig"]
         others = [d for d in same if d.uuid != device.uuid and d.uuid not in self._aside]
         return [d.uuid for d in sorted(others, key=lambda d: (d.index < device.index, d.index))]
@@ -480,12 +485,12 @@ class Inventory:
             ) from None
 
     def _physical(self) -> tuple[str, ...]:
-        """Return every GPU that the kernel driver sees: a restore map must name them all."""
+        """Return every GPU that the kernel driver sees, because a restore map must name all."""
         found = (d.uuid for d in self._devices.values() if d.tier != "mig")
         return self._everything or tuple(found)
 
     def _any_device(self) -> Sequence[str]:
-        """Return a device whose worker has nothing to do, if there is one."""
+        """Return a device whose worker has nothing to do; if all are busy, the first device."""
         if not self._devices:
             raise DriverError(self.problem or "There is no device.", code=Code.NO_DRIVER)
         serving = [uuid for uuid in self._devices if uuid not in self._aside]

@@ -22,8 +22,9 @@ from ...procfs import (
     session_of,
 )
 
-#: A part of the path of the mapped guard: of the package's file, which links lead to, and of the
-#: file in a container's folder, which is a second name of that file.
+#: Each path of a mapped guard has one of these parts. The first is in the path of the package's
+#: file, which symbolic links point to. The second is in the path of the file in a container's
+#: folder, which is a hard link to the package's file.
 _GUARDS = (b"/jupyter_gpupool/guard/lib/", b"/gpupool-guard/")
 
 
@@ -39,10 +40,10 @@ class Member:
 
 
 def maps_libcuda(pid: int) -> bool | None:
-    """Tell whether the CUDA driver library is mapped into ``pid``; None if that cannot be read.
+    """Return whether the CUDA driver library is mapped into ``pid``; None if that cannot be read.
 
-    The guard has the driver's file name and is mapped into every shell of a session. It loads
-    the driver itself only when the process calls it.
+    The guard does not count. It has the driver's file name and is mapped into every shell of a
+    session, but it loads the driver only when the process calls it.
     """
     try:
         with open(PROC / str(pid) / "maps", "rb") as maps:
@@ -55,7 +56,7 @@ def maps_libcuda(pid: int) -> bool | None:
 
 
 def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
-    """Return the number of generations from ``root`` down to a process, or None."""
+    """Return the number of generations from ``root`` down to a process; None if no descendant."""
     depth, pid, seen = 0, stat.pid, {stat.pid}
     while pid != root:
         above = stats.get(pid)
@@ -67,7 +68,10 @@ def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
 
 
 def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
-    """Return whether ``broker`` is the process or its ancestor, but not an ancestor of ``root``."""
+    """Return whether the way up from the process meets ``broker`` before ``root``.
+
+    The way begins at the process itself.
+    """
     pid, seen = stat.pid, set[int]()
     while pid not in seen and pid != root:
         if pid == broker:
@@ -83,14 +87,16 @@ def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
 def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Member]:
     """Return the live processes of a session, children before their parents, ``root`` last.
 
-    These are ``root`` and its descendants, unless started for another session (a notebook may run
-    a second pooled kernel), and processes of the same user whose environment names ``session``
-    (their parent has ended, or they went to the background). Empty if ``root`` has ended.
+    These are ``root`` and its descendants, except those that were started for another session (a
+    notebook may run a second pooled kernel). They also include processes of the same user whose
+    environment names ``session`` (their parent has ended, or they went to the background). The list
+    is empty if ``root`` has ended.
 
-    ``broker`` never belongs to a session, nor do its descendants without the session's name in
-    their environment: a notebook may start the broker, and a broker may adopt its orphans.
+    ``broker`` never belongs to a session. Its descendants belong to the session only if their
+    environment names it: a notebook may start the broker, and the broker may adopt orphans of the
+    notebook.
     """
-    if not session:  # every process of the user without the variable would belong
+    if not session:  # otherwise each process of the user without the variable would be a member
         raise ValueError("A session must have a name.")
     stats = all_stats()
     top = stats.get(root.pid)
@@ -111,7 +117,7 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
         if broker and not beside and _passes(stat, stats, broker, root.pid):
             continue
         named = session_of(stat.pid)
-        # A user id of another container names somebody else.
+        # In another container the same user id can belong to a different user.
         if depth is None and named == session and apart(stat.pid, root.pid):
             continue
         if named == session or (depth is not None and not named):
@@ -122,6 +128,6 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
 
 
 def look_again(members: list[Member]) -> list[Member]:
-    """Return those of ``members`` that still live, read again."""
+    """Read ``members`` again, and return those that still live."""
     now = [(member.process, presence(member.process)) for member in members]
     return [Member(p, there, maps_libcuda(p.pid)) for p, there in now if there != "gone"]

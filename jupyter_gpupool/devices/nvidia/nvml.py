@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """NVML through NVIDIA's own client (nvidia-ml-py). Runs in the monitor child only.
 
-A figure that NVML does not give stays unknown; no error becomes a plausible number.
+A figure that NVML does not give stays unknown: an error never becomes a plausible number.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Nvml:
         self._lost: dict[str, str] = {}
         self._last: dict[str, DeviceSample] = {}
         self._handles: dict[str, Any] = {}
-        #: By the address that a handle is: its device, also after it could not be read any more.
+        #: The UUID of each handle's device, by the address of the handle. An entry stays when the
+        #: device cannot be read any more.
         self._owners: dict[int | None, str] = {}
         self._places: dict[str, int] = {}
         try:
@@ -86,8 +87,9 @@ class Nvml:
     def discover(self) -> tuple[list[dict[str, Any]], list[str]]:
         """Return the devices, and a sentence for each device that cannot be used.
 
-        One row per GPU, or per MIG instance of a GPU in MIG mode: ``uuid``, ``index``, ``minor``
-        (number of the device file), ``name``, ``total`` and ``reserved`` bytes, ``mig``.
+        There is one row for each GPU, or for each MIG instance of a GPU in MIG mode. A row has
+        ``uuid``, ``index``, ``minor`` (the number of the device file), ``name``, ``total`` and
+        ``reserved`` bytes, ``mig``.
         """
         n = self._n
         rows: list[dict[str, Any]] = []
@@ -124,7 +126,7 @@ class Nvml:
         }
 
     def _minor(self, handle: Any, index: int) -> int:
-        """Return the number of the device file, which is the machine's even in a container."""
+        """Return the number of the device file. A container sees the same number as the machine."""
         try:
             return int(self._n.nvmlDeviceGetMinorNumber(handle))
         except self._n.NVMLError:
@@ -143,7 +145,7 @@ class Nvml:
             try:
                 yield n.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
             except n.NVMLError_NotFound:
-                continue  # places are not dense
+                continue  # the places have gaps
 
     # ------------------------------------------------------------------ sampling
 
@@ -152,15 +154,15 @@ class Nvml:
         return [self._sample(uuid) for uuid in uuids]
 
     def remember(self, places: Mapping[str, int], lost: Mapping[str, str]) -> None:
-        """Take what an earlier process found, by UUID: the indices of GPUs, and why some failed."""
+        """Store what an earlier process found, by UUID: indices of GPUs, and why some failed."""
         self._places |= places
         for uuid, reason in lost.items():
             self.mark_lost(uuid, reason)
 
     def mark_lost(self, uuid: str, reason: str) -> None:
-        """Remember that ``uuid`` failed (an Xid): NVML may go on showing its numbers.
+        """Remember that ``uuid`` failed (an Xid), because NVML may still show its figures.
 
-        This lasts as long as this process: a device is healthy again only after a reset.
+        The mark lasts until this process ends: the device is healthy again only after a reset.
         """
         self._lost.setdefault(uuid, reason)
 
@@ -206,13 +208,14 @@ class Nvml:
         self._owners[_address(handle)] = uuid
 
     def _found(self, uuid: str) -> Any:
-        """Return the handle of a GPU; with a known index, without touching any other GPU.
+        """Return the handle of a GPU. If its index is known, this touches no other GPU.
 
         NVML may attach to other GPUs as it looks for a UUID, and keep their device files open.
         """
         n = self._n
         if uuid in self._places:
-            # A device that cannot be read is lost. A search for its UUID would open other devices.
+            # If the device cannot be read, it is lost. Do not search for its UUID then, because the
+            # search would open other devices.
             handle = n.nvmlDeviceGetHandleByIndex(self._places[uuid])
             if str(n.nvmlDeviceGetUUID(handle)) == uuid:
                 return handle
@@ -225,13 +228,13 @@ class Nvml:
             memory = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
             reserved = int(memory.reserved)
         except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported):
-            # Version 1 counts the driver's reserved memory as used, so that is not lost.
+            # Version 1 counts the driver's reserved memory as used, so no memory is missing.
             memory = n.nvmlDeviceGetMemoryInfo(handle)
             reserved = 0
         return int(memory.total), int(memory.used), reserved, int(memory.free)
 
     def _processes(self, handle: Any) -> tuple[ProcessMemory, ...]:
-        """Return every process with a context; a process may have two, for compute and graphics."""
+        """Return every process with a context; it may have two, one compute and one graphics."""
         n = self._n
         found: dict[int, int | None] = {}
         for name in ("Compute", "Graphics"):
@@ -256,7 +259,7 @@ class Nvml:
     def losses(self, uuids: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield ``(uuid, reason)`` for every device failure as it happens, without end.
 
-        Ends at once if NVML has no events.
+        If NVML has no events, it ends at once.
         """
         n = self._n
         try:
@@ -272,14 +275,14 @@ class Nvml:
                 n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, events)
                 watched += 1
             except n.NVMLError:
-                continue  # such as a MIG instance: its parent's errors show in the samples
+                continue  # such as a MIG instance: the samples show its parent's errors
         while watched:
             try:
                 event = n.nvmlEventSetWait_v2(events, 1000)
             except n.NVMLError_Timeout:
                 continue
             except n.NVMLError_GpuIsLost:
-                # NVML does not name the device here; the next samples show it.
+                # NVML does not name the lost device here; the next samples show which it is.
                 time.sleep(1.0)
                 continue
             except n.NVMLError:

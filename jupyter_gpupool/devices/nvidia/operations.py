@@ -2,12 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of a whole session: all of its CUDA processes or none.
 
-It locks all processes, then checkpoints all (children first): a lock that times out costs no copy,
-and no process waits for another that is already suspended. Any refusal undoes everything.
+An operation locks all processes, then checkpoints all (children first). So a lock that times out
+costs no copy, and no process waits for another that is already suspended. Any refusal undoes
+everything.
 
-A process is bound to the devices that it saw at cuInit. If its session's slice is elsewhere at its
-first context, it makes one where it is, and *lands*: the broker suspends it alone there and
-restores it on the slice. See ``guard/src/landing.c``, ``broker/gpu/landing.py``.
+A process is bound to the devices that it saw at cuInit. Its session's slice may be on another
+device when the process makes its first context. Then the process makes the context on the device
+that it is bound to, and *lands*: the broker suspends only this process there and restores it on the
+device of the slice. See ``guard/src/landing.c``, ``broker/gpu/landing.py``.
 """
 
 from __future__ import annotations
@@ -41,9 +43,9 @@ _LOOKS = 3
 #: Seconds for a rollback to wait for memory that a program outside the pool took.
 ROOM_WAIT = 5.0
 
-#: Checks of a process that a lost caller may have locked: their number, the first pause between
-#: them and the longest, in seconds; together most of an hour. Then the seconds for an answer, which
-#: may come only when the process's GPU work has ended.
+#: How to check a process that a lost caller may have locked: the number of checks, the first and
+#: the longest pause between two checks, and the time to wait for an answer, in seconds. All pauses
+#: together take most of an hour. The answer may come only when the process's GPU work has ended.
 _LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 
 #: Code of the parent's own answer: no room to restore a process, whose state is intact.
@@ -69,7 +71,7 @@ class Operation:
         self._sampler = sampler
         self._root = root
         self._begin = time.perf_counter()
-        #: Processes that this operation has, or may have, locked or suspended, in that order.
+        #: Processes that this operation has (or may have) locked or suspended, in that order.
         self.touched: list[ProcessId] = []
         self._before: list[DeviceSample] = []
         #: Processes that could not be brought back to running because they are stopped.
@@ -93,7 +95,7 @@ class Operation:
         return self._calls.driver_seconds
 
     def again(self) -> Operation:
-        """Return a second operation on the same processes, which shares this one's leftovers."""
+        """Return a second operation on the same processes; it shares ``unsettled`` and ``late``."""
         return Operation(self._calls, self._sampler, self._root, first=self)
 
     # ------------------------------------------------------------------ suspend
@@ -103,8 +105,8 @@ class Operation:
         self._calls.limit_patience(PATIENCE)
         try:
             targets, adopted = await self._lock_all()
-            # Only now: memory that a process takes before the lock must count. A resume that
-            # reserves too little is fatal.
+            # Sample only now, because memory that a process takes before the lock must count. A
+            # resume that reserves too little is fatal.
             self._before = before = await self._sampler.sample_soon(devices)
             self._calls.allow_copy(sum(sample.used for sample in before))
             if not targets:
@@ -124,7 +126,8 @@ class Operation:
     async def _lock_all(self) -> tuple[list[ProcessId], bool]:
         """Lock every CUDA process, children first; return them, and whether any was suspended.
 
-        A session may start a process meanwhile, so this repeats until it finds no new one.
+        A session may start a process meanwhile, so this method looks again until it finds no new
+        process.
         """
         targets: list[ProcessId] = []
         adopted = False
@@ -144,7 +147,7 @@ class Operation:
                     raise Refused("failed", f"The driver has lost process {process.pid}.")
                 if state:
                     targets.append(process)
-                    # A lock of a dead broker counts as ours: undo must unlock it.
+                    # A lock by a dead broker counts as ours: an undo must unlock the process.
                     if process not in self.touched:
                         self.touched.append(process)
                     adopted |= state == "checkpointed"
@@ -153,7 +156,7 @@ class Operation:
         return sorted(targets, key=lambda process: order.get(process, -1)), adopted
 
     async def _lock(self, process: ProcessId) -> bool:
-        """Lock; False if the process has no context any more."""
+        """Lock a process; return False if it has no context any more."""
         self.touched.append(process)
         answer = await self._calls.call("lock", process, drain=self._calls.lock_timeout)
         if answer.outcome == "ok":
@@ -175,7 +178,7 @@ class Operation:
         raise self._calls.refusal(process, answer)
 
     async def _checkpoint(self, process: ProcessId) -> bool:
-        """Suspend a locked process, if it is not suspended; False if it has ended."""
+        """Suspend a locked process, if it is not suspended yet; return False if it has ended."""
         answer = await self._calls.state(process)
         if answer.outcome == "ok" and answer.value != "checkpointed":
             answer = await self._copy("checkpoint", process)
@@ -217,7 +220,7 @@ class Operation:
         return replace(outcome, status="kept", message=f"{refused.message} {self._kept_why}")
 
     async def bring_back(self, earlier: Operation) -> SuspendOutcome:
-        """Try again to resume what ``earlier`` left suspended, but never without room."""
+        """Try again to resume the processes that ``earlier`` left suspended, if there is room."""
         assert earlier.refused is not None
         self._before, self.refused = earlier._before, earlier.refused
         trouble = await self.undo(earlier.kept, patience=0.0)
@@ -265,9 +268,10 @@ class Operation:
         return trouble
 
     async def _back(self, process: ProcessId, patience: float) -> DriverAnswer:
-        """Restore a process where it was; repeat for a while if that fails without a loss.
+        """Restore a process on its old devices; repeat for a while if that fails without a loss.
 
-        Without room for its memory, it stays suspended, which is safe; a restore would be fatal.
+        If there is no room for its memory, the process stays suspended. That is safe; a restore
+        would be fatal.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -295,7 +299,7 @@ class Operation:
         return problem
 
     def _nothing_held(self, before: Sequence[DeviceSample]) -> None:
-        """Refuse the result "nothing" if NVML shows memory of the session, which is then in use."""
+        """Raise Refused if NVML shows memory of the session: then "nothing" would be wrong."""
         for sample in before:
             for process in sample.processes:
                 if process.pid in self._calls.pids and process.bytes != 0:
@@ -351,7 +355,7 @@ class Operation:
     ) -> ResumeOutcome:
         """Resume the session on ``devices``. See :class:`ResumeOutcome`.
 
-        ``known`` are its suspended processes, as far as they were noted.
+        ``known`` are its suspended processes, as far as the broker knows them.
         """
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
@@ -378,7 +382,7 @@ class Operation:
             if _over(answer):
                 continue
             if answer.outcome == "refused" and answer.code != LOST:
-                # Ask the driver for its state: not every refusal is a loss.
+                # Ask the driver for the process's state: not every refusal is a loss.
                 now = await self._calls.state(process)
                 answer = replace(answer, value=now.value)
             if answer.outcome != "ok" and not (answer.code != LOST and answer.value == "locked"):
@@ -387,7 +391,7 @@ class Operation:
         for process in held:
             answer = await self._calls.call("unlock", process)
             if answer.outcome == "stopped":
-                # Its memory is back, but it cannot be unlocked while it is stopped.
+                # Its memory is back, but the driver cannot unlock it while it is stopped.
                 self.unsettled.append(process)
             elif answer.outcome != "ok" and not _over(answer):
                 return self._resumed(
@@ -405,7 +409,7 @@ class Operation:
             return refused
 
     async def _no_room(self, need: Mapping[str, int]) -> str:
-        """Return why a restore must not be tried now; without room, it would be fatal."""
+        """Return why a restore must not begin now, or "": without room, it would be fatal."""
         try:
             samples = await self._sampler.sample([*need])
         except DriverError as error:
@@ -454,7 +458,7 @@ class Operation:
     # ------------------------------------------------------------------ state
 
     async def state(self) -> SessionState:
-        """Return the worst state over the session's processes."""
+        """Return the worst state of the session's processes."""
         try:
             states = [await self._calls.probe(process) for process in await self._calls.members()]
         except Refused as refused:
@@ -488,10 +492,11 @@ def freed_bytes(
 ) -> dict[str, int]:
     """Return the bytes that ``pids`` gave back, by device; empty if that is unknown.
 
-    NVML's process lists give the bytes if they show all of ``pids``, without the effect of other
-    processes; else free memory gives them. A list may lack a part of a process (its context, say),
-    and a resume that reserves too little is fatal. So if nothing else changed on the device, a
-    higher gain of free memory counts, up to a context for each process.
+    If NVML's process lists show all of ``pids``, the bytes come from these lists, where other
+    processes have no effect. Otherwise they come from the increase of free memory. A list may lack
+    a part of a process (such as its context), and a resume that reserves too little is fatal. So if
+    no other process changed on the device, a larger increase of free memory counts, up to one
+    context more for each process.
     """
     known = {p.pid for s in before for p in s.processes if p.bytes is not None}
     if not set(pids) <= known:
@@ -520,9 +525,9 @@ async def land(
 ) -> ResumeOutcome:
     """Move the process of ``operation`` from ``origin[i]`` to ``devices[i]``.
 
-    ``restoring`` is called once it is suspended, before the restore.
-    After a refusal the process runs where it was (``refused``, ``no-room``;
-    ``stay`` if the driver does not move it), unless the driver lost it (``failed``, ``hung``).
+    It calls ``restoring`` when the process is suspended, before the restore. After a refusal
+    (``refused``, ``no-room``; ``stay`` if the driver cannot move it) the process runs where it was.
+    After ``failed`` and ``hung``, the driver has lost the process.
     """
     suspended = await operation.suspend(origin)
     if suspended.status in ("gone", "failed", "hung"):
@@ -546,15 +551,15 @@ async def land(
 
 
 async def _run_on(operation: Operation) -> str:
-    """Let the process of ``operation`` run where it is; return the problem, if any."""
+    """Let the process of ``operation`` continue where it is; return the problem, if any."""
     trouble = await operation.again().undo([operation.root])
     return trouble[1] if trouble else ""
 
 
 async def interrupted(operation: Operation, process: ProcessId) -> tuple[str, str]:
-    """Let a process run where it is after its broker died during its landing.
+    """Let a process continue where it is, after its broker died while it moved the process.
 
-    Return the driver's state before this, and what keeps the process from running.
+    Return the driver's state before this call, and the reason why the process does not run.
     """
     state = await operation.state()
     if state in ("locked", "checkpointed"):

@@ -1,12 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Ask the monitor child for NVML's samples, with a time-out; decide whose process numbers it lists.
+"""Ask the monitor child for NVML's samples, with a time-out; decide whether to trust NVML's pids.
 
-In a container most drivers list the numbers of the host. Such a number is no process here, or, by
-chance, another process: the wrong session would be charged, and the wrong process ended. So a
-number counts as a process only after proof: the list has shown a self-test's program under its own
-number. Without a self-test it counts in the initial PID namespace, whose numbers NVML lists.
-Everywhere else :meth:`Numbers.translate` makes the numbers negative, which no process has.
+In a container most drivers list the pids of the host. Such a pid names no process here or, by
+chance, a different process. Then the pool would charge the wrong session and end the wrong process.
+So a pid counts only after a proof: NVML's list has shown the program of a self-test under the
+program's pid here. Without a self-test, pids count in the initial PID namespace, because NVML lists
+the pids of that namespace. In all other cases :meth:`Numbers.translate` makes the pids negative; no
+process has a negative pid.
 """
 
 from __future__ import annotations
@@ -28,17 +29,19 @@ from ...pool.attribution import slack
 from ..children import ChildLost, Children
 from ..model import DeviceSample, ProcessMemory
 
-#: Seconds for NVML to read the devices once before its process is replaced.
+#: Seconds for NVML to read the devices once, before a new process replaces the monitor.
 SAMPLE_TIMEOUT = 5.0
 
-#: Seconds for the memory of a suspended process to show as free, and between checks.
+#: Seconds until the memory of a suspended process must show as free, and between two checks.
 FREED_TIMEOUT = 2.0
 _FREED_POLL = 0.02
-#: The same where a list of known numbers does not show the process: it has no context.
+#: The time-out if NVML's pids can be trusted and its list does not show the process, which then has
+#: no context.
 _UNLISTED_TIMEOUT = 0.25
 
 
-#: Memory that a suspended process may still hold: bytes, and at most this part of its former use.
+#: The memory that a suspended process may still hold: at most this many bytes, and at most a
+#: quarter of its former use.
 KEPT, KEPT_PART = 16 << 20, 4
 
 
@@ -48,10 +51,10 @@ def others(sample: DeviceSample, pids: Collection[int]) -> dict[int, int | None]
 
 
 def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> bool:
-    """Return whether ``pids``, suspended in between, have given their memory back.
+    """Return whether ``pids`` have given their memory back; they were suspended in between.
 
-    Both the list, where some drivers still show a little of each, and free memory must show it;
-    free memory does not count if other processes came or went.
+    Both NVML's list and free memory must show this. Some drivers still list a little memory of each
+    suspended process. Free memory does not count if other processes came or went.
     """
     had = {p.pid: p.bytes or 0 for p in before.processes if p.pid in pids}
     for process in after.processes:
@@ -65,9 +68,10 @@ def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> b
 
 
 class Sampler:
-    """The monitor child. ``on_lost`` is called once for each device that fails.
+    """The monitor child. It calls ``on_lost`` once for each device that fails.
 
-    Once more if an Xid names the failure of a device that could not be read before.
+    It calls ``on_lost`` once more if an Xid names the failure of a device that NVML could not read
+    before.
     """
 
     def __init__(
@@ -82,7 +86,8 @@ class Sampler:
         self.child = children.make("monitor", on_event=self._take)
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
-        #: Allowed seconds of each copy under way, and of the longest one since none was.
+        #: Allowed seconds of each copy under way; and the most seconds allowed to a copy since the
+        #: last moment without any copy.
         self._copies: list[float] = []
         self._longest = 0.0
         #: When the last copy ended.
@@ -113,9 +118,10 @@ class Sampler:
         await self._rewatch()
 
     async def look_away(self, uuids: Sequence[str]) -> None:
-        """Watch only these from now on, with no other device open. Asks NVML nothing.
+        """Watch only these devices from now on, with no other device open. Does not call NVML.
 
-        A question that the end of the process interrupts is asked again about these devices only.
+        The method replaces the monitor process. If that interrupts a request, the new process gets
+        the request, about these devices only.
         """
         self._uuids = tuple(uuids)
         await self.child.replace()
@@ -124,9 +130,10 @@ class Sampler:
     def copying(self, seconds: float) -> Iterator[None]:
         """Allow up to ``seconds`` more for samples while a checkpoint or restore is copying.
 
-        Some drivers answer NVML only after the copy, so a late sample is no failure then. This
-        holds for samples that were asked for before the copy, too. Copies may follow each other
-        without end, so what a sample gets for them is limited by the longest.
+        Some drivers answer NVML only after the copy, so a late sample is no failure then. Samples
+        that were requested before the copy get the additional time, too. Copies may follow each
+        other without end, so the additional time of a sample is limited to that of the longest
+        copy.
         """
         self._longest = max(seconds, self._longest if self._copies else 0.0)
         self._copies.append(seconds)
@@ -157,13 +164,13 @@ class Sampler:
         Raises
         ------
         DriverError
-            If NVML does not answer in time; its process has been killed.
+            If NVML does not answer in time. The monitor process has been killed then.
         """
         await self._rewatch()
 
         def fields() -> dict[str, Any]:
-            # A process that replaces a lost one is asked this first: it must find the devices
-            # without opening others.
+            # This may be the first request to a process that replaces a lost one. That process must
+            # find the devices without opening others.
             wanted = self._uuids if uuids is None else uuids
             return {"uuids": wanted, "lost": self._xids, "places": self._places}
 
@@ -182,12 +189,12 @@ class Sampler:
     async def wait_freed(
         self, pids: Collection[int], before: Sequence[DeviceSample]
     ) -> tuple[list[DeviceSample], bool]:
-        """Wait (bounded) until the devices of ``before`` hold nothing of ``pids``.
+        """Wait, with a time-out, until the devices of ``before`` hold no memory of ``pids``.
 
-        Return new samples and whether this happened. If NVML's lists did not show these
-        processes, an increase of free memory is the sign. Numbers of another PID namespace are
-        never shown. Numbers that are known here are shown while the process has a context, and
-        without one there is nearly nothing to wait for.
+        Return new samples and whether this happened. If NVML's lists did not show these processes,
+        an increase of free memory is the sign. If NVML lists the pids of another PID namespace, it
+        never shows ``pids``. If it lists the pids of this namespace, it shows each process that has
+        a context; a process without a context has almost no memory to wait for.
         """
         uuids = [sample.uuid for sample in before]
         shown = any(process.pid in pids for sample in before for process in sample.processes)
@@ -205,17 +212,17 @@ class Sampler:
             await asyncio.sleep(_FREED_POLL)
 
     async def renew(self, uuids: Collection[str]) -> None:
-        """Ask a new process from now on, for which none of ``uuids`` is lost any more.
+        """Start a new monitor process, and forget that any of ``uuids`` was lost.
 
-        A reset device may be healthy again, and only a newly initialised NVML sees exchanged
-        devices.
+        A device may be healthy again after a reset, and only a newly initialised NVML sees
+        exchanged devices.
         """
         for uuid in uuids:
             self._xids.pop(uuid, None)
         await self.child.replace()
 
     async def _rewatch(self) -> None:
-        """Tell a new monitor which devices to watch, and which are lost for good."""
+        """Tell a new monitor process which devices to watch, and which are lost."""
         if not self._uuids or (self.child.pid and self._watching == self.child.generation):
             return
         await self._call(
@@ -238,7 +245,7 @@ class Sampler:
             ) from None
 
     def _more(self) -> Callable[[], float]:
-        """Return the ``more`` of one question, see :meth:`.children.Child.call`."""
+        """Return the ``more`` of one request, see :meth:`.children.Child.call`."""
         given = 0.0
 
         def more() -> float:
@@ -255,7 +262,8 @@ class Sampler:
         if message["event"] == "lost" and message["uuid"]:
             uuid, reason = message["uuid"], message["reason"]
             if uuid not in self._xids:
-                # A sample may have told that it cannot be read. An Xid is more: only a reset helps.
+                # A sample may have reported already that the device cannot be read. Report the Xid,
+                # too: after an Xid only a reset helps.
                 self._told.discard(uuid)
             self._xids[uuid] = reason
             self._tell(uuid, reason)
@@ -266,13 +274,13 @@ class Sampler:
             self._on_lost(uuid, reason)
 
 
-#: Samples in a row in which a listed number has no process before that is evidence: NVML may
-#: still list a process that has just ended.
+#: If a listed pid has no process in this many samples in a row, NVML lists the pids of another
+#: namespace. In one sample, NVML may still list a process that has just ended.
 ABSENT = 3
 
 
 def to_memo(proven: bool | None) -> str:
-    """Return ``proven`` as text for a later broker of this boot and PID namespace; or ""."""
+    """Return ``proven`` as text for a later broker in this boot and PID namespace; "" if None."""
     return "" if proven is None else json.dumps([boot_id(), pid_namespace(), proven])
 
 
@@ -287,13 +295,13 @@ def from_memo(text: str) -> bool | None:
 
 
 class Numbers:
-    """Decides if the numbers that NVML lists are processes here; one for each :class:`Sampler`.
+    """Decides whether NVML lists pids of this PID namespace; one for each :class:`Sampler`.
 
     ``known`` is an earlier broker's result in this namespace.
     """
 
     def __init__(self, log: logging.Logger, known: bool | None = None) -> None:
-        #: Whether the numbers are processes of this namespace; None: not known yet.
+        #: Whether NVML's pids belong to this PID namespace; None: not known yet.
         self.proven: bool | None = None
         self._initial = pid_namespace() == FIRST_NAMESPACE
         self._log = log
@@ -311,7 +319,7 @@ class Numbers:
             self.proven = False
 
     def settle(self) -> None:
-        """After the self-tests, take an earlier broker's result if they gave none."""
+        """After the self-tests, use an earlier broker's result if the tests gave none."""
         if self.proven is None:
             self.proven = self._known if self._known is not None else self._initial or None
         if self.proven is False and not self._settled:
@@ -322,7 +330,7 @@ class Numbers:
         self._settled = True
 
     def translate(self, sample: DeviceSample) -> DeviceSample:
-        """Return the sample; numbers that are not known to be processes here become negative."""
+        """Return the sample; make its pids negative if they may belong to another PID namespace."""
         if not self._settled or not sample.processes:
             return sample
         if self.proven and not self._initial:
@@ -333,7 +341,7 @@ class Numbers:
         return replace(sample, processes=tuple(hidden))
 
     def _look_for(self, listed: Sequence[ProcessMemory]) -> None:
-        """Withdraw the proof if listed numbers stay without a process."""
+        """Withdraw the proof if a listed pid has no process in :data:`ABSENT` samples in a row."""
         absent = {process.pid for process in listed if process.pid > 0 and _absent(process.pid)}
         self._absent = Counter({pid: self._absent[pid] + 1 for pid in absent})
         if max(self._absent.values(), default=0) >= ABSENT:

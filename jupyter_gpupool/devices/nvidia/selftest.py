@@ -3,10 +3,11 @@
 """Test whether a device can suspend.
 
 The program ``selftest`` (see ``child_programs``) holds a few MiB of known bytes on one device.
-:func:`judge` suspends it, resumes it and lets it compare the bytes, in place and, if there is a
-peer of the same model, on that peer. Notebooks get the same calls later, so a pass here means that
-they work there. ``guard_frame`` runs the same program under the guard, in a :class:`Frame` with
-more checks. :class:`Stage` measures the memory of a CUDA context meanwhile.
+:func:`judge` suspends the program, resumes it and lets it compare the bytes. It does this on the
+same device and, if there is a peer of the same model, also on that peer. The pool later makes the
+same calls for notebooks, so a pass here means that the calls work for notebooks. ``guard_frame``
+runs the same program under the guard, in a :class:`Frame` with more checks. During the test
+:class:`Stage` measures the memory of a CUDA context.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from .sampler import Sampler, others
 
 
 class Stage:
-    """Starts test programs and lets them move from device to device, never both at once.
+    """Starts test programs and lets them move to other devices, but never at the same time.
 
-    If NVML does not list processes (a container), the figure comes from the device's free memory,
-    which a program that moves in from another device would change.
+    If NVML does not list processes (in a container), the size of a context comes from the device's
+    free memory. A program that moves to the device at that time would change the free memory.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -46,7 +47,7 @@ class Stage:
         Raises
         ------
         ChildLost, DriverError
-            As :meth:`Child.start` does.
+            As from :meth:`Child.start`.
         """
         async with self._alone("_starting", "_moving"):
             before = await self._look(uuid)
@@ -61,7 +62,7 @@ class Stage:
 
     @contextlib.asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
-        """Allow no start while a program may be on another device."""
+        """Allow no :meth:`start` while a program may be on another device."""
         async with self._alone("_moving", "_starting"):
             yield
 
@@ -87,7 +88,8 @@ class Stage:
 def _taken(before: DeviceSample, after: DeviceSample, pid: int | None) -> int:
     """Return the bytes that process ``pid`` has on the device of these samples.
 
-    NVML's list may lack some: if no other process came or went, free memory shows them all.
+    NVML's list may lack some of these bytes. If no other process came or went, free memory shows
+    all of them.
     """
     taken = before.free - after.free
     for process in after.processes:
@@ -107,9 +109,9 @@ SESSION = "gpupool-selftest"
 class Abilities:
     """The proven abilities of a device; ``reason`` names the failed step, in a sentence.
 
-    Not ``tested``: the device had no room for the test, which proves nothing. Then the pool lets a
-    driver that has the calls suspend, because a refused suspend is undone; it does not let it
-    move a process to another device, because a failed restore is fatal.
+    If ``tested`` is False, the device had no room for the test, and nothing is proven. Then the
+    pool suspends if the driver has the calls, because it can undo a refused suspend. But it moves
+    no process to another device, because a failed restore is fatal.
     """
 
     can_suspend: bool
@@ -123,7 +125,7 @@ class _NoRoom(Exception):
 
 
 class Frame:
-    """Steps around each suspend and resume of the test program; here: none."""
+    """Steps around each suspend and resume of the test program. This base class adds none."""
 
     session = SESSION
 
@@ -132,7 +134,7 @@ class Frame:
         return f"The self-test failed: {problem}"
 
     async def begun(self, target: Child) -> str:  # noqa: ARG002 (for those that look)
-        """Check the program, which has its memory now; return the problem, or ""."""
+        """Check the program after it has allocated its memory; return the problem, or ""."""
         return ""
 
     async def hold(self, target: Child) -> str:  # noqa: ARG002 (as above)
@@ -198,7 +200,8 @@ async def judge(
             try:
                 problem = await there_and_back(peer)
             except _NoRoom as error:
-                # Not tried: without room it would at least use the driver's whole time-out.
+                # The move was not tried. Without room it would at least take the driver's whole
+                # time-out.
                 return Abilities(True, False, f"The self-test had no room on another GPU: {error}")
             if problem:
                 return Abilities(True, False, f"The self-test on another device failed: {problem}")

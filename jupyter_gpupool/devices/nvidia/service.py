@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``DeviceService`` answers all the broker's questions to GPUs, and never blocks its loop.
+"""``DeviceService`` serves all the broker's calls to GPUs, and never blocks its event loop.
 
-One worker child per device makes the checkpoint calls, one monitor child talks to NVML. Calls may
-come from any task of one event loop; operations on the same device wait for each other.
+One worker child per device makes the checkpoint calls, and one monitor child talks to NVML. Any
+task of one event loop may call the service; operations on the same device wait for each other.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class DeviceService(Inventory):
 
     @property
     def guard(self) -> DeviceService:
-        """Itself, because the guard is for NVIDIA's driver."""
+        """The service itself, because the guard is for NVIDIA's driver."""
         return self
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
         """Return the variables that show a new program these devices."""
         return environment(devices)
 
-    # ------------------------------------------------------------------ what the broker asks
+    # ------------------------------------------------------------------ calls of the broker
 
     async def sample(self) -> list[DeviceSample]:
         """Return one sample per device.
@@ -56,15 +56,15 @@ class DeviceService(Inventory):
         session: str,
         on_kept: Callable[[str], None] = lambda _message: None,
     ) -> SuspendOutcome:
-        """Suspend every CUDA process of a session, all or nothing.
+        """Suspend every CUDA process of a session, or none.
 
-        These are ``root``, its descendants, and processes of the same user whose environment has
-        ``GPUPOOL_SESSION=session``. ``devices`` are those of its lease. A caller that is cancelled
-        does not stop the operation: a driver call cannot be stopped.
+        The session's processes are ``root``, its descendants, and processes of the same user whose
+        environment has ``GPUPOOL_SESSION=session``. ``devices`` are the devices of its lease. If
+        the caller is cancelled, the operation continues: a driver call cannot be stopped.
 
         If a refused suspend cannot be undone (a program outside the pool took the memory, or the
-        restore fails), the service retries the undo as long as the driver has the state, and no
-        other session waits for that; ``on_kept`` is called with the reason, once.
+        restore fails), the service retries the undo as long as the driver has the state. No other
+        session waits for that. The service calls ``on_kept`` once, with the reason.
         """
         refused = [self._device(uuid) for uuid in devices if not self._device(uuid).can_suspend]
         if refused:
@@ -103,16 +103,15 @@ class DeviceService(Inventory):
     ) -> ResumeOutcome:
         """Bring a suspended session back: from ``origin[i]`` to ``devices[i]``.
 
-        ``need`` is the free memory, by device, without which the resume does not begin. The caller
-        has reserved it: no other session may take it meanwhile. ``known`` are the processes of the
-        last suspend.
+        ``need`` is the free memory that the resume needs, by device; with less, it does not begin.
+        The caller has reserved this memory: no other session may take it meanwhile. ``known`` are
+        the processes of the last suspend.
         """
         for uuid in devices:
             self._device(uuid)
         gone = [uuid for uuid in origin if uuid not in self._devices]
         if gone:
-            # The session's state is safe in host memory, but it may not be able to return to the
-            # GPU.
+            # The session's state is safe in host memory, but it can perhaps not return to a GPU.
             return ResumeOutcome(
                 "no-room", f"Device {gone[0]}, from which it was suspended, is no longer there."
             )
@@ -147,9 +146,9 @@ class DeviceService(Inventory):
         return await self._workers.perform(run, process, session, both, alone=True)
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
-        """Let a process run after its broker died during its landing.
+        """Let a process continue whose broker died while it moved the process (its landing).
 
-        Return the driver's state before this, and what keeps the process from running.
+        Return the driver's state before this call, and the reason why the process does not run.
         """
         if procfs.presence(process) == "gone":
             return "gone", ""
@@ -160,9 +159,10 @@ class DeviceService(Inventory):
         return await self._workers.perform(run, process, session, self._any_device(), alone=True)
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
-        """Return the driver's state of a session: the worst over its processes.
+        """Return the driver's state of a session: the worst state of its processes.
 
-        ``hung`` if a process does not answer; a stopped process (SIGSTOP) never does.
+        The state is ``hung`` if a process does not answer; a stopped process (SIGSTOP) never
+        answers.
         """
         if procfs.presence(root) == "gone":
             return "gone"

@@ -3,13 +3,14 @@
 """Choose the GPUs that the broker, its children and new programs see; find processes that use one.
 
 - NVML shows every GPU whose device file can be opened. On a machine without device cgroups these
-  are more than a batch system or an admin has given to the broker's user. Variables say which were
-    given, and the broker never touches the others. If only a part of the devices is visible (a
-    container, a job with cgroups), a variable with numbers is no further limit.
+  can be more GPUs than a batch system or an admin has given to the broker's user. Environment
+  variables say which GPUs were given, and the broker never touches the others. If only a part of
+  the devices is visible (a container, a job with cgroups), a variable with numbers does not limit
+  them further.
 - CUDA opens the files of all GPUs that a process sees, and NVML opens a file for each handle that
-  it returns. So while an admin has a device set aside, new children do not see it (CUDA) and do
-    not ask for it (NVML).
-- Processes that have device files open keep a driver from being replaced.
+  it returns. So while an admin has set a device aside, new children do not see it (CUDA) and do
+  not ask for it (NVML).
+- A driver cannot be replaced while a process has device files open.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ DeviceRow = Mapping[str, Any]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: Read in this order; the first that is set counts. Slurm sets CUDA_VISIBLE_DEVICES for every step,
-#: so its own variables only matter without that.
+#: The broker reads these variables in this order; the first that is set counts. Slurm sets
+#: CUDA_VISIBLE_DEVICES for every step, so Slurm's own variables only matter if that one is missing.
 _FIRST = (_VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
 #: Variable of the container toolkit, which counts the host's GPUs.
 _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
 
-#: These number the machine's GPUs, even if not all of them are visible.
+#: The numbers in these variables are those of the machine, even if not all its GPUs are visible.
 _GLOBAL = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _TOOLKIT)
 
 #: CUDA must number devices as NVML does, or one index would name two devices.
@@ -69,7 +70,7 @@ def environment(devices: Sequence[str]) -> dict[str, str]:
 def chosen(
     rows: Sequence[DeviceRow], environ: Mapping[str, str], wanted: Sequence[str] | None
 ) -> Given:
-    """Return the GPUs of ``rows`` that ``environ`` gives and ``c.GPUPool.devices`` wants.
+    """Return the GPUs of ``rows`` that ``environ`` gives and ``c.GPUPool.devices`` names.
 
     Raises
     ------
@@ -112,12 +113,12 @@ def given(rows: Sequence[DeviceRow], environ: Mapping[str, str]) -> Given:
 
 
 def _named(rows: tuple[DeviceRow, ...], name: str, text: str) -> tuple[DeviceRow, ...]:
-    """Return the rows that a list names; numbers are ranges for Slurm."""
+    """Return the rows that the list ``text`` names; Slurm's lists can have ranges of numbers."""
     entries = [entry.strip() for entry in text.split(",")]
     numbers = {n for entry in entries for n in _numbers(entry)}
     if name in _GLOBAL and numbers:
-        # Only GPUs that were named are visible: the others are already hidden, and the visible ones
-        # may be numbered from 0.
+        # If not more GPUs are visible than the list names, the other GPUs are already hidden. The
+        # visible GPUs may be numbered from 0.
         if len(rows) <= len(numbers):
             return rows
         return tuple(row for row in rows if row.get("minor", row["index"]) in numbers)
@@ -148,13 +149,13 @@ def _names(entry: str, row: DeviceRow) -> bool:
 class Aside:
     """Which devices are set aside, and why.
 
-    ``env`` is the environment of children that start from now on; this keeps it up to date.
+    ``env`` is the environment of children that start from now on; this object keeps it up to date.
     """
 
     def __init__(self, env: dict[str, str]) -> None:
         self._env = env
         self._reasons: dict[str, str] = {}
-        #: The numbers of the GPUs' device files, by UUID; a MIG instance has none of its own.
+        #: The numbers of the GPUs' device files, by UUID. A MIG instance has no own device file.
         self.numbers: dict[str, int] = {}
 
     def __contains__(self, uuid: str) -> bool:
@@ -180,7 +181,7 @@ class Aside:
         return bool(fresh)
 
     def take(self, uuids: Iterable[str], machine: Iterable[str]) -> None:
-        """Use devices again."""
+        """Use devices again that were set aside."""
         for uuid in uuids:
             self._reasons.pop(uuid, None)
         self._see(machine)
@@ -200,11 +201,11 @@ _COMMAND = 60
 
 
 def holders(begin: str, number: int | None = None) -> tuple[list[FileHolder], int]:
-    """Return the processes that have device files open, and the number that hide theirs.
+    """Return the processes that have device files open; count the processes that hide theirs.
 
-    The paths begin with ``begin``; with a ``number``, only that GPU's file counts. This reads
-    ``/proc`` of the whole machine, so not in an event loop. Only root sees the files of other
-    users' processes.
+    The paths of device files start with ``begin``; with a ``number``, only that GPU's file counts.
+    This function reads ``/proc`` of the whole machine, so do not call it in an event loop. Only
+    root sees the open files of other users' processes.
     """
     found, unseen = [], 0
     for pid in procfs.all_pids():

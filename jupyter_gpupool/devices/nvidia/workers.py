@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The worker children, one for each device, and their operations on sessions.
 
-Operations on the same device wait for each other. An operation goes on even if its caller is
-cancelled, and a task here finishes what it leaves unfinished.
+Operations on the same device wait for each other. An operation continues even if its caller is
+cancelled. If an operation leaves processes stopped or locked, a task in this module brings them
+back.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from .sampler import Sampler
 
 _T = TypeVar("_T")
 
-#: Seconds before the first retry of an undo that left processes suspended, doubled each time; and
-#: the longest pause.
+#: Seconds before the first retry of an undo that left processes suspended, and the longest pause.
+#: The pause doubles after each retry.
 KEPT_POLL, KEPT_PAUSE = 0.5, 30.0
 
-#: Seconds between two checks of a stopped process, which is resumed once it is continued.
+#: Seconds between two checks whether a stopped process has continued (SIGCONT).
 _SETTLE_POLL = 0.25
 
 
@@ -47,7 +48,7 @@ class Workers:
         call_timeout: float,
     ) -> None:
         self.call_timeout = call_timeout
-        #: By the UUID of the device.
+        #: The workers, by the UUID of the device.
         self.children: dict[str, Child] = {}
         #: Tasks that finish the leftovers of an operation, by session.
         self.settling: dict[ProcessId, asyncio.Task[None]] = {}
@@ -61,7 +62,7 @@ class Workers:
         self._late: dict[ProcessId, Sequence[ProcessId]] = {}
 
     def add(self, uuid: str) -> None:
-        """Make a worker for a device, if it has none."""
+        """Make a worker for a device, if the device has no worker."""
         if uuid not in self.children:
             self.children[uuid] = self._make("worker")
         self._locks.setdefault(uuid, asyncio.Lock())
@@ -99,10 +100,10 @@ class Workers:
             await asyncio.wait(waiting, timeout=grace)
 
     async def close(self, grace: float) -> None:
-        """Let operations notice that the workers have ended, in at most ``grace`` seconds."""
+        """Wait at most ``grace`` seconds until operations have noticed the end of the workers."""
         if self._running:
             await asyncio.wait(self._running, timeout=grace)
-        if self.settling:  # begun by operations that have ended meanwhile
+        if self.settling:  # operations that have ended meanwhile began these tasks
             await asyncio.wait(self._stop_settling(), timeout=grace)
 
     def _stop_settling(self) -> set[asyncio.Task[None]]:
@@ -166,17 +167,18 @@ class Workers:
     @contextlib.asynccontextmanager
     async def locked(self, devices: Sequence[str]) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            for uuid in sorted({*devices}):  # always in this order, which excludes a deadlock
+            for uuid in sorted({*devices}):  # always in this order, so that no deadlock can occur
                 await stack.enter_async_context(self._locks[uuid])
             yield
 
     def _settle(
         self, operation: Operation, root: ProcessId, session: str, devices: Sequence[str]
     ) -> None:
-        """Settle processes that were stopped during an operation, once they are continued.
+        """Bring back processes that were stopped during an operation, once they continue.
 
-        The driver's own thread in them may then resume its call and leave them locked. The same
-        can happen after a lock that exceeded its time-out and still waits for GPU work.
+        When such a process continues, the driver's own thread in it may resume its call and leave
+        the process locked. A lock that exceeded its time-out and still waits for GPU work can also
+        leave its process locked.
         """
         stopped, late = operation.unsettled, operation.late
         if not stopped and not late:
@@ -208,7 +210,7 @@ class Workers:
     async def _landed(
         self, late: Sequence[ProcessId], root: ProcessId, session: str
     ) -> list[ProcessId]:
-        """Wait for late locks in an extra worker, because other sessions need the device's."""
+        """Wait for late locks in an extra worker: other sessions need the device's own worker."""
         worker = self._make("worker")
         try:
             return await self.operation(worker, root, session).landed(late)
@@ -221,7 +223,7 @@ class Workers:
             self._late.pop(root, None)
 
     async def _forget_settling(self, root: ProcessId) -> Sequence[ProcessId]:
-        """Stop settling a session; return its processes that may be locked later."""
+        """Stop the settling task of a session; return processes that the driver may lock later."""
         task, late = self.settling.pop(root, None), self._late.pop(root, ())
         if task is not None:
             task.cancel()

@@ -1,17 +1,19 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Arrays and mipmapped arrays. The driver does not say what one takes, so it is computed from
- * the format and the extents; the padding of the driver's layout is not known and not counted.
- * Sparse arrays and those with deferred mapping take nothing: what is mapped into them comes from
- * cuMemCreate and is counted there.
+ * Arrays and mipmapped arrays. The driver does not report the size of an array, so the guard
+ * computes it from the format and the extents. It does not know the padding of the driver's layout,
+ * and does not count it. A sparse array and an array with deferred mapping take no memory when they
+ * are made: the program maps memory of cuMemCreate into them, and the guard counts that memory in
+ * cuMemCreate.
  */
 #include "counting.h"
 #include "wraps.h"
 
 enum { ARRAY_LAYERED = 0x01, ARRAY_CUBEMAP = 0x04, ARRAY_SPARSE = 0x40, ARRAY_DEFERRED = 0x80 };
 
-/* Bits of one texel over all channels. Formats with a fixed number of channels ignore the argument. */
+/* The bits of one texel over all channels. For formats with a fixed number of channels the argument
+ * does not matter. */
 static unsigned texel_bits(int format, unsigned channels)
 {
     switch (format) {
@@ -40,7 +42,8 @@ static uint64_t at_least_one(uint64_t n) { return n ? n : 1; }
 
 static uint64_t level_bytes(const CUDA_ARRAY3D_DESCRIPTOR *d, unsigned level)
 {
-    bool flat = d->Flags & (ARRAY_LAYERED | ARRAY_CUBEMAP); /* the depth is a number of layers */
+    bool flat = d->Flags & (ARRAY_LAYERED | ARRAY_CUBEMAP); /* here the depth is the number of
+                                                             * layers */
     unsigned __int128 bits = texel_bits(d->Format, at_least_one(d->NumChannels));
     bits *= at_least_one(d->Width >> level);
     bits *= at_least_one(d->Height >> level);

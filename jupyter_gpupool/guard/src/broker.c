@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Questions to the broker: one line of JSON on a connection of its own, and its answer. Closing
- * the connection takes the question back. Figures come from the page, never from the answer; a
- * sentence for people comes from the answer.
+ * Questions to the broker. Each question is one line of JSON on a new connection, and so is its
+ * answer. A process withdraws a question by closing the connection. The guard reads figures from
+ * the page, never from the answer. It takes only the sentences for people from the answer.
  */
 #include "guard.h"
 
@@ -18,17 +18,19 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define LOOK_MS 50            /* time between checks of the gate and of interrupts, and until a connection's
-                               * retry */
-#define AWAY_NS 4500000000ull /* a call fails after a broker has hung up for this long */
-#define HOME_NS 500000000ull  /* longest wait of a notice and of cuInit, which needs no lease */
-#define CROWD_MS 4            /* time until a connection's retry while the broker's queue of connections is full
-                               * */
+#define LOOK_MS 50            /* time between two checks of the gate and of interrupts, and before a
+                               * connection's retry */
+#define AWAY_NS 4500000000ull /* if a broker has hung up on every connection for this long, a call
+                               * fails */
+#define HOME_NS 500000000ull  /* longest wait of a notice, and of cuInit, which needs no lease */
+#define CROWD_MS 4            /* time before a connection's retry while the broker's queue of
+                               * connections is full */
 #define HELD_NS 1000000000ull /* a connection that lasted this long shows that the broker works */
-#define ANSWER_BYTES 4096     /* how much of an answer to read: its type comes first */
+#define ANSWER_BYTES 4096     /* how many bytes of an answer to read: its type is at the
+                               * beginning */
 
-/* Copies: another thread may change the environment while this one waits. A value that is too long
- * counts as missing. */
+/* These are copies, because another thread may change the environment while this one waits. A value
+ * that is too long counts as missing. */
 static struct {
     char socket[sizeof(((struct sockaddr_un *)0)->sun_path)];
     char session[128], token[512];
@@ -52,7 +54,7 @@ void broker_remember(void)
 /* ---- text */
 
 struct text {
-    char at[5120]; /* each character of a name or token may take six */
+    char at[5120]; /* one character of a name or token may become six */
     size_t length;
     bool full;
 };
@@ -90,8 +92,8 @@ static void put_head(struct text *t, const char *type)
     put_string(t, broker.token);
 }
 
-/* The text that follows `<key>: "` in the line's object; `key` includes its quotes. NULL if the object has no
- * such key. The broker escapes quotes inside strings. */
+/* The text that follows `<key>: "` in the object of the line; `key` includes its quotes. NULL if
+ * the object has no such key. The broker escapes quotes inside strings. */
 static const char *find(const char *line, const char *key)
 {
     const char *at = line;
@@ -139,8 +141,9 @@ static void add_text(char *sentence, const char *line, const char *key)
 
 /* ---- one question */
 
-/* -1 without a broker, or with *full if its queue of connections is full. A blocking connect would wait in that
- * queue, and an interrupt of the kernel could not end the wait. */
+/* Returns -1 if there is no broker, and also, with *full set, if the broker's queue of connections
+ * is full. A blocking connect would wait in that queue, and an interrupt of the kernel could not
+ * end that wait. */
 static int dial(bool *full)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -157,7 +160,7 @@ static int dial(bool *full)
     return fd;
 }
 
-/* Read what has arrived. A descriptor that comes with it is the session's page. */
+/* Read the bytes that have arrived. If a descriptor comes with them, it is the session's page. */
 static ssize_t take(int fd, void *to, size_t size)
 {
     union {
@@ -183,7 +186,7 @@ static int receive(int fd, char *answer, size_t *have)
 {
     struct pollfd wait = {.fd = fd, .events = POLLIN};
     if (poll(&wait, 1, LOOK_MS) <= 0)
-        return 0; /* a time-out, or a signal: the caller checks which */
+        return 0; /* a time-out, or a signal: the caller finds out which */
     ssize_t n = take(fd, answer + *have, ANSWER_BYTES - 1 - *have);
     if (n < 0)
         return errno == EINTR || errno == EAGAIN ? 0 : -1;
@@ -194,13 +197,13 @@ static int receive(int fd, char *answer, size_t *have)
     return strchr(answer, '\n') || *have == ANSWER_BYTES - 1;
 }
 
-/* `through`: this thread's question must reach the broker, and the thread keeps waiting for a broker that is
- * away. The broker acts on a question as soon as it arrives, so an interrupt withdraws the question only while
- * there is no broker. */
+/* `through`: this thread's question must reach the broker, and while no broker runs the thread
+ * keeps waiting for one. The broker acts on a question as soon as it arrives, so an interrupt
+ * withdraws the question only while no broker runs. */
 static __thread bool through;
 
-/* `at_most`: nanoseconds to wait for the answer, and for a broker that is away; 0: no limit. `why`: as for
- * broker_land(). */
+/* `at_most`: the most nanoseconds to wait for the answer, or for a broker if none runs; 0: no
+ * limit. `why`: as for broker_land(). */
 static enum answer ask(const struct text *question, bool for_gate, uint64_t at_most, char *why)
 {
     char answer[ANSWER_BYTES];
@@ -209,8 +212,8 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     enum answer result;
     uint64_t began = monotonic();
     uint64_t since = 0; /* when the connection began */
-    uint64_t away = 0;  /* since when no process listens; 0: one does */
-    uint64_t hung = 0;  /* since when a broker has hung up on each connection; 0: it has not */
+    uint64_t away = 0;  /* since when no process listens; 0: a process listens */
+    uint64_t hung = 0;  /* since when a broker has hung up on every connection; 0: it has not */
     int fd = -1;
     if (why)
         *why = 0;
@@ -243,7 +246,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
                 away = 0; /* a broker listens */
             else if (!away) {
                 away = since;
-                hung = 0; /* the broker did not hang up: it has died */
+                hung = 0; /* no broker has hung up: it has died */
             }
             if (fd >= 0 && send(fd, question->at, question->length, MSG_NOSIGNAL) !=
                                (ssize_t)question->length) {
@@ -256,7 +259,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
         }
         int got = receive(fd, answer, &have);
         if (got > 0 && has(answer, "\"code\"", "busy")) {
-            /* This user connects too often. The broker is running, and accepts the question later. */
+            /* This user connects too often. The broker runs, and accepts the question later. */
             hung = 0;
             close(fd);
             fd = -1;
@@ -275,7 +278,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
             break;
         }
         if (got < 0) {
-            /* A broker that keeps hanging up at once counts as away. */
+            /* A broker that hangs up at once, again and again, counts as away. */
             if (monotonic() - since >= HELD_NS)
                 hung = 0;
             else if (!hung)
@@ -300,7 +303,7 @@ CUresult broker_attach(void)
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
     if (ask(&question, true, 0, NULL) != ANSWER_OK)
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    /* The gate is closed again already: pause before the next question. */
+    /* If the gate has closed again already, pause before the next question. */
     if (!gate_lets(true))
         nap(1);
     return CUDA_SUCCESS;
@@ -331,7 +334,8 @@ CUresult broker_grow(int ordinal, uint64_t more)
     enum answer answer = ask(&question, false, 0, NULL);
     CUresult error = gate_step_in();
     if (error)
-        return error; /* the gate closed meanwhile, and the wait for the lease ended */
+        return error; /* the gate closed meanwhile, and the wait for the lease has ended with an
+                       * error */
     if (answer == ANSWER_REFUSED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     return answer == ANSWER_OK ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;
@@ -344,7 +348,7 @@ CUresult broker_land(const char *step, char *why)
     put(&question, ",\"step\":\"%s\",\"pid\":%d,\"tid\":%ld}\n", step, (int)getpid(),
         syscall(SYS_gettid));
     through = !strcmp(step, "move");
-    /* The broker also takes the room back by itself, later. */
+    /* If this question does not arrive, the broker takes the room back later without it. */
     enum answer answer = ask(&question, false, strcmp(step, "cancel") ? 0 : HOME_NS, why);
     through = false;
     return answer == ANSWER_OK        ? CUDA_SUCCESS

@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What the devices are: the driver's answer, or the last one where the driver would block because
- * the session is suspended. So looking at the devices never takes a lease.
+ * The properties of the devices. The guard returns the driver's answer. While the session is
+ * suspended the driver would block, and the guard returns the driver's last answer. So a query
+ * about the devices never takes a lease.
  */
 #include "guard.h"
 #include "wraps.h"
@@ -66,8 +67,9 @@ static __attribute__((noinline)) bool remembered_slowly(void)
     return false;
 }
 
-/* Whether to answer from the cache; if true, the lock is held. This tests the byte of the entry points first:
- * if it is zero, the driver does not block, and this one load replaces all the loads of guard_blocked(). */
+/* Whether to answer from the cache. If true, this thread holds the lock. The function first tests
+ * the byte that the entry points test: if the byte is zero, the driver does not block. This single
+ * load then replaces all the loads of guard_blocked(). */
 static inline bool remembered(void)
 {
     return __builtin_expect(*__atomic_load_n(&guard_free_gate, __ATOMIC_ACQUIRE), 0) && remembered_slowly();
@@ -184,6 +186,7 @@ void cached_fork(enum fork_when when)
         pthread_rwlock_wrlock(&lock);
     else if (when == FORK_PARENT)
         pthread_rwlock_unlock(&lock);
-    else /* glibc identifies the writer by its thread id, which differs in the child */
+    else /* glibc identifies the holder of a write lock by its thread id, which is different in the
+          * child */
         lock = (pthread_rwlock_t)PTHREAD_RWLOCK_INITIALIZER;
 }

@@ -1,11 +1,11 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Streams that record a graph. A recording has no call inside the driver for most of its time, and
- * may take longer than a quiet session keeps its slice, but a suspend must not fall inside. So the
- * slot says how many streams record; the broker takes that for use. A recording is over when the
- * stream's capture is ended, when the stream or its context is destroyed, or when the thread that
- * alone may end it has ended.
+ * Streams that record a graph. During most of a recording no call is inside the driver, and a
+ * recording may last longer than an idle session keeps its slice. But a suspend must not interrupt
+ * it. So the slot holds the number of streams that record, and the broker treats a recording as use
+ * of the slice. A recording ends with the stream's capture, with the stream, with the stream's
+ * context, or with the thread if only this thread may end the capture.
  */
 #include "counting.h"
 #include "wraps.h"
@@ -21,7 +21,7 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static uint32_t this_thread(void) { return (uint32_t)syscall(SYS_gettid); }
 
-/* Each thread has its own per-thread default stream. */
+/* The per-thread default stream is a different stream in each thread. */
 static uint64_t key_of(CUstream stream, bool per_thread)
 {
     uint64_t handle = (uint64_t)stream;
@@ -71,7 +71,7 @@ static void make_key(void) { pthread_key_create(&at_end, thread_ends); }
 
 /* ---- the calls */
 
-/* The number of the stream's context, which may not be the current one; 0: not known. */
+/* The number of the stream's context, which may differ from the current context; 0: unknown. */
 static uint64_t context_of(CUstream stream, bool per_thread)
 {
     typedef CUresult (*ask)(CUstream, CUcontext *);
@@ -105,7 +105,7 @@ static CUresult ended(CUresult result, CUstream stream, bool per_thread)
     int entry = per_thread ? E_cuStreamIsCapturing_ptsz : E_cuStreamIsCapturing, status = 0;
     if (!guard_page || !table_take(OWN_CAPTURE, key_of(stream, per_thread), &own))
         return result;
-    /* After an error the stream may still record: another thread has to end the capture. */
+    /* After an error the stream may still record: then another thread has to end the capture. */
     if (result && guard_has(entry) && !((is)guard_real[entry])(stream, &status) && status)
         table_put(&own, &stale);
     else

@@ -1,28 +1,30 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The session's bytes. Each process keeps its own in its slot of the page, and only adds to its
- * own, so that a process that is killed at any instruction leaves nothing to repair: its slot is
- * dropped, and with it exactly its bytes.
+ * The session's bytes. Each process counts its bytes in its own slot of the page, and adds bytes to
+ * no other slot. So a process that is killed at any instruction leaves nothing to repair: another
+ * process frees its slot, and with the slot exactly its bytes.
  *
- * An allocation that fits takes no lock: the bytes are added first, and then the slots are summed.
- * Two processes that race for the last bytes may both see too much; both step back, and the lock
- * decides between them, under which a process adds only what fits.
+ * An allocation that fits takes no lock: the process first adds the bytes, and then sums the slots.
+ * If two processes race for the last bytes, both sums may be too large. Then both processes take
+ * their bytes back and try again under the lock, where a process adds only bytes that fit.
  */
 #include "counting.h"
 #include "guard.h"
 
-/* Number of grants that other processes of the session may take before this one gives up. */
+/* Other processes of the session may take the granted bytes this many times before this process
+ * gives up. */
 #define TRIES 8
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
 
-/* Called before a slot gets its first bytes. Without ``slots_used`` each sum would read all 256 slots. */
+/* Called before a slot gets its first bytes. Without ``slots_used``, each sum would have to read
+ * all 256 slots. */
 static void reach(const struct page_slot *slot)
 {
     uint64_t wanted = (uint64_t)(slot - guard_page->slot) + 1, seen = LOAD(guard_page->slots_used);
     if (wanted > PAGE_SLOTS)
-        return; /* this process ends: its slot is already given back */
+        return; /* this process is ending, and has already given its slot back */
     while (seen < wanted &&
            !__atomic_compare_exchange_n(&guard_page->slots_used, &seen, wanted, false, __ATOMIC_SEQ_CST,
                                         __ATOMIC_SEQ_CST))
@@ -56,7 +58,8 @@ static void add(struct page_slot *slot, int ordinal, uint64_t bytes)
     __atomic_add_fetch(&slot->used[ordinal], bytes, __ATOMIC_SEQ_CST);
 }
 
-/* Never below zero: an accounting error must not look like 16 EiB in use. */
+/* The result is never below zero: after an accounting error the slot must not show 16 EiB in
+ * use. */
 static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
     uint64_t seen = LOAD(slot->used[ordinal]);
@@ -78,7 +81,7 @@ static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, boo
     return taken;
 }
 
-/* The missing bytes, or 0 if a request of that size can never be met. */
+/* How many bytes are missing. 0 if no grant can ever fit a request of this size. */
 static uint64_t missing(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, granted = LOAD(guard_page->granted[ordinal]);
@@ -98,11 +101,11 @@ static bool in_vain(int ordinal, uint64_t bytes)
 
 static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
-    /* Do not ask the broker for a process that the driver refuses anyway. */
+    /* Before cuInit the driver refuses the call anyway, so do not ask the broker. */
     if (!guard_initialised())
         return CUDA_ERROR_NOT_INITIALIZED;
-    /* Look for the bytes in this order: the present grant, dead processes of the session, idle reserves of this
-     * process's pools, the broker. */
+    /* Look for the bytes in this order: the present grant, the bytes of dead processes of the
+     * session, the idle reserves of this process's pools, and at last growth from the broker. */
     if (take_locked(slot, ordinal, bytes, !in_vain(ordinal, bytes) || page_deaths()))
         return CUDA_SUCCESS;
     if (pools_reclaim(ordinal) && take_locked(slot, ordinal, bytes, false))
@@ -110,8 +113,8 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     for (int tries = 0;; tries++) {
         uint64_t more = in_vain(ordinal, bytes) ? 0 : missing(ordinal, bytes);
         CUresult refused = more ? broker_grow(ordinal, more) : CUDA_ERROR_OUT_OF_MEMORY;
-        /* After an error of the gate take nothing: the process may be suspended, even if the page grants the
-         * bytes. */
+        /* After an error of the gate take no bytes, even if the page grants them: the process may
+         * be suspended. */
         bool inside = !refused || refused == CUDA_ERROR_OUT_OF_MEMORY;
         if (more && inside && take_locked(slot, ordinal, bytes, true))
             return CUDA_SUCCESS;
@@ -127,8 +130,8 @@ CUresult guard_charge(int ordinal, uint64_t bytes)
         return CUDA_SUCCESS;
     struct page_slot *slot = guard_slot();
     if (!slot)
-        return CUDA_ERROR_OUT_OF_MEMORY; /* the session has 256 living processes: the page has no slot for this
-                                          * one */
+        /* The session has 256 living processes, so the page has no slot for this one. */
+        return CUDA_ERROR_OUT_OF_MEMORY;
     if (LOAD(guard_page->slots_used) <= (uint64_t)(slot - guard_page->slot))
         reach(slot);
     if (bytes <= LOAD(guard_page->granted[ordinal])) {

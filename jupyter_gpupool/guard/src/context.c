@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Contexts. The driver takes some hundred MiB for the first context of a process on a device,
- * and the process cannot see how much: the page says what to charge. The end of a context frees
- * everything that was allocated in it.
+ * Contexts. The driver takes some hundred MiB for the first context of a process on a device. The
+ * process cannot read how much, so the page has the number of bytes to charge. The end of a context
+ * frees everything that was allocated in it.
  */
 #include "counting.h"
 #include "own.h"
@@ -11,10 +11,11 @@
 
 struct devices {
     uint32_t lock;
-    uint32_t changes; /* number of ended contexts: each end makes every thread's cached context void */
+    uint32_t changes; /* number of ended contexts: after each end no thread may use its cached
+                       * context any more */
     uint64_t numbers;
     struct {
-        uint32_t live;     /* contexts, the primary one included */
+        uint32_t live;     /* number of contexts, with the primary one */
         bool charged;
         CUcontext primary; /* the primary context's handle while it is active */
         uint64_t bytes;    /* bytes that were charged */
@@ -22,7 +23,7 @@ struct devices {
             bool known;
             unsigned flags;
             int active;
-        } state;           /* of the primary context, as the driver last said */
+        } state;           /* the state of the primary context in the driver's last answer */
     } device[PAGE_DEVICES];
 };
 
@@ -58,8 +59,9 @@ struct here here_now(void)
     CUcontext context = NULL;
     if (!d || CALL(current, cuCtxGetCurrent)(&context) || !context)
         return nowhere;
-    /* A context made past the guard (by an export table, or the driver opened by its path) also makes the
-     * driver block while the session is suspended. */
+    /* A program can make a context without the guard (by an export table, or if it opens the driver
+     * by its path). While the session is suspended, the driver also blocks in calls of such a
+     * context. */
     if (!guard_has_context()) {
         guard_note_init();
         guard_note_context();
@@ -89,7 +91,8 @@ struct here here_of_device(CUdevice device)
     return h;
 }
 
-/* A stream's context may not be the current one. This matters only if a session has more than one device. */
+/* A stream's context may differ from the current context. The difference matters only if the
+ * session has more than one device. */
 struct here here_of_stream(CUstream stream, bool per_thread)
 {
     typedef CUresult (*device_of)(CUstream, CUdevice *);
@@ -105,9 +108,9 @@ struct here here_of_stream(CUstream stream, bool per_thread)
     return h;
 }
 
-/* ---- the constant charge of a context, and what ends with a context */
+/* ---- the constant charge of a context, and everything that ends with a context */
 
-/* A process with a context has moved with its session. */
+/* A process that has a context has already moved with its session. */
 static bool any_live(struct devices *d)
 {
     bool live = false;
@@ -118,9 +121,9 @@ static bool any_live(struct devices *d)
     return live;
 }
 
-/* Charge for a context that is about to be made, unless the device has one. A second thread that makes one at
- * the same time also charges, and gets its charge back, because no thread holds a lock while it asks the
- * broker. */
+/* Charge for a context that the process is about to make, unless it already has one on the device.
+ * If two threads make a context at the same time, both charge, because no thread holds a lock while
+ * it asks the broker. One of them then gets its charge back. */
 static CUresult context_begin(int ordinal, uint64_t *charged)
 {
     struct devices *d = devices();
@@ -186,8 +189,9 @@ static void credit_entry(const struct own *own, void *with)
     settle_stale(own);
 }
 
-/* Called after a context has ended: give its memory back, and with the device's last context the constant
- * charge. `number` is the context's number from the table, 0 if it had none. */
+/* Called after a context has ended: give its memory back. If it was the last context on the device,
+ * also give the constant charge back. `number` is the context's number from the table, 0 if it had
+ * none. */
 static void context_gone(int ordinal, uint64_t number, bool was_primary)
 {
     struct devices *d = devices();
@@ -213,9 +217,10 @@ static void context_gone(int ordinal, uint64_t number, bool was_primary)
     pools_settle(ordinal);
 }
 
-/* Called before a context ends: take it out of the table and return its number, 0 if it has none. After the end
- * it would be too late: the driver may have given the handle to a new context of another thread. That thread
- * would allocate under the old number, and these bytes would never be given back. */
+/* Called before a context ends: take it out of the table and return its number, 0 if it has none.
+ * This must not happen after the end: the driver may by then have given the handle to a new context
+ * of another thread. That thread would allocate under the old number, and these bytes would never
+ * be given back. */
 static uint64_t number_taken(CUcontext context)
 {
     struct devices *d = devices();
@@ -226,7 +231,7 @@ static uint64_t number_taken(CUcontext context)
     return own.owner;
 }
 
-/* The context has not ended. */
+/* The context has not ended: put its number back. */
 static void number_back(CUcontext context, CUdevice device, uint64_t number)
 {
     struct own stale, own = {.key = (uint64_t)context, .kind = OWN_CONTEXT, .owner = number,
@@ -281,7 +286,8 @@ CUresult wrap_cuVDPAUCtxCreate_v2(CUcontext *out, unsigned flags, CUdevice devic
     CREATE(pinned(REAL(cuVDPAUCtxCreate_v2)(out, flags, device, vdp, get)), device);
 }
 
-/* A green context is a part of the primary context, which it creates if needed. */
+/* A green context is a part of the primary context. The driver creates the primary context if it
+ * does not exist. */
 CUresult wrap_cuGreenCtxCreate(CUgreenCtx *out, void *resources, CUdevice device, unsigned flags)
 {
     ENTER;
@@ -337,8 +343,9 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
     return result;
 }
 
-/* Asks the driver for the state of the primary context, and remembers it for the time when the driver would
- * block. Returns whether the context is active; true if there is no answer. */
+/* Asks the driver for the state of the primary context, and stores the state for later queries
+ * while the driver would block. Returns whether the context is active; true if the driver does not
+ * answer. */
 static bool primary_state(struct devices *d, CUdevice device, int ordinal)
 {
     typedef CUresult (*state)(CUdevice, unsigned *, int *);
@@ -367,7 +374,8 @@ CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     return context_end(result, ordinal, charged, result ? NULL : *out);
 }
 
-/* Called before the driver is, because the call may be noted: then nobody knows the state until it was made. */
+/* Called before the call of the driver, because the guard may only note that call. The state is
+ * then unknown until the noted call is made. */
 static void primary_unknown(CUdevice device)
 {
     int ordinal = here_of_device(device).ordinal;
@@ -379,8 +387,10 @@ static void primary_unknown(CUdevice device)
     own_unlock(&d->lock);
 }
 
-/* PyTorch asks for it while it leaves a call that has failed. So a wait that was interrupted would begin again
- * here, and no interrupt would end that one: it came before. */
+/* PyTorch makes this query while it handles an error of another call. If that call failed because
+ * its wait was interrupted, this query would wait again, and the interrupt, which has already
+ * happened, would not end the second wait. So while the driver would block, the guard answers from
+ * its copy. */
 CUresult wrap_cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
 {
     int ordinal = here_of_device(device).ordinal;
@@ -396,7 +406,7 @@ CUresult wrap_cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *
         if (known)
             return CUDA_SUCCESS;
     }
-    ENTER; /* a noted release is made first */
+    ENTER; /* if a release was noted, it is made first */
     return REAL(cuDevicePrimaryCtxGetState)(device, flags, active);
 }
 
@@ -435,7 +445,7 @@ static CUresult primary_after(CUresult result, CUdevice device)
     if (gone)
         context_gone(ordinal, number_taken(gone), true);
     else if (!any_live(d))
-        guard_follow(false); /* a landing made it */
+        guard_follow(false); /* only a landing made the context that ended */
     return result;
 }
 

@@ -1,10 +1,11 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The context that is current in each thread. A destructor asks for it, makes its own current and
- * puts the first one back. These calls need no device, but the driver may block in them while the
- * process is suspended. So the guard keeps each thread's stack of contexts as well. While the driver
- * would block, the guard changes its own copy, and tells the driver before the thread's next call.
+ * The context that is current in each thread. A destructor asks for the current context, makes its
+ * own context current, and then restores the first one. These calls need no device, but the driver
+ * may block in them while the process is suspended. So the guard keeps its own copy of each
+ * thread's stack of contexts. While the driver would block, the guard changes only its copy. It
+ * makes the same changes in the driver before the thread's next call.
  */
 #include "table.h"
 #include "wraps.h"
@@ -20,10 +21,10 @@ struct stack {
 };
 
 static __thread struct {
-    struct stack real;   /* the driver's */
-    struct stack wanted; /* as the application sees it */
+    struct stack real;   /* the driver's stack */
+    struct stack wanted; /* the stack as the application sees it */
     bool differ;
-    bool lost; /* the stack is deeper than this array: only the driver knows the rest */
+    bool lost; /* the stack is deeper than this array, and only the driver knows all of it */
 } mine;
 
 static pthread_key_t at_end;
@@ -96,7 +97,8 @@ void current_apply(void)
     for (; real->depth < wanted->depth; real->depth++) {
         real->at[real->depth] = wanted->at[real->depth];
         if (REAL(cuCtxPushCurrent_v2)(real->at[real->depth])) {
-            /* The context has ended meanwhile, so also drop what was pushed above it. */
+            /* The context has ended meanwhile, so also drop the contexts that were pushed above
+             * it. */
             mine.wanted.depth = real->depth;
             break;
         }
@@ -158,9 +160,10 @@ void current_fork(enum fork_when when)
     mine.differ = mine.lost = false;
 }
 
-/* ---- the calls. If the driver would not block, they pass on to it at the cost of a few instructions. */
+/* ---- the calls. While the driver would not block, these functions pass the call on at the cost of
+ * a few instructions. */
 
-/* Whether to answer from this stack. If not, return *error, or call the driver if it is 0. */
+/* Whether to answer from this stack. If not: return *error, or call the driver if *error is 0. */
 static bool blocked(uint32_t entry, CUresult *error)
 {
     *error = CUDA_SUCCESS;
@@ -232,7 +235,7 @@ CUresult wrap_cuCtxGetCurrent(CUcontext *out)
     return error ? error : REAL(cuCtxGetCurrent)(out);
 }
 
-/* Whether the guard can answer; the answer is *error. */
+/* Whether the guard can answer. If so, *error is the answer. */
 static bool device_of(CUcontext context, CUdevice *out, CUresult *error)
 {
     struct own own;

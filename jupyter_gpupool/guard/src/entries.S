@@ -1,15 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The entry points, one macro for each kind (x86-64, System V ABI). Included by the generated
- * list of them; see entries.txt for what the kinds mean.
+ * The entry points, one macro for each kind (x86-64, System V ABI). The generated list of entry
+ * points includes this file. See entries.txt for the meaning of the kinds.
  *
- * The open path of a gated call is one test of one byte. Nothing is stored, and nothing of the
- * caller's is touched but r11, which no convention passes anything in.
+ * While the gate is open, a gated call tests one byte. It stores nothing, and of the caller's
+ * registers it changes only r11, in which no calling convention passes a value.
  */
 
-/* Before the first call both pointers point to a byte that is not zero, so that the still empty guard_real is
- * not used; the slow path loads the driver. */
+/* Before the first call both pointers point to a byte that is not zero. So the entry points do not
+ * use guard_real, which is still empty, and take the slow path, which loads the driver. */
     .hidden guard_gate, guard_free_gate, guard_unloaded, guard_real
     .hidden guard_slow_gate, guard_slow_free, guard_slow_never, guard_slow_refuse
     .hidden guard_enter_entry, guard_enter_back, guard_slow_note, guard_leave
@@ -88,7 +88,7 @@
     END \name
 .endm
 
-/* Two bytes of one word: the gate, and whether the slice is contended (little-endian). */
+/* Tests two bytes of one word: the gate, and whether the slice is contended (little-endian). */
 .macro ENTRY_LAUNCH name, index
     .hidden wrap_\name
     BEGIN \name, \index
@@ -128,7 +128,8 @@
     .cfi_endproc
 .endm
 
-/* A frame with all registers that may carry an argument. The index of the entry is in r11. */
+/* Make a stack frame with all registers that may carry an argument. The index of the entry is in
+ * r11. */
 .macro SAVE
     pushq %rbp
     .cfi_def_cfa_offset 16
@@ -173,7 +174,8 @@
     movups -192(%rbp), %xmm7
 .endm
 
-/* Ask `slow`. 0: go on to the driver with all arguments unchanged; otherwise return it. */
+/* Call `slow`. If it returns 0, go on to the driver with all arguments unchanged; otherwise return
+ * its result. */
 .macro SLOW kind
     .balign 16
 .Lsave_\kind:
@@ -203,7 +205,7 @@
     SLOW never
     SLOW refuse
 
-/* A counted call: in, the driver with `words` arguments of the caller's stack, out. */
+/* A counted call: enter, call the driver with `words` arguments from the caller's stack, leave. */
 .macro WAIT_CORE words
     .balign 16
 .Lwait\words:
@@ -239,7 +241,7 @@
     .cfi_endproc
 .endm
 
-/* The arguments that may be noted, in memory; 32 bytes of the stack. */
+/* Push the arguments that may be noted onto the stack (32 bytes). */
 .macro NOTABLE
     pushq %rax
     pushq %rdx
@@ -248,7 +250,7 @@
     movq %rsp, %rsi
 .endm
 
-/* Go on to the driver, uncounted; or note the call and return success. */
+/* Go on to the driver without counting the call; or note the call and return success. */
     .balign 16
 .Lsave_note:
     .cfi_startproc
@@ -277,8 +279,8 @@
     ret
     .cfi_endproc
 
-/* A call that gives something back, with at most three arguments: in, the driver, out; or noted, and
- * answered with success. */
+/* A call that gives something back, with at most three arguments: enter, call the driver, leave. If
+ * the call is noted instead, return success. */
     .balign 16
 .Lback:
     .cfi_startproc

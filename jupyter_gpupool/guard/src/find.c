@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Finding a library of the driver as the dynamic loader would have, had it not found ours: by its
- * path, for by its name the loader answers with the guard.
+ * Finds a library of the driver where the dynamic loader would find it if the guard did not exist.
+ * The guard opens the library by its path, because the loader returns the guard for the library's
+ * name.
  */
 #include "find.h"
 
@@ -21,7 +22,8 @@
 
 #define CACHE "/etc/ld.so.cache"
 
-/* A 64-bit library for this processor (the loader passes over others) that is not the guard. */
+/* Whether the file is a 64-bit library for this processor and not the guard. The loader also
+ * ignores libraries for other processors. */
 static bool is_driver(const char *path)
 {
     struct stat st;
@@ -33,7 +35,8 @@ static bool is_driver(const char *path)
                 pread(fd, &head, sizeof head, 0) == sizeof head &&
                 !memcmp(head.e_ident, ELFMAG, SELFMAG) && head.e_ident[EI_CLASS] == ELFCLASS64 &&
                 head.e_machine == EM_X86_64;
-    /* Every copy of the guard is smaller than this, even an instrumented one; today's drivers are larger. */
+    /* Every copy of the guard is smaller than 16 MiB, even one built with a sanitizer. Today's
+     * drivers are larger, so they need no search. */
     if (good && st.st_size < 16 << 20) {
         void *text = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
         if (text != MAP_FAILED) {
@@ -50,8 +53,8 @@ static void *open_path(const char *path)
     return is_driver(path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
 }
 
-/* The loader's own list: LD_LIBRARY_PATH as it was when the process began, the cache, and the system's
- * directories (`defaults`). */
+/* Search the directories of the loader: those of LD_LIBRARY_PATH as it was when the process began,
+ * or, with `defaults`, the system's directories. */
 static void *search_directories(const char *soname, bool defaults)
 {
     _Alignas(Dl_serinfo) char room[32768];
@@ -75,7 +78,8 @@ static void *search_directories(const char *soname, bool defaults)
     return found;
 }
 
-/* The format of glibc's ldconfig since 2.2; in some files it follows the older one. */
+/* The format of glibc's ldconfig since 2.2. In some files this part comes after a part in the older
+ * format. */
 struct cache {
     char magic[20]; /* "glibc-ld.so.cache1.1" */
     uint32_t count, strings;
@@ -107,7 +111,7 @@ static void *search_cache(const char *soname)
     if (at && (size_t)(end - at) > sizeof *cache &&
         (size_t)(end - at) - sizeof *cache >= cache->count * sizeof cache->entry[0])
         for (uint32_t i = 0; i < cache->count && !found; i++) {
-            /* The data after the strings may not end with a zero. */
+            /* The data that follows the strings may not end with a zero byte. */
             uint64_t key = cache->entry[i].key, value = cache->entry[i].value;
             size_t room = (size_t)(end - at), length = strlen(soname) + 1;
             if (cache->entry[i].flags == CACHE_X86_64 && key + length <= room && value < room &&

@@ -1,12 +1,13 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The gate: what happens when the byte that an entry point tests is not zero, and the count of
- * calls that a suspend waits for.
+ * The gate: what happens when the byte that an entry point tests is not zero, and how the guard
+ * counts the calls that a suspend waits for.
  *
- * The broker closes the gate and then waits until the count is zero; a call counts itself and then
- * looks at the gate again. Each writes before it reads (the additions are full barriers), so at
- * least one of them sees the other: no call is inside when the session is locked.
+ * The broker closes the gate and then waits until the count is zero. A call first counts itself and
+ * then reads the gate again. Both write before they read (the additions are full barriers), so at
+ * least one of them sees the other's write. So no call is inside the driver when the broker locks
+ * the session.
  */
 #include "guard.h"
 #include "own.h"
@@ -18,17 +19,20 @@ const struct gate_word guard_open = {.gate = GATE_OPEN}, guard_shut = {.gate = G
 
 const uint8_t *guard_gate = &guard_shut.gate, *guard_free_gate = &guard_shut.gate;
 
-/* Nanoseconds after which a suspend counts as abandoned, because its broker must have ended. */
+/* If a suspend takes longer than this many nanoseconds, the guard assumes that the broker has
+ * ended. */
 #define LONGEST_SUSPEND 120000000000ull
-/* PATIENCE: nanoseconds after which a query during a suspend returns "not ready". ANOTHER_TIME: after this many
- * nanoseconds without a query, a thread's next query belongs to another suspend. */
+/* PATIENCE: this many nanoseconds after its series of queries began, a thread's query during a
+ * suspend returns "not ready". ANOTHER_TIME: after this many nanoseconds without a query, a
+ * thread's next query begins a new series. */
 #define PATIENCE 1000000000ull
 #define ANOTHER_TIME 10000000000ull
 
 static bool initialised, context, ending;
 
-/* This thread's calls inside the driver, and the word that counts them. One thread of the process has its own
- * word: it leaves by a plain store, which takes half as long as a locked instruction. */
+/* The calls that this thread has inside the driver, and the word that counts them. One thread of
+ * the process has its own word. It leaves with a plain store, which takes half the time of a locked
+ * instruction. */
 static __thread struct {
     uint32_t depth;
     bool own;
@@ -56,8 +60,8 @@ bool gate_lets(bool use)
     if (gate == GATE_OPEN)
         return true;
     if (gate == GATE_UNUSED) {
-        /* If the broker closes the gate meanwhile, the exchange fails. Then the caller looks again,
-         * or the driver's own lock decides. */
+        /* If the broker closes the gate meanwhile, the exchange fails. Then the caller checks the
+         * gate again, or the lock of the driver's suspend stops the call. */
         if (use)
             __atomic_compare_exchange_n(&guard_page->gate, &gate, GATE_OPEN, false,
                                         __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -67,7 +71,7 @@ bool gate_lets(bool use)
            monotonic() >= __atomic_load_n(&guard_page->pause_until, __ATOMIC_RELAXED);
 }
 
-/* A pause is short: wait for its end without a question to the broker. */
+/* A pause is short: wait for its end, and do not ask the broker. */
 static CUresult sit_out(void)
 {
     struct polite p;
@@ -90,12 +94,13 @@ CUresult gate_pass(void)
         /* Before cuInit no call reaches a device: the driver answers with an error. */
         if (!__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
             return CUDA_SUCCESS;
-        /* The end of the process frees everything, so a suspended kernel shuts down without a lease. Frameworks
-         * know this answer: a driver that was unloaded before them gives it, too. */
+        /* The end of the process frees everything, so a suspended kernel can shut down without a
+         * lease. Frameworks handle this error: a driver that was unloaded before the framework also
+         * returns it. */
         if (gate_ends())
             return CUDA_ERROR_DEINITIALIZED;
-        CUresult error = landing_aside()   ? broker_attach() /* an admin's pause has suspended the process: the
-                                                              * slice restores it */
+        /* If an admin's pause has suspended the process, the slice restores it. */
+        CUresult error = landing_aside()   ? broker_attach()
                          : landing_moves() ? landing_wait()
                          : __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
                              ? sit_out()
@@ -106,8 +111,9 @@ CUresult gate_pass(void)
     return CUDA_SUCCESS;
 }
 
-/* Exit handlers run in reverse order. This one is registered at the first call, so it runs before all that were
- * registered earlier, such as those of cudart and the destructors of objects. */
+/* Exit handlers run in reverse order of registration. The guard registers this handler at the first
+ * call. So it runs before all handlers that were registered earlier, such as those of cudart and
+ * the destructors of objects. */
 static void end(void)
 {
     __atomic_store_n(&ending, true, __ATOMIC_RELEASE);
@@ -128,14 +134,16 @@ bool gate_inside(void)
     return inside.depth > 0;
 }
 
-/* ---- calls that the process owes the driver: noted calls, and contexts that threads have made current */
+/* ---- calls that the process still has to make in the driver: noted calls, and changes of the
+ * current context */
 
 uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
-/* While the process owes anything, or moves to another device, the entry points take the slow path, even if the
- * gate is open. Without a context the driver always answers calls that need no lease, unless the broker
- * has suspended the process: then the first byte of `landing` is not zero. */
+/* While the process still has such calls to make, or moves to another device, the entry points take
+ * the slow path even if the gate is open. In a process without a context the driver always answers
+ * calls that need no lease, unless the broker has suspended the process. In that case the first
+ * byte of `landing` is not zero. */
 static void point(void)
 {
     struct page_slot *slot = guard_slot();
@@ -181,9 +189,9 @@ bool gate_closed(void)
     return landing_moves() || __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
 }
 
-/* Whether the work of all processes is done: the gate is closed and the lease is gone. The broker removes the
- * lease once all processes of the session are suspended, and the driver suspends a process only when its work
- * is done. */
+/* Whether the work of all processes is done: the gate is closed and the lease is gone. The broker
+ * removes the lease when all processes of the session are suspended, and the driver suspends a
+ * process only after its work is done. */
 static bool drained(void)
 {
     return !page_has_lease(guard_page) && gate_closed();
@@ -212,12 +220,13 @@ static bool starts(CUresult *error)
     return guard_page != NULL;
 }
 
-/* Count the call if the gate lets it pass; first make the calls that this thread owes. */
+/* Count the call and return true if the gate lets it pass. Before that, make the calls that this
+ * thread still has to make. */
 static bool in(enum purpose purpose, bool gated)
 {
     struct page_slot *slot = guard_slot();
     uint32_t *inflight = guard_first ? &slot->first : &slot->inflight;
-    /* Both operations are full barriers before the load of the gate. */
+    /* Both operations are full barriers, and come before the load of the gate. */
     if (guard_first)
         __atomic_exchange_n(inflight, 1, __ATOMIC_SEQ_CST);
     else
@@ -225,13 +234,13 @@ static bool in(enum purpose purpose, bool gated)
     inside.own = guard_first;
     inside.depth = 1;
     inside.inflight = inflight;
-    /* The usual case: the gate is open, and the process owes no calls. The code below would have the same
-     * result. */
+    /* The usual case: the gate is open, and the process has no other calls to make. The code below
+     * would return the same. */
     if (__builtin_expect(__atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_OPEN &&
                              __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) < LANDING_MOVES && !owing(),
                          1))
         return true;
-    /* Frees and queries may run during a pause, in the turn of a neighbour. */
+    /* Frees and queries may run during a pause, while a neighbour has its turn. */
     bool lets = purpose >= QUERY ? gate_lets(true) || !gate_closed() : gate_lets(purpose == USE);
     if ((!gated && !landing_aside()) || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
         if (!owing())
@@ -283,7 +292,8 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     CUresult error;
     if (!starts(&error))
         return error;
-    /* Without a context the process cannot be suspended, and the driver reports the error of the call. */
+    /* Without a context the process cannot be suspended. The call then goes to the driver, which
+     * reports its error. */
     while (!in(BACK, guard_has_context())) {
         if (later_may(entry) && later_note(entry, argument)) {
             /* The gate may have opened meanwhile. Then make the noted call now: the next call may come much
@@ -299,7 +309,8 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     return CUDA_SUCCESS;
 }
 
-/* When this thread's present series of unanswered queries began, and when the last of them was made. */
+/* The time when this thread's present series of unanswered queries began, and the time of the last
+ * query. */
 static __thread struct {
     uint64_t since, last;
 } unanswered;
@@ -317,9 +328,9 @@ CUresult guard_enter_query(void)
         }
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE))
             return CUDA_ERROR_DEINITIALIZED;
-        /* The process is being suspended, or another thread makes the noted calls. The caller may hold the
-         * interpreter's lock, and another lock that a thread with the interpreter's lock wants. So the wait
-         * releases neither, and is short. */
+        /* The process is being suspended, or another thread makes the noted calls. The caller may
+         * hold two locks: the interpreter's lock, and a lock for which a thread with the
+         * interpreter's lock waits. So this wait releases neither lock, and is short. */
         uint64_t now = monotonic();
         if (!unanswered.since || now - unanswered.last > ANOTHER_TIME)
             unanswered.since = now;
@@ -328,7 +339,7 @@ CUresult guard_enter_query(void)
             if ((error = gate_pass()) || (error = later_sit_out()))
                 return error;
         } else if (now - unanswered.since > PATIENCE && waited) {
-            return CUDA_ERROR_NOT_READY; /* not known yet */
+            return CUDA_ERROR_NOT_READY; /* the guard does not know yet whether the work is done */
         }
         nap(1);
         waited = true;
@@ -338,10 +349,10 @@ CUresult guard_enter_query(void)
     return CUDA_SUCCESS;
 }
 
-/* ---- from the entry points */
+/* ---- functions that the entry points call */
 
-/* Before an uncounted call goes on to the driver: make the owed calls. Context changes that other threads owe
- * do not matter here. */
+/* Before an uncounted call goes on to the driver, make the calls that this thread still has to
+ * make. The context changes of other threads do not matter here. */
 static CUresult pay(bool use)
 {
     if (!current_differs() && !(use && owing_calls()))
@@ -393,7 +404,7 @@ CUresult guard_slow_refuse(uint32_t entry)
 
 void guard_leave(void)
 {
-    /* Zero only in the child of a fork() during a call. */
+    /* The depth is zero here only in the child of a fork() that happened during a call. */
     if (!inside.depth || --inside.depth || !inside.inflight)
         return;
     if (inside.own)
@@ -420,7 +431,7 @@ CUresult gate_step_in(void)
         __atomic_sub_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
         CUresult error = gate_pass();
         if (error) {
-            /* Count the call again: the caller leaves as after any other error. */
+            /* Count the call again, because the caller leaves as after any other error. */
             __atomic_add_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
             return error;
         }
@@ -457,7 +468,8 @@ void guard_note_init(void)
         __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_RELEASE);
     if (guard_initialised())
         return;
-    cached_fill(); /* an admin's pause may suspend the process, and the cache then answers its queries */
+    cached_fill(); /* an admin's pause may suspend the process: then the cache answers its
+                    * queries */
     __atomic_store_n(&initialised, true, __ATOMIC_RELEASE);
     gate_point();
 }
@@ -470,7 +482,8 @@ void guard_note_context(void)
     __atomic_or_fetch(&slot->flags, SLOT_CONTEXT, __ATOMIC_RELEASE);
     cached_fill();
     __atomic_store_n(&context, true, __ATOMIC_RELEASE);
-    /* From now on every answer of the driver may have to wait for a lease, even if the call needs none. */
+    /* From now on each answer of the driver may have to wait for a lease, even if the call needs no
+     * lease. */
     gate_point();
 }
 

@@ -1,13 +1,13 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Graphs with memory nodes. Their memory is reserved when the graph is launched (or uploaded),
- * stays reserved for the next launch, and is given back by cuDeviceGraphMemTrim. A graph is looked
- * through when it is made executable, whichever way its nodes came in: by the calls that add
- * nodes, by capturing a stream, by cloning, as a child. What its nodes allocate together is what
- * its first launch may take at most; nodes that use one another's memory again take less, and
- * after the launch the driver's own figure counts. Too large a graph is refused when it is made
- * executable, and again when it is launched.
+ * Graphs with memory nodes. The driver reserves their memory when the graph is launched or
+ * uploaded, and keeps it reserved for the next launch. cuDeviceGraphMemTrim gives it back. The
+ * guard reads all nodes of a graph when the graph is made executable. So it also sees nodes that
+ * come from a captured stream, from a clone or from a child graph. The sum over the nodes is the
+ * most that the first launch may take. The launch takes less if nodes share memory, and after the
+ * launch the guard counts the driver's own figure. The guard refuses a graph that is too large when
+ * the graph is made executable, and again when it is launched.
  */
 #include "counting.h"
 #include "own.h"
@@ -81,7 +81,8 @@ static void look_through(CUgraph graph, struct totals *sum, int depth)
         munmap(node, room);
 }
 
-/* By how much a first launch may enlarge the reserve: the launch uses the idle part of the reserve first. */
+/* The most by which a first launch may enlarge the reserve. A launch first uses the idle part of
+ * the reserve. */
 static uint64_t growth(const struct reserve *r, uint64_t bytes)
 {
     typedef CUresult (*attribute)(CUdevice, int, void *);
@@ -93,7 +94,7 @@ static uint64_t growth(const struct reserve *r, uint64_t bytes)
     return bytes > idle ? bytes - idle : 0;
 }
 
-/* Charges the bytes of `sum`; if one charge is refused, gives the others back. */
+/* Charges the bytes of `sum`. If the broker refuses one charge, gives the other charges back. */
 static CUresult begin(const struct totals *sum, struct reserve *r[PAGE_DEVICES])
 {
     CUresult result = CUDA_SUCCESS;
@@ -115,7 +116,8 @@ static CUresult begin(const struct totals *sum, struct reserve *r[PAGE_DEVICES])
     return result;
 }
 
-/* A launch cannot be undone, so the driver's growth is counted even if it does not fit. */
+/* The guard cannot undo a launch, so it counts the driver's growth even if the growth does not
+ * fit. */
 static void end(struct reserve *const r[PAGE_DEVICES])
 {
     for (int i = 0; i < PAGE_DEVICES; i++)
@@ -174,8 +176,8 @@ CUresult wrap_cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph graph,
     INSTANTIATE(graph, REAL(cuGraphInstantiateWithParams_ptsz)(out, graph, params));
 }
 
-/* Only the first launch since the last trim may reserve memory. A graph without memory nodes never does, and is
- * not in the table. */
+/* Fills `sum` and returns true if this launch may reserve memory: only the first launch since the
+ * last trim may. A graph without memory nodes never reserves memory, and is not in the table. */
 static bool first(CUgraphExec exec, struct totals *sum)
 {
     uint32_t now = __atomic_load_n(&graph_trims, __ATOMIC_ACQUIRE) + 1;

@@ -1,13 +1,14 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What the parts of the guard share. See README.md for how a call travels.
+ * Declarations that the parts of the guard share. README.md describes the path of a call.
  */
 #ifndef GPUPOOL_GUARD_H
 #define GPUPOOL_GUARD_H
 
 #include "cuda_abi.h"
-#include "entries_gen.h" /* E_<symbol>, E_COUNT, E_SPARES: made from entries.txt at build */
+#include "entries_gen.h" /* E_<symbol>, E_COUNT, E_SPARES: generated from entries.txt when the guard
+                          * is compiled */
 #include "page.h"
 
 #include <stdbool.h>
@@ -19,16 +20,18 @@
 
 /* ---- the real driver (real.c; the table and its indices are generated: entries_gen.h) */
 
-/* The driver's functions by index of the entry, spares included. No pointer is NULL once a call has entered: if
- * the driver lacks an entry, its place has a stub that returns CUDA_ERROR_NOT_FOUND. */
+/* The driver's functions by index of the entry, spares included. When a call has entered, no
+ * pointer is NULL: if the driver lacks an entry, the pointer is that of a stub that returns
+ * CUDA_ERROR_NOT_FOUND. */
 extern void *guard_real[E_COUNT + E_SPARES];
 
-/* REAL(cuMemAlloc_v2)(...): the driver's own. The prototype is that of wrap_cuMemAlloc_v2; wraps.h declares one
- * for every wrapped entry. For an entry that is not wrapped, use CALL(type, name). */
+/* REAL(cuMemAlloc_v2)(...) calls the driver's own function. Its prototype is that of
+ * wrap_cuMemAlloc_v2: wraps.h declares one for every wrapped entry. For an entry without a wrapper,
+ * use CALL(type, name). */
 #define REAL(name) ((__typeof__(&wrap_##name))guard_real[E_##name])
 #define CALL(type, name) ((type)guard_real[E_##name])
 
-/* The driver's version: 1000 x major + 10 x minor. The largest number if unknown. */
+/* The driver's version: 1000 x major + 10 x minor. If it is unknown, the largest number. */
 extern unsigned guard_driver_version;
 
 /* Whether the driver has an entry. */
@@ -40,12 +43,12 @@ const char *guard_name(int entry);
 /* The exported function of an entry. */
 void *guard_exported(int entry);
 
-/* Load the driver and map the page, once; in the child of a fork() take a new slot. 0, or the error to return.
- * After an error, a later call tries again. */
+/* Load the driver and map the page, once. In the child of a fork() take a new slot. Returns 0, or
+ * the error for the application. After an error, a later call tries again. */
 CUresult guard_settle(void);
-extern bool guard_settled; /* stands for no call; its value is 0 */
-/* The entry points of each kind call these if the byte of the gate is not zero. 0: go on to the driver. The
- * first function only loads the driver. */
+extern bool guard_settled; /* whether guard_settle() has succeeded in this process */
+/* The entry points of each kind call the function of that kind if the byte of the gate is not zero.
+ * Result 0: go on to the driver. The first function only loads the driver. */
 CUresult guard_slow_never(void);
 CUresult guard_slow_free(uint32_t entry);
 CUresult guard_slow_gate(uint32_t entry);
@@ -54,89 +57,103 @@ CUresult guard_slow_note(uint32_t entry, const uint64_t *argument); /* or GUARD_
 
 /* ---- the gate (gate.c, wait.c) */
 
-/* Enter the driver: loads the real driver, waits while the session has no lease (asks the broker for one), and
- * counts the call among those that a suspend waits for. Returns 0, or the error for the application. The caller
- * must call guard_leave() after 0, and only then. Calls may be nested. */
+/* Enter the driver: load the real driver, wait while the session has no lease (and ask the broker
+ * for one), and count the call among those that a suspend waits for. Returns 0, or the error for
+ * the application. After 0, and only then, the caller must call guard_leave(). Calls may be
+ * nested. */
 CUresult guard_enter(void);
 void guard_leave(void);
-/* The same for a call that frees or destroys, with its arguments. While the session has no slice, the guard
- * notes the call and makes it later (later.c): GUARD_NOTED, and the application gets success. */
+/* The same for a call that frees or destroys, with its arguments. While the session has no slice,
+ * the guard notes the call to make it later (later.c). The function then returns GUARD_NOTED, and
+ * the application gets success. */
 CUresult guard_enter_back(uint32_t entry, const uint64_t *argument);
-/* The same for a query whether work is done. GUARD_NOTED: the process is suspended, so the work is done.
- * CUDA_ERROR_NOT_READY: the suspend has been under way for more than a second. */
+/* The same for a query whether work is done. Returns GUARD_NOTED if the process is suspended: then
+ * its work is done. Returns CUDA_ERROR_NOT_READY if the suspend has been under way for more than a
+ * second. */
 CUresult guard_enter_query(void);
 #define GUARD_NOTED ((CUresult)-1)
 
-/* For calls that need no lease (properties): loads the driver and, if this process may be suspended so that the
- * driver would block, waits at the gate like guard_enter. Needs guard_leave afterwards. */
+/* For calls that need no lease (properties). Loads the driver. Waits at the gate like guard_enter
+ * only if this process may be suspended, because the driver would then block. Needs guard_leave
+ * afterwards. */
 CUresult guard_enter_free(void);
 
-/* Whether the driver would block now, because the session may be suspended. The caller then answers from the
- * cache. */
+/* Whether the driver would block now, because the session may be suspended. The guard then answers
+ * from its cache. */
 bool guard_blocked(void);
-/* The first is called after a successful cuInit, the second after the first context was made. */
+/* Call guard_note_init after a successful cuInit, and guard_note_context after the process has made
+ * its first context. */
 void guard_note_init(void);
 void guard_note_context(void);
 bool guard_initialised(void); /* this process has called cuInit, and it succeeded */
 bool guard_has_context(void);
 
-/* Set the two bytes that the entry points test: bytes of the page, or constants. */
+/* Set the addresses of the two bytes that the entry points test: bytes of the page, or
+ * constants. */
 extern const uint8_t *guard_gate, *guard_free_gate;
 void guard_gates(const uint8_t *gate, const uint8_t *free_gate);
-/* Entry points of launches also test the fourth byte, which is ``contended`` in the page. */
+/* The entry points of launches also test the fourth byte of this word, which is ``contended`` in
+ * the page. */
 struct gate_word {
     uint8_t gate, unused[3];
 };
 extern const struct gate_word guard_shut, guard_open;
 
-/* Whether a call may go on: the gate is open, or a pause is over. Records the use if `use`. */
+/* Whether a call may go on: the gate is open, or a pause is over. With `use`, also records that the
+ * slice is used. */
 bool gate_lets(bool use);
-/* Wait until the gate lets a call through, without counting it. 0, or the error to return. */
+/* Wait until the gate lets a call through, without counting the call. Returns 0, or the error for
+ * the application. */
 CUresult gate_pass(void);
 /* Called once, at the first call of a session's process. */
 void gate_at_exit(void);
-/* Whether the process is ending, so that no call may wait for a lease. */
+/* Whether the process is ending. Then no call may wait for a lease. */
 bool gate_ends(void);
 /* Whether this thread is inside a call that a suspend waits for. */
 bool gate_inside(void);
-/* Whether the lease is gone or about to go; false in a pause. */
+/* Whether the session has no lease or is about to lose it; false in a pause. */
 bool gate_closed(void);
-/* Called before and after a wait for the broker inside a counted call, so that a suspend need not wait for the
- * call. */
+/* Called before and after a wait for the broker inside a counted call. In between a suspend need
+ * not wait for the call. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
-/* Make the entry points check the gate again: a landing has begun or ended. */
+/* Make the entry points check the gate again, because a landing has begun or ended. */
 void gate_point(void);
-/* Called in place of gate_step_in if the call returns an error without entering the driver again. */
+/* Called instead of gate_step_in if the call returns an error without entering the driver again. */
 void gate_step_back(void);
 
-/* Cache the driver's answers about the devices, to answer while it would block (cached.c). */
+/* Cache the driver's answers about the devices. While the driver would block, the guard answers
+ * from this cache (cached.c). */
 void cached_fill(void);
-/* The memory of the whole device; false: not known in this lease. */
+/* The size of the whole device's memory. Returns false if the size is unknown in this lease. */
 bool cached_total(size_t *bytes, CUdevice device);
 
 /* ---- the launch window (window.c) */
 
-/* Before a launch: wait for earlier ones if there are too many, while the slice is contended. 0, or the
- * error to return (the gate was closed, and the wait for it ended). */
+/* Before a launch: if the slice is contended and too many launches are unfinished, wait for earlier
+ * ones. Returns 0, or the error for the application (the gate closed, and the wait for it ended
+ * with an error). */
 CUresult window_pass(CUstream stream, bool per_thread);
-/* A synchronise has returned: the earlier launches are done, all of them or those of that stream. */
+/* Called when a synchronise has returned. The earlier launches are then done: all of them, or those
+ * of that stream. */
 void window_synced(void);
 void window_stream_synced(CUstream stream, bool per_thread);
 
 /* ---- cuGetProcAddress (procaddr.c) */
-void procaddr_ready(void); /* guard_real is filled */
+void procaddr_ready(void); /* called when guard_real is filled */
 
 /* ---- the page (page.c) */
 
-/* NULL in a process without a session: then nothing is limited, gated or counted. */
+/* NULL in a process without a session. The guard then limits, stops and counts nothing. */
 extern struct page *guard_page;
 
-/* This process's slot, taken at the first call that needs one; NULL if there is no page or no room. The slot is
- * not given back while a thread that has asked for it may write. */
+/* This process's slot. The process takes it at the first call that needs a slot. NULL if there is
+ * no page, or no free slot. The process keeps the slot while a thread that has asked for it may
+ * still write. */
 extern struct page_slot *guard_the_slot;
 extern __thread bool guard_slot_user;
-extern __thread bool guard_first; /* no other thread writes to ``first`` of the slot while this one lives */
+extern __thread bool guard_first; /* while this thread lives, no other thread of the process writes
+                                   * to ``first`` of the slot */
 void guard_use_slot(void);
 
 static inline struct page_slot *guard_slot(void)
@@ -146,99 +163,111 @@ static inline struct page_slot *guard_slot(void)
     return __atomic_load_n(&guard_the_slot, __ATOMIC_SEQ_CST);
 }
 
-/* The session's ordinal of this process's CUdevice (the two differ if the process does not see all devices).
- * -1: none. */
+/* The session's ordinal of this process's CUdevice; -1: none. The two numbers differ if the process
+ * does not see all devices. */
 int guard_ordinal(CUdevice device);
 /* The session's ordinal of the current context's device; -1 without a context. */
 int guard_current(void);
 
-/* Whether this process sees the slice as the session's device `ordinal`. cuInit binds a process to devices,
- * without a lease. The session may then get other devices before the process has a context. The process must
- * not take memory on its old devices, for which the session has no grant. */
+/* Whether this process sees the slice as the session's device `ordinal`. cuInit binds a process to
+ * devices, although the session may have no lease yet. Before the process makes a context, the
+ * session may get other devices. The process must not take memory on its old devices, where the
+ * session has no grant. */
 bool guard_sees_slice(int ordinal);
-/* While a process has contexts, its devices are those of the slice, even after moves. After the end of its last
- * context it keeps seeing these devices. */
+/* While a process has contexts, its devices are always those of the slice, even if the session
+ * moves. After the end of its last context it still sees the devices that it had then. */
 void guard_follow(bool follows);
 
 /* ---- moving to the slice before the first context (landing.c) */
 
-/* Called inside a counted call, with the gate open: make the process see the slice. 0, or the error to return.
- * */
+/* Called inside a counted call, while the gate is open: make the process see the slice. Returns 0,
+ * or the error for the application. */
 CUresult landing(int ordinal);
-/* Called after the attempt to make the context: release the contexts that this thread kept. If the release is
- * only noted, these contexts move with the session until it is made. */
+/* Called after the process has tried to make the context: release the contexts that this thread
+ * kept. If the guard can only note the release, these contexts move with the session until the
+ * release is made. */
 enum landing_kept { KEPT_NONE, KEPT_RELEASED, KEPT_NOTED };
 enum landing_kept landing_over(void);
-/* The first: whether the broker may suspend this process to move it. The second: wait until the broker has
- * finished. */
+/* landing_moves: whether the broker may suspend this process to move it. landing_wait: wait until
+ * the broker has finished. */
 bool landing_moves(void);
-/* Whether this process is suspended although it has no context; then landing_moves() is also true. */
+/* Whether this process is suspended although it has no context. landing_moves() is then also
+ * true. */
 bool landing_aside(void);
 CUresult landing_wait(void);
 
 void guard_pin(uint32_t pins); /* PIN_* */
 
-/* Map the page and take a slot. Never waits for the broker: the caller holds a mutex. */
+/* Map the page and take a slot. This never waits for the broker, because the caller holds a
+ * mutex. */
 enum page_state {
     PAGE_READY,
-    PAGE_LOST,    /* the broker may give the page its name again, or pass it: ask the broker, and look once more
-                   * */
-    PAGE_REFUSED, /* the reason is on stderr */
+    PAGE_LOST,    /* ask the broker, and then look for the page again: the broker may give the page
+                   * its name again, or pass the page */
+    PAGE_REFUSED, /* the guard has written the reason to stderr */
 };
 enum page_state page_settle(void);
-void page_passed(int fd); /* the broker has sent the session's page: keep it for page_settle() */
-/* A thread holds this while it changes sums over slots: for a few instructions, without driver calls. */
+void page_passed(int fd); /* the broker has sent the session's page: keep its descriptor for
+                           * page_settle() */
+/* A thread holds this lock while it changes sums over slots. It holds the lock for a few
+ * instructions, and makes no driver calls meanwhile. */
 void page_lock(void);
 void page_unlock(void);
-/* Free the slots of processes that have ended; the caller holds the lock. Slow, because it reads /proc for each
- * process. */
+/* Free the slots of processes that have ended; the caller holds the lock. It is slow, because it
+ * reads /proc for each process. */
 void page_reap(void);
-/* Whether page_reap() may find a slot to free. Sees at once that a process has ended and its parent has reaped
- * it, otherwise up to 10 ms late. */
+/* Whether page_reap() may find a slot to free. If the parent of an ended process has reaped it, the
+ * function finds this at once, otherwise up to 10 ms late. */
 bool page_deaths(void);
 
-/* ---- calls owed to the driver once the gate is open (gate.c, later.c, current.c) */
+/* ---- calls that a process or a thread makes once the gate is open (gate.c, later.c, current.c) */
 
-enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* for each thread */ };
-/* Zero: nothing. Otherwise every entry point takes its slow path. */
+enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* added once for each thread */ };
+/* Zero: no such calls. If the word is not zero, every entry point takes its slow path. */
 extern uint32_t guard_arrears;
 void gate_arrears(enum arrears what, bool more);
 
 #define LATER_ARGUMENTS 3
-/* Note a call, to be made later with the context that is current now. false: no memory for it. */
+/* Note a call, to make it later with the context that is current now. Returns false if there is no
+ * memory for it. */
 bool later_note(uint32_t entry, const uint64_t *argument);
-/* Whether the call may be noted: not the end of a context while host memory is registered. */
+/* Whether the call may be noted. The end of a context may not be noted while host memory is
+ * registered. */
 bool later_may(uint32_t entry);
 /* Whether this process has host memory registered with the driver (registered.c). */
 bool registered_any(void);
-/* Make the noted calls; the caller is counted, and the gate is open. false: some are left, because another
- * thread makes them or the gate was closed. */
+/* Make the noted calls. The caller is counted, and the gate is open. Returns false if some calls
+ * are left, because another thread makes them or the gate closed. */
 bool later_do(void);
-/* Wait until no other thread makes noted calls. 0, or the error to return. */
+/* Wait until no other thread makes noted calls. Returns 0, or the error for the application. */
 CUresult later_sit_out(void);
 
 /* The calling thread's current context, as the application sees it. */
 CUcontext current_context(void);
-/* Take over the context that the driver reports, because calls other than cuCtxSetCurrent also change it. */
+/* Record the context that the driver reports as current, because calls other than cuCtxSetCurrent
+ * also change it. */
 void current_seen(CUcontext context);
 void current_pushed(CUcontext context);
 void current_destroyed(CUcontext context);
 void current_destroyed_later(CUcontext context);
-/* Whether the driver does not know this thread's context yet; set it in the driver. */
+/* current_differs: whether this thread's current context is not yet set in the driver.
+ * current_apply: set it in the driver. */
 bool current_differs(void);
 void current_apply(void);
 
 /* ---- NVML (nvml_calls.c) */
 
-/* Called at the first use of CUDA or NVML, and at each later use of NVML: notes whether the session was
- * suspended at the first use, because the driver has then not suspended this process. */
+/* Called at the first use of CUDA or NVML, and at each later use of NVML. Records whether the
+ * session was already suspended at the first use: in that case the driver has not suspended this
+ * process. */
 void nvml_calls_began(const struct page *page);
 void nvml_calls_thread_ends(void);
 
 /* ---- waiting (wait.c) */
 
-/* From begin to end, the interpreter's other threads can run (if this process has an interpreter and this
- * thread held its lock), an interrupt (SIGINT with a handler) is noticed, and the slot counts a wait. */
+/* Between begin and end, the interpreter's other threads can run (if this process has an
+ * interpreter and this thread held its lock). The thread notices an interrupt (SIGINT with a
+ * handler), and the slot counts the thread as waiting. */
 struct polite {
     void *thread;
     struct page_slot *slot;
@@ -250,11 +279,11 @@ void polite_end(struct polite *p);
 bool polite_interrupted(const struct polite *p);
 /* Whether the interpreter of this process, if there is one, is being torn down. */
 bool polite_finalizing(void);
-/* The first lets the interpreter's other threads run, if this thread holds its lock; the second takes the lock
- * back. */
+/* interpreter_release lets the interpreter's other threads run, if this thread holds the
+ * interpreter's lock. interpreter_take takes the lock back. */
 void *interpreter_release(void);
 void interpreter_take(void *thread);
-void polite_nap(struct polite *p); /* 1 ms at first, 10 ms after a second */
+void polite_nap(struct polite *p); /* naps of 1 ms in the first second, then of 10 ms */
 void nap(int milliseconds);
 uint64_t monotonic(void); /* ns */
 
@@ -269,27 +298,30 @@ void cached_fork(enum fork_when when);
 void current_fork(enum fork_when when);
 void landing_fork(enum fork_when when);
 void nvml_calls_fork(enum fork_when when);
-void guard_at_fork(void); /* registers them */
+void guard_at_fork(void); /* registers the handlers */
 
 /* ---- bytes (charge.c) */
 
-/* Take `bytes` of the session's grant on `ordinal`; asks the broker for growth if they do not fit.
- * CUDA_ERROR_OUT_OF_MEMORY if refused. Callers do this before the driver's call. */
+/* Take `bytes` of the session's grant on `ordinal`. If they do not fit, ask the broker to grow the
+ * grant. CUDA_ERROR_OUT_OF_MEMORY if the broker refuses. Callers charge before they call the
+ * driver. */
 CUresult guard_charge(int ordinal, uint64_t bytes);
-/* Give them back. */
+/* Give bytes back that guard_charge took. */
 void guard_credit(int ordinal, uint64_t bytes);
-/* Bytes of the session on `ordinal`, over all living processes. */
+/* Bytes of the session on `ordinal`, summed over all living processes. */
 uint64_t guard_used(int ordinal);
 
 /* ---- the broker (broker.c) */
 
-/* Each question has its own connection and waits as in wait.c. 0, or the error to return. */
-void broker_remember(void); /* finds the broker's address, before any thread waits */
+/* Each question has its own connection, and waits as in wait.c. Returns 0, or the error for the
+ * application. */
+void broker_remember(void); /* stores the broker's address before any thread waits */
 CUresult broker_attach(void);                            /* returns once the lease is granted */
-CUresult broker_grow(int ordinal, uint64_t more);        /* 0: the page has a larger grant now */
+CUresult broker_grow(int ordinal, uint64_t more);        /* returns 0 if the page has a larger grant
+                                                          * now */
 enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
 enum answer broker_page(void); /* OK: the session's page has its name again, or the broker has passed it */
-void page_lost(enum answer answer); /* the page is still lost: writes the reason to stderr */
+void page_lost(enum answer answer); /* the page is still lost: write the reason to stderr */
 /* One step of a landing: "begin", "move" or "cancel", or "stay" on the present device.
  * CUDA_ERROR_DEVICE_UNAVAILABLE: refused; CUDA_ERROR_NOT_READY: the lease is about to end; check again.
  * ``why``, if it is not NULL, gets the broker's sentence for people, or "". */
@@ -300,8 +332,8 @@ void broker_home(void); /* the broker may write the devices of the next lease to
 /* ---- a broker that has died (revive.c) */
 
 void revive_remember(void);
-/* Starts the user's own broker if it has died, one attempt at a time. Returns how many nanoseconds to wait in
- * all while no broker listens; 0: none can be started. */
+/* Starts the user's own broker if it has died, one attempt at a time. Returns for how many
+ * nanoseconds in all a call waits while no broker listens; 0: no broker can be started. */
 uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Memory figures of the slice: an application may plan with these. See
- * slice_memory in info.h for the figures.
+ * The slice's memory figures, by which an application may plan. See slice_memory in info.h for the
+ * figures.
  */
 #include "info.h"
 #include "counting.h"
@@ -16,7 +16,8 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     struct slice_memory m;
     size_t real_free = 0, real_total = 0;
     if (guard_blocked()) {
-        /* While suspended, the driver would wait for the lease, so the page answers. */
+        /* In a suspended process the driver would wait for the lease, so the guard answers from the
+         * page. */
         struct here h = here_remembered();
         if (h.ordinal >= 0 && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             if (available)
@@ -27,7 +28,7 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
         }
     }
     if (guard_page && !guard_has_context()) {
-        /* Without a context the driver refuses the call, and this answer needs no lease. */
+        /* Without a context the driver refuses the call, and needs no lease to do so. */
         CUresult error = guard_enter_free();
         if (error)
             return error;
@@ -44,7 +45,7 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
         return REAL(cuMemGetInfo_v2)(available, total);
     pools_settle(h.ordinal);
     page_lock();
-    page_reap(); /* memory of dead processes of the session is free */
+    page_reap(); /* the memory of the session's dead processes is free */
     page_unlock();
     CUresult result = REAL(cuMemGetInfo_v2)(&real_free, &real_total);
     if (result)
@@ -58,15 +59,16 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     return CUDA_SUCCESS;
 }
 
-/* PyTorch's expandable segments reserve addresses for 9/8 of what cuDeviceTotalMem says first. If the slice
- * grows, a block larger than that ends the process by SIGSEGV (alloc_block of its allocator; seen with 2.6 and
- * 2.11). So a process with that setting gets the total of the device, the only figure that never grows. */
+/* PyTorch's expandable segments reserve addresses for 9/8 of the first result of cuDeviceTotalMem.
+ * If the slice grows, a block larger than this range ends the process by SIGSEGV (alloc_block of
+ * its allocator; seen with 2.6 and 2.11). So a process with that setting gets the total of the
+ * device, because no other figure stays constant. */
 static bool keeps_the_total(void)
 {
     static const char *const names[] = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"};
     static const char option[] = "expandable_segments";
     for (int i = 0; i < 2; i++) {
-        bool keeps = false; /* if the variable has the setting twice, the last one counts */
+        bool keeps = false; /* the last setting counts if the variable has several */
         for (const char *at = getenv(names[i]); at && (at = strstr(at, option));) {
             at += strlen(option);
             at += strspn(at, " :");
@@ -87,8 +89,8 @@ CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
         bool keeps = h.ordinal >= 0 && keeps_the_total();
         if (keeps && cached_total(bytes, device))
             return CUDA_SUCCESS;
-        /* A smaller figure now would be too small later. So if the device's total is not known yet, wait for
-         * the slice. */
+        /* If the process got the slice's figure now, that figure would be too small after the slice
+         * grows. So if the device's total is unknown, wait for the slice. */
         if (h.ordinal >= 0 && !keeps && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             *bytes = m.total;
             return CUDA_SUCCESS;

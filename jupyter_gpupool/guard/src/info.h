@@ -15,16 +15,17 @@
 
 struct slice_memory {
     uint64_t total;     /* the largest size that the slice can reach */
-    uint64_t used;      /* bytes that all processes of the session use */
+    uint64_t used;      /* bytes that all processes of the session use together */
     uint64_t available; /* bytes that the session may still allocate now */
 };
 
-/* total: the limit, or the grant if it is larger (after the limit was lowered), but never more than the device
- * has. available: the unused bytes of the limit that are free on the device now, but at least the unused bytes
- * of the grant, which are kept for the session. Beyond the grant, free bytes of the device may be guaranteed to
- * a neighbour that does not use them yet, so the broker's figure counts (page->room). A framework that sizes
- * itself by this figure gets these bytes. real_free, real_total: the driver's figures; UINT64_MAX if it cannot
- * be asked. false: the page has no figures yet. */
+/* total: the limit, or the grant if the grant is larger (after the limit was lowered), but never
+ * more than the device has. available: the unused bytes of the limit that are free on the device
+ * now, but at least the unused bytes of the grant, which the broker keeps for the session. Beyond
+ * the grant, bytes that are free on the device may be guaranteed to a neighbour that does not use
+ * them yet. So beyond the grant the broker's figure (page->room) is the limit. A framework that
+ * sizes itself by `available` really gets these bytes. real_free, real_total: the driver's figures;
+ * UINT64_MAX if the guard cannot ask the driver. Returns false if the page has no figures yet. */
 static inline bool slice_memory(const struct page *page, int ordinal, uint64_t real_free, uint64_t real_total,
                                 struct slice_memory *out)
 {
@@ -38,7 +39,7 @@ static inline bool slice_memory(const struct page *page, int ordinal, uint64_t r
         const struct page_slot *slot = &page->slot[i];
         if (__atomic_load_n(&slot->state, __ATOMIC_ACQUIRE) != SLOT_LIVE)
             continue;
-        /* A process that was killed leaves its slot until another one reaps it. */
+        /* A process that was killed leaves its slot in use until another process frees it. */
         uint64_t bytes = __atomic_load_n(&slot->used[ordinal], __ATOMIC_RELAXED);
         if (bytes && kill((pid_t)slot->pid, 0) && errno == ESRCH)
             continue;

@@ -23,7 +23,8 @@ static int seen, ordinal_of[PAGE_DEVICES];
 #define ENDS (-1)      /* the entry names no device and ends the list, as in the driver */
 #define ELSEWHERE (-2) /* the entry names a device that the session does not have */
 
-/* The session's device that one entry of a list names: a number, or a UUID or the beginning of one. */
+/* The session's device that one entry of a list names. The entry is a number, a UUID or the
+ * beginning of a UUID. */
 static int by_text(const char *text, size_t length, const char *home)
 {
     int found = ELSEWHERE;
@@ -39,11 +40,11 @@ static int by_text(const char *text, size_t length, const char *home)
     for (int i = 0; i < (int)guard_page->devices; i++)
         if (!strncasecmp(text, guard_page->uuid[i], length) && length < PAGE_UUID) {
             if (found >= 0)
-                return ENDS; /* the beginning of two UUIDs: CUDA takes it for no device */
+                return ENDS; /* two UUIDs begin like this: CUDA treats the entry as no device */
             found = i;
         }
-    /* The program may still use the UUID of a home device from before the lease: this stands for the slice's
-     * device. */
+    /* The program may still use the UUID of a home device from before the lease. This UUID now
+     * stands for the slice's device. */
     for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
         size_t n = strcspn(home, ",");
         if (n == length && !strncasecmp(text, home, n))
@@ -54,8 +55,9 @@ static int by_text(const char *text, size_t length, const char *home)
     return found;
 }
 
-/* Puts the session's devices that `asked` names into ordinal_of. Returns whether `asked` also names other
- * devices. These are left out; if no device is left, the program gets all devices of the session. */
+/* Puts the session's devices that `asked` names into ordinal_of. Returns whether `asked` also names
+ * other devices. The function leaves these out. If no device is left, the program gets all devices
+ * of the session. */
 static bool choose(const char *asked, const char *home)
 {
     bool taken[PAGE_DEVICES] = {false}, others = false;
@@ -68,7 +70,7 @@ static bool choose(const char *asked, const char *home)
         if (device == ELSEWHERE) {
             others = true;
         } else if (taken[device]) {
-            seen = 0; /* a device that is named twice hides all */
+            seen = 0; /* a device that is named twice hides all devices */
             return false;
         } else {
             taken[device] = true;
@@ -81,7 +83,8 @@ static bool choose(const char *asked, const char *home)
     }
 }
 
-/* Indices and UUIDs of the session become UUIDs of its devices. */
+/* In CUDA_VISIBLE_DEVICES, replace the session's indices and UUIDs with the UUIDs of its
+ * devices. */
 static void choose_visible(void)
 {
     const char *home = getenv("GPUPOOL_VISIBLE"), *asked = getenv(VISIBLE);
@@ -114,7 +117,8 @@ static void choose_visible(void)
     list[length] = 0;
     setenv(VISIBLE, length ? list : "-1", 1);
     if (all)
-        setenv("GPUPOOL_VISIBLE", list, 1); /* programs started from here also follow the session */
+        /* Programs that this process starts then also get the session's devices. */
+        setenv("GPUPOOL_VISIBLE", list, 1);
     guard_follow(false);
 }
 
@@ -124,16 +128,17 @@ CUresult wrap_cuInit(unsigned flags)
     if (error)
         return error;
     if (guard_blocked())
-        return CUDA_SUCCESS; /* cuInit has succeeded already: the driver blocks only in a process that has
-                              * called it */
+        /* cuInit has succeeded before: the driver blocks only in a process that has called it. */
+        return CUDA_SUCCESS;
     if (guard_page) {
-        /* Set the flag before this process reads the home devices: the broker changes them only until it sees
-         * the flag. */
+        /* Set the flag before this process reads the home devices: the broker changes them only
+         * until it sees the flag. */
         struct page_slot *slot = guard_slot();
         if (slot)
             __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
-        /* cuInit binds a process to the devices that it sees. So without a lease ask for the devices
-         * where the session would get one now, instead of those of the kernel's start. */
+        /* cuInit binds a process to the devices that it sees then. So if the session has no lease,
+         * ask the broker for the devices on which the session would get a slice now. The devices
+         * from the kernel's start may be other ones. */
         if (!__atomic_load_n(&chosen, __ATOMIC_ACQUIRE) && !gate_lets(false))
             broker_home();
         pthread_mutex_lock(&lock);
@@ -152,8 +157,8 @@ CUresult wrap_cuInit(unsigned flags)
     return error;
 }
 
-/* The texts of errors without a driver: they exist for the error that every call then returns, and for success.
- * */
+/* The texts of errors if there is no driver. Only two errors have texts: success, and the error
+ * that every call then returns. */
 static CUresult words(CUresult error, const char **out, const char *of_none, const char *of_success)
 {
     if (!out)
@@ -205,7 +210,7 @@ int guard_current(void)
     return CALL(CUresult(*)(CUdevice *), cuCtxGetDevice)(&device) ? -1 : guard_ordinal(device);
 }
 
-/* ---- fork(): a child has its own slot and no device. The order in which it takes the locks is the order in
+/* ---- fork(): a child has its own slot and no device. The handlers take the locks in the order in
  * which other code nests them. */
 
 static void init_fork(enum fork_when when)

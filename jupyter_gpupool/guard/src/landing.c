@@ -2,9 +2,9 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * The first context of a process that saw other devices at cuInit than those of its slice. Only the
- * driver can show a process another device. So the process makes a context on the device that it sees,
- * in memory that the broker keeps free there, and the broker has the driver suspend the process and
- * restore it on the slice, as it does with every session that moves.
+ * driver can move a process to another device. So the process makes a context on the device that it
+ * sees, in memory that the broker keeps free there. Then the broker lets the driver suspend the
+ * process and restore it on the slice, as for every session that moves.
  */
 #include "guard.h"
 #include "wraps.h"
@@ -55,8 +55,9 @@ CUresult landing_wait(void)
     return error;
 }
 
-/* Let one thread land at a time. A lock would not do: a waiting thread must release the interpreter's lock, and
- * must not count as a call inside the driver, because the broker waits until no call is inside. */
+/* Let one thread land at a time. A mutex is not possible here: a waiting thread must release the
+ * interpreter's lock, and must not count as a call inside the driver, because the broker waits
+ * until no call is inside. */
 static CUresult take_turn(void)
 {
     uint32_t free = 0;
@@ -91,7 +92,8 @@ enum landing_kept landing_over(void)
     while (kept.count) {
         CUdevice device = kept.device[--kept.count];
         uint64_t argument[LATER_ARGUMENTS] = {(uint64_t)device};
-        /* The caller is counted, so a gate that is open now stays open until it leaves. */
+        /* The caller is a counted call. So if the gate is open now, it stays open until the caller
+         * leaves. */
         if (gate_lets(false) || !later_note(E_cuDevicePrimaryCtxRelease_v2, argument))
             REAL(cuDevicePrimaryCtxRelease_v2)(device);
         else
@@ -118,12 +120,13 @@ static CUresult take_contexts(void)
     return CUDA_SUCCESS;
 }
 
-/* Called inside a counted call, after an error of "begin" or "move": the session gives its slice back, and this
- * process waits for a slice that it can use. After success the caller checks the devices again. */
+/* Called inside a counted call, after an error of "begin" or "move". The session gives its slice
+ * back, and this process waits for a slice that it can use. After success the caller checks the
+ * devices again. */
 static CUresult stay(CUresult error)
 {
     if (error == CUDA_ERROR_SYSTEM_NOT_READY)
-        return error; /* interrupted, or no broker */
+        return error; /* the wait was interrupted, or no broker answers */
     char why[SENTENCE_BYTES];
     gate_step_out();
     if (error == CUDA_ERROR_DEVICE_UNAVAILABLE) {
@@ -148,7 +151,7 @@ static CUresult land(void)
     if (!error && !gate)
         gate = take_contexts();
     if (gate || error == CUDA_ERROR_SYSTEM_NOT_READY) {
-        /* Tell the broker that it need not keep memory free for this process any longer. */
+        /* Tell the broker that it need no longer keep memory free for this process. */
         landing_over();
         gate_step_out();
         broker_land("cancel", NULL);
@@ -158,7 +161,7 @@ static CUresult land(void)
         set(LANDING_NONE);
         return error ? stay(error) : gate;
     }
-    /* From here on this process's calls wait, and the guard answers questions from its cache. */
+    /* From here on this process's calls wait, and the guard answers queries from its cache. */
     guard_note_init();
     guard_note_context();
     set(LANDING_MOVES);
@@ -166,13 +169,14 @@ static CUresult land(void)
     gate_step_out();
     error = broker_land("move", NULL);
     if (error == CUDA_ERROR_SYSTEM_NOT_READY) {
-        /* The wait was interrupted while there is no broker, so this process does not know on which device it
-         * is. All its calls wait until the next broker writes that to the slot. */
+        /* The wait was interrupted while no broker ran, so this process does not know which device
+         * it is on. All its calls wait until the next broker writes the device to the slot. */
         gate_step_back();
         kept.count = 0;
         return error;
     }
-    /* After a refusal the broker suspends nothing of the session until the contexts are released. */
+    /* After a refusal the broker suspends no process of the session until the contexts are
+     * released. */
     set(error ? LANDING_BEGUN : LANDING_NONE);
     gate_point();
     if (error) {

@@ -1,14 +1,14 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Frees and destroys that a process makes while it has no slice. A destructor must not wait for a
- * lease: it runs in the interpreter's garbage collection, under locks of its framework, as the
- * process ends. So the call is noted here and answered at once, and the first thread that comes
- * through the open gate makes the noted calls, in their order, before its own.
+ * Calls that free or destroy something while the process has no slice. A destructor must not wait
+ * for a lease: it runs in the interpreter's garbage collection, under locks of its framework, or at
+ * the end of the process. So the guard notes the call and returns success at once. The first thread
+ * that passes the open gate makes the noted calls in their order, before its own call.
  *
- * The bytes stay charged until then, because the suspended state still has them and the driver
- * needs them for the restore. The noted call passes through the same wrapper as any other, which
- * credits what it was charged; an error of the driver's is lost.
+ * The bytes stay charged until then, because they are still in the suspended state and the driver
+ * needs them for the restore. The noted call goes through the usual wrapper, which gives back the
+ * charge. The application never sees an error of the driver for a noted call.
  */
 #include "own.h"
 #include "wraps.h"
@@ -17,7 +17,7 @@
 #include <sys/mman.h>
 
 #define CHUNK_BYTES 65536
-#define ENOUGH 200 /* checks of another thread's work before this one sleeps */
+#define ENOUGH 200 /* how often this thread checks another thread's work before it sleeps */
 
 struct noted {
     uint32_t entry;
@@ -31,7 +31,7 @@ struct chunk {
     struct noted call[(CHUNK_BYTES - 16) / sizeof(struct noted)];
 };
 
-/* In memory that is empty in a child of fork(), which has nothing on the device. */
+/* This block is empty in a child of fork(), because the child has nothing on the device. */
 struct later {
     uint32_t lock;
     uint32_t running; /* a thread makes the noted calls */
@@ -44,7 +44,7 @@ static struct later *later(void) { return own_block(&the_later, sizeof(struct la
 
 #define ROOM (sizeof((struct chunk *)0)->call / sizeof(struct noted))
 
-/* The argument of these calls is the context to destroy, which must not be current at that moment. */
+/* These calls destroy a context, and that context must not be current at that moment. */
 static bool ends_context(uint32_t entry)
 {
     return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
@@ -85,7 +85,8 @@ bool later_note(uint32_t entry, const uint64_t *argument)
     return noted;
 }
 
-/* Whether this thread may make the noted calls. If not, *left tells whether there are any. */
+/* Whether this thread may make the noted calls. If not, *left is whether any noted calls are
+ * left. */
 static bool begin(struct later *l, bool *left)
 {
     own_lock(&l->lock);
@@ -97,7 +98,8 @@ static bool begin(struct later *l, bool *left)
     return mine;
 }
 
-/* Gets the next noted call. false: there is none, or the gate was closed; this thread then stops. */
+/* Gets the next noted call. Returns false if there is none, or if the gate has closed. This thread
+ * then stops. */
 static bool next(struct later *l, struct noted *out, bool *left)
 {
     struct chunk *empty = NULL;
@@ -124,8 +126,8 @@ static bool next(struct later *l, struct noted *out, bool *left)
     return found;
 }
 
-/* Make the context current in which the thread had noted the call; the calls of the list come from several
- * threads. */
+/* Make the context current that was current in the thread that noted the call: the noted calls come
+ * from several threads. */
 static void make_current(CUcontext wanted, CUcontext *pushed)
 {
     CUcontext popped;
@@ -133,8 +135,8 @@ static void make_current(CUcontext wanted, CUcontext *pushed)
         return;
     if (*pushed)
         REAL(cuCtxPopCurrent_v2)(&popped);
-    /* If the push fails, the context has ended, and its end freed everything in it: the noted call finds
-     * nothing to free. */
+    /* If the push fails, the context has ended, and its end freed everything in it. The noted call
+     * then has nothing to free. */
     *pushed = wanted && !REAL(cuCtxPushCurrent_v2)(wanted) ? wanted : NULL;
 }
 
@@ -151,7 +153,7 @@ bool later_do(void)
         return true;
     if (!begin(l, &left))
         return !left;
-    /* Noted calls of other threads must not break a capture of this thread. */
+    /* A noted call of another thread must not break a capture of this thread. */
     int mode = RELAXED;
     bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
                      !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);

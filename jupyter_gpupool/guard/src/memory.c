@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Plain device memory, managed memory, and the free of anything that has an address.
+ * Plain device memory, managed memory, and the calls that free memory by its address.
  */
 #include "counting.h"
 #include "wraps.h"
@@ -9,8 +9,8 @@
 #define MIB (1ull << 20)
 #define PAGE (2 * MIB)
 
-/* Bytes of the device that an allocation takes; saturates. The driver hands out device pages of
- * 2 MiB, and allocations below 1 MiB share them. */
+/* Bytes of the device that an allocation takes; saturates. The driver allocates device pages of 2
+ * MiB, and allocations below 1 MiB share these pages. */
 static uint64_t extent(uint64_t bytes)
 {
     uint64_t unit = bytes >= MIB ? PAGE : 512, up;
@@ -63,9 +63,9 @@ CUresult wrap_cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* The driver chooses the pitch: the width rounded up to the alignment of rows, or more. The guard knows the
- * pitch only after the call. It then charges the bytes beyond its estimate, and undoes the allocation if they
- * do not fit. */
+/* The driver chooses the pitch: the width rounded up to the alignment of rows, or more. The guard
+ * learns the pitch only after the call. It then charges the bytes beyond its estimate. If these
+ * bytes do not fit, it undoes the allocation. */
 CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
     ENTER;
@@ -95,14 +95,16 @@ CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, 
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* The driver cannot suspend managed memory, and moves it by itself. The guard refuses it unless the policy
- * allows it: then the session is pinned, and the bytes count as device memory. */
+/* The driver cannot suspend managed memory, because it moves such memory on its own. The guard
+ * refuses managed memory unless the policy allows it. If the policy allows it, the session is
+ * pinned, and the bytes count as device memory. */
 CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {
     ENTER;
     if (!guard_page)
         return REAL(cuMemAllocManaged)(out, bytes, flags);
-    struct here h = here_now(); /* comes first, because it may find a context that was made past the guard */
+    struct here h = here_now(); /* call this first: it may find a context that was made without the
+                                 * guard */
     if (!managed_allowed())
         return CUDA_ERROR_NOT_SUPPORTED;
     if (h.ordinal < 0 || !out || !bytes)
@@ -120,7 +122,8 @@ CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* ---- frees: an address that is not in the table goes to the driver untouched */
+/* ---- frees: the guard passes an address that is not in its table to the driver, and counts
+ * nothing */
 
 static bool take_address(uint64_t address, struct own *own)
 {
@@ -129,7 +132,8 @@ static bool take_address(uint64_t address, struct own *own)
            (table_seen(OWN_MANAGED) && table_take(OWN_MANAGED, address, own));
 }
 
-/* The same for a stream-ordered free; its memory is usually stream-ordered, too. */
+/* As take_address, for a stream-ordered free. The freed memory usually comes from a stream-ordered
+ * allocation, so look there first. */
 static bool take_ordered(uint64_t address, struct own *own)
 {
     return (table_seen(OWN_POOLED) && table_take(OWN_POOLED, address, own)) || take_address(address, own);
@@ -140,7 +144,7 @@ static CUresult freed(CUresult result, const struct own *own)
     struct own stale;
     if (!result)
         settle_stale(own);
-    else if (table_put(own, &stale)) /* the allocation still exists */
+    else if (table_put(own, &stale)) /* the driver has not freed the allocation */
         settle_stale(&stale);
     return result;
 }

@@ -1,14 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML calls, for the facade in nvml/, which is another library of the process. In a suspended process the driver
- * blocks every NVML call until the resume (observed with 580.159.04), and nothing would ask for that. So calls of the
- * main thread, which runs the cells, wait at the gate. On other threads they block in the driver: a thread that
- * polls figures must not bring its session back.
+ * NVML calls, for the facade in nvml/, which is a separate library in the same process. In a
+ * suspended process the driver blocks every NVML call until the resume (observed with 580.159.04),
+ * and such a call does not ask the broker for the slice. So calls of the main thread, which runs
+ * the cells, wait at the gate. Calls of other threads block in the driver: a thread that polls
+ * figures must not bring its session back.
  *
- * These calls are no use of the device, so they never change the gate. The main thread's are counted while they
- * run, in a word of their own, and a suspend waits for them: a call that is inside the driver when the process is
- * suspended blocks there, without a request for the slice.
+ * These calls do not use the device, so they never change the gate. The guard counts the main
+ * thread's calls in a separate word, and a suspend waits for them: a call that is inside the driver
+ * during a suspend blocks there without a request for the slice.
  */
 #include "guard.h"
 #include "nvml/calls.h"
@@ -16,12 +17,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The word that counts this process's call. Only the main thread uses it, so it is set to 1 or 0 instead of
- * added to: a call that was left by a longjmp would otherwise count until the process ends. */
+/* The word that counts this process's call. Only the main thread uses it. So the guard sets it to 1
+ * or 0 instead of adding: if a longjmp left a call, an added count would stay until the process
+ * ends. */
 static uint32_t *counted;
 
-/* Low half: the process that made the first use of CUDA or NVML. High half: 1 + the lease's epoch if its
- * session was suspended at that moment, otherwise 0. */
+/* Low half: the pid of the process that made the first use of CUDA or NVML. High half: 1 + the
+ * lease's epoch if the process's session was suspended at that moment, otherwise 0. */
 static uint64_t began;
 
 /* The broker removes the lease when the driver has suspended the processes, and writes the next one before it opens
@@ -35,8 +37,8 @@ void nvml_calls_began(const struct page *page)
 {
     uint64_t before = __atomic_load_n(&began, __ATOMIC_ACQUIRE), now = (uint32_t)getpid();
     if ((uint32_t)before != now) {
-        /* In the child of a fork() the word is still the parent's. A suspended parent's locks are copied into
-         * the child. */
+        /* In the child of a fork() the word still has the parent's value. If the parent was
+         * suspended, the child has inherited copies of its locks. */
         uint32_t epoch = page ? (uint32_t)page->epoch + 1 : 0;
         if (page && suspended(page) && (!before || before >> 32 == epoch))
             now |= (uint64_t)epoch << 32;
@@ -46,9 +48,10 @@ void nvml_calls_began(const struct page *page)
     __atomic_compare_exchange_n(&began, &before, now, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
 }
 
-/* Whether the driver answers this process although its session is suspended. The driver can suspend only a
- * process that has called CUDA or NVML, so it has not suspended this one if its first call came later. There
- * has been no other suspend since, unless an admin's pause has set processes aside. */
+/* Whether the driver answers this process although its session is suspended. The driver can suspend
+ * only a process that has called CUDA or NVML, so it has not suspended this process if the
+ * process's first call came after the suspend. No other suspend has happened since, except perhaps
+ * an admin's pause, which suspends processes without a context, too. */
 static bool spared(const struct page *page)
 {
     uint64_t word = __atomic_load_n(&began, __ATOMIC_ACQUIRE);
@@ -60,8 +63,8 @@ static bool spared(const struct page *page)
     return true;
 }
 
-/* A killed process leaves its slot, but the driver has suspended nothing of it: free its slot before the
- * answer. */
+/* A killed process leaves its slot, although the driver has suspended nothing in that process. So
+ * free its slot before the answer. */
 static bool suspends(void)
 {
     if (landing_moves())
@@ -87,8 +90,8 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
     if (syscall(SYS_gettid) != getpid() || gate_inside())
         return NVML_CALL_PASSES;
     if (!__atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE)) {
-        /* The process has not called CUDA. For an NVML call the guard loads the driver and takes a slot only if
-         * the call would block. */
+        /* The process has not called CUDA. So that an NVML call stays cheap, the guard loads the
+         * driver and takes a slot only if the call would block. */
         if (!seen || !page_suspends(seen) || spared(seen))
             return NVML_CALL_PASSES;
         CUresult error = guard_settle();
@@ -99,7 +102,8 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
     if (!guard_page || !slot)
         return NVML_CALL_PASSES;
     for (;;) {
-        /* A full barrier before the load of the gate; the broker closes the gate before it reads the count. */
+        /* This is a full barrier before the load of the gate. The broker closes the gate before it
+         * reads the count. */
         __atomic_exchange_n(&slot->nvml, 1, __ATOMIC_SEQ_CST);
         if (!suspends()) {
             counted = &slot->nvml;
@@ -115,7 +119,7 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
 
 EXPORTED void gpupool_nvml_leave(void)
 {
-    if (counted) /* NULL in a process that another thread has forked during the call */
+    if (counted) /* NULL in a child of a fork() that another thread made during the call */
         __atomic_store_n(counted, 0, __ATOMIC_SEQ_CST);
     counted = NULL;
 }

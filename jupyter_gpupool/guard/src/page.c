@@ -1,12 +1,13 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * This process's view of the session's page, and its slot in it.
+ * The session's page as this process maps it, and this process's slot in it.
  *
- * If the environment names a page and the process cannot use it, every CUDA call fails. Going on
- * without the gate would mean running while the broker suspends the process. A page that is deleted
- * stays mapped and works. If its owner truncates it, the processes that map it end (SIGBUS), as with
- * any mapped file; tmpfs cannot seal a file that has a name.
+ * If the environment names a page and the process cannot use it, every CUDA call fails. Without the
+ * gate the process would call the driver while the broker suspends the process. A page stays mapped
+ * and works after somebody has deleted its file. If the owner truncates the file, the processes
+ * that map it end (SIGBUS), as with any mapped file. The guard cannot prevent this, because tmpfs
+ * cannot seal a file that has a name.
  */
 #include "guard.h"
 
@@ -22,30 +23,32 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Stands in place of a path: the page has no path in this mount namespace, and each process asks the broker for
- * it. */
+/* Takes the place of a path: the page has no path in this mount namespace, and each process asks
+ * the broker for it. */
 #define PASSED "passed"
 
-#define KEPT_ABOVE 200 /* lower descriptors are left to the program; see map() */
+#define KEPT_ABOVE 200 /* the guard leaves lower descriptors to the program; see map() */
 
 struct page *guard_page;
 
 struct page_slot *guard_the_slot;
 __thread bool guard_slot_user, guard_first;
 
-static struct page_slot leftover; /* takes the counts of calls after the slot was given back */
-static uint32_t users;            /* threads that may write to the slot at any time */
-static uint32_t has_first;        /* includes the first thread */
+static struct page_slot leftover; /* counts calls that end after the slot was given back */
+static uint32_t users;            /* number of threads that may write to the slot at any time */
+static uint32_t has_first;        /* 1: one living thread of the process has the word ``first`` */
 static pthread_key_t at_end;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static uint64_t me; /* pid | low half of the start time << 32, as in page->lock */
+static uint64_t me; /* this process: pid | low half of the start time << 32, as in page->lock */
 
-/* Field 22 of /proc/<pid>/stat, in ticks since boot. 0: no such process, or a zombie. UNKNOWN: the file cannot
- * be read now (this process may have no descriptor left), and the process may be alive. */
+/* Field 22 of /proc/<pid>/stat, in ticks since boot. 0: no such process, or a zombie. UNKNOWN: this
+ * process cannot read the file now (it may have no descriptor left), so the other process may be
+ * alive. */
 #define UNKNOWN UINT64_MAX
 
-#define LOOK_NS 10000000 /* the least time between two checks of all processes without a special reason */
+#define LOOK_NS 10000000 /* without a special reason, all processes are checked again after this
+                          * time at the earliest */
 
 static uint64_t start_time(uint32_t pid)
 {
@@ -60,8 +63,8 @@ static uint64_t start_time(uint32_t pid)
     if (n <= 0)
         return !n || error == ESRCH ? 0 : UNKNOWN;
     text[n] = 0;
-    char *at = strrchr(text, ')'); /* the process's name stands before this field, and may contain any character
-                                    * */
+    /* The process's name comes before this field, and may contain any character. */
+    char *at = strrchr(text, ')');
     if (!at || at[1] != ' ' || !at[2])
         return 0;
     at += 2;
@@ -73,7 +76,8 @@ static uint64_t start_time(uint32_t pid)
         if ((at = strchr(at, ' ')))
             at++;
     }
-    /* A zombie with threads is only a first thread that ended: the process lives on. */
+    /* A zombie process that still has threads: only its first thread has ended, and the process is
+     * alive. */
     if (!at || state == 'X' || (state == 'Z' && threads <= 1))
         return 0;
     return strtoull(at, NULL, 10);
@@ -91,7 +95,8 @@ static bool holder_lives(uint64_t holder)
     return started == UNKNOWN || (started && (uint32_t)started == holder >> 32);
 }
 
-/* ---- the lock: first among this process's threads, then among the session's processes */
+/* ---- the lock: it first excludes this process's other threads, then the session's other
+ * processes */
 
 void page_lock(void)
 {
@@ -102,7 +107,8 @@ void page_lock(void)
                                         __ATOMIC_RELAXED))
             return;
         if (holder == me)
-            return; /* this process took it before an exec(), and its threads are gone */
+            return; /* this process took the lock before an exec(), and the thread that held it is
+                     * gone */
         if (tries % 256 == 0 && !holder_lives(holder) &&
             __atomic_compare_exchange_n(&guard_page->lock, &holder, me, false, __ATOMIC_ACQUIRE,
                                         __ATOMIC_RELAXED))
@@ -124,7 +130,7 @@ void page_unlock(void)
 
 /* ---- slots */
 
-/* Free the slot, as the last step: another process may take it at once. */
+/* Empty the slot, and free it as the last step, because another process may take it at once. */
 static void clear(struct page_slot *s)
 {
     memset((char *)s + sizeof s->state, 0, sizeof *s - sizeof s->state);
@@ -141,8 +147,8 @@ void page_reap(void)
     }
 }
 
-/* Reading /proc takes some 20 us for each process, kill(pid, 0) a hundredth of that. kill does not find
- * zombies; the next check of all processes does. */
+/* Reading /proc takes some 20 us for each process, kill(pid, 0) a hundredth of that. kill does not
+ * detect zombies, but the next check of all processes does. */
 bool page_deaths(void)
 {
     static uint64_t looked;
@@ -170,18 +176,20 @@ static struct page_slot *first(uint32_t state, uint32_t pid)
     return NULL;
 }
 
-/* Returns false if the start time of this process cannot be read. If the page has no free slot, guard_slot() is
- * NULL. */
+/* Returns false if this process cannot read its own start time. If the page has no free slot,
+ * guard_slot() is NULL afterwards. */
 static bool take_slot(void)
 {
     uint32_t pid = (uint32_t)getpid();
     uint64_t started = start_time(pid);
     struct page_slot *s;
     if (!started || started == UNKNOWN)
-        return false; /* without a start time all other processes would consider this one dead */
+        /* Without a start time in the slot, all other processes would take this one for dead. */
+        return false;
     me = pid | started << 32;
     page_lock();
-    /* A slot left by this process before an exec(), or by an earlier process with the same pid. */
+    /* A slot that this process took before an exec(), or that an earlier process with the same pid
+     * left. */
     while ((s = first(SLOT_LIVE, pid)))
         clear(s);
     s = first(SLOT_FREE, 0);
@@ -220,8 +228,8 @@ static void make_key(void)
 void guard_use_slot(void)
 {
     guard_slot_user = true;
-    __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST); /* set before this thread reads the slot: see give_back()
-                                                      * */
+    /* This comes before this thread reads the slot: see give_back(). */
+    __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST);
     guard_first = !__atomic_exchange_n(&has_first, 1, __ATOMIC_SEQ_CST);
     pthread_once(&once, make_key);
     pthread_setspecific(at_end, &users);
@@ -234,17 +242,19 @@ void guard_pin(uint32_t pins)
         __atomic_or_fetch(&s->pins, pins, __ATOMIC_RELEASE);
 }
 
-/* An orderly end gives the slot back at once; a process that is killed leaves it to be reaped. This needs no
- * lock, because no other process writes to the slot; and the holder of the lock may be stopped. */
+/* A process that ends normally gives its slot back at once. A process that is killed leaves its
+ * slot for others to free. This function takes no lock, for two reasons: no other process writes to
+ * the slot, and the process that holds the lock may be stopped. */
 __attribute__((destructor)) static void give_back(void)
 {
     struct page_slot *s = guard_slot();
     if (!s || s == &leftover || s->pid != (uint32_t)getpid())
         return;
-    /* Other threads, and destructors of other libraries, may still call. */
+    /* Other threads, and destructors of other libraries, may still make calls. */
     __atomic_store_n(&guard_the_slot, &leftover, __ATOMIC_SEQ_CST);
-    /* A thread that has found this slot may count its calls there at any time, so no other process may take the
-     * slot while this process lives. It is reaped afterwards. */
+    /* A thread that has read the address of this slot may count its calls there at any time. So no
+     * other process may take the slot while this process lives. After its end, another process
+     * frees the slot. */
     if (__atomic_load_n(&users, __ATOMIC_SEQ_CST) == (guard_slot_user ? 1 : 0) &&
         !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->first, __ATOMIC_SEQ_CST) &&
         !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->nvml, __ATOMIC_SEQ_CST))
@@ -253,7 +263,7 @@ __attribute__((destructor)) static void give_back(void)
 
 /* ---- the file */
 
-/* Write one line for each reason, even if many calls find it. */
+/* Write one line for each new reason, even if many calls fail for this reason. */
 static enum page_state refuse(const char *why)
 {
     static const char *shown;
@@ -286,7 +296,7 @@ void page_passed(int fd)
         close(before);
 }
 
-/* Follow no link except the broker's to its own descriptor: see page_settle(). */
+/* Follow a link only if the broker has made it to its own descriptor: see page_settle(). */
 static int open_page(const char *path, bool *link)
 {
     char to[64];
@@ -308,8 +318,8 @@ static int open_page(const char *path, bool *link)
     return -1;
 }
 
-/* Map the page. Returns NULL, or why the page cannot be used. `lost`: the broker may have the right page for
- * this name. */
+/* Map the page. Returns NULL, or why the page cannot be used. `lost`: whether the broker may have
+ * the right page for this name. */
 static const char *map(const char *path, bool *lost)
 {
     struct stat st;
@@ -334,16 +344,17 @@ static const char *map(const char *path, bool *lost)
         close(fd);
         return "is of another version of jupyter_gpupool than the guard. Restart the kernel";
     }
-    /* A reused descriptor number leads to another session's page, with a gate and accounts that do not belong
-     * to this process. */
+    /* If the descriptor's number has been reused, the link leads to another session's page. Its
+     * gate and its accounts do not belong to this process. */
     if (session && strncmp(page->session, session, sizeof page->session - 1)) {
         munmap(page, sizeof *page);
         close(fd);
         *lost = true;
         return "belongs to another session. Restart the kernel";
     }
-    /* Kept open, with a high number because some programs rely on low ones: if a logout deletes the file's name
-     * and the broker also dies, the next broker finds the page here. */
+    /* Keep the file open: if a logout deletes the file's name and the broker also dies, the next
+     * broker finds the page here. The descriptor has a high number, because some programs rely on
+     * low ones. */
     if (fcntl(fd, F_DUPFD_CLOEXEC, KEPT_ABOVE) >= 0)
         close(fd);
     guard_page = page;
@@ -357,17 +368,20 @@ static enum page_state find_page(void)
     bool lost = false;
     if (!path || !*path)
         return PAGE_READY;
-    pthread_mutex_lock(&lock); /* the first calls of CUDA and of NVML may come at once */
+    pthread_mutex_lock(&lock); /* the first call of CUDA and the first call of NVML may come at the
+                                * same time */
     if (!guard_page) {
         if (!remembered)
-            broker_remember(); /* only once: another thread may already be asking the broker */
+            broker_remember(); /* do this only once, because another thread may already be asking
+                                * the broker */
         remembered = true;
         why = map(path, &lost);
         if (!why)
             gate_at_exit();
     }
     pthread_mutex_unlock(&lock);
-    /* Deleted under a living session, for example at a logout: the broker still has it. */
+    /* The file was deleted while the session lives, for example at a logout. The broker still has
+     * the page. */
     return why && lost ? PAGE_LOST : why ? refuse(why) : PAGE_READY;
 }
 
@@ -382,9 +396,9 @@ enum page_state page_settle(void)
     return guard_slot() ? PAGE_READY : refuse("has no room for a 257th process. End some of its processes");
 }
 
-/* For the guard of NVML, which has no connection to the broker and cannot find a page without a path. This
- * neither loads the driver nor takes a slot. It asks the broker once at most, because the thread may only want
- * to show figures. */
+/* For the NVML library of the guard, which has no connection to the broker and cannot find a page
+ * that has no path. The function neither loads the driver nor takes a slot. It asks the broker at
+ * most once, because the thread may only want to show figures. */
 __attribute__((visibility("default"))) const struct page *gpupool_page(void);
 const struct page *gpupool_page(void)
 {

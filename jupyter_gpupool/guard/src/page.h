@@ -1,15 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The session's shared page: what the broker and the processes of a session tell each other without a
- * message. Every process of the session maps the file. The broker uses pread and pwrite, so a session
- * that truncates the page harms only itself.
- * ``page.py`` has the same layout; a test compares the two.
+ * The session's shared page: what the broker and the processes of a session exchange without
+ * messages. Every process of the session maps the file. The broker uses pread and pwrite, so a
+ * session that truncates the page harms only itself. ``page.py`` has the same layout; a test
+ * compares the two.
  *
- * Who writes what: the header belongs to the broker, except for the words marked "guard"; a slot
- * belongs to its process, except that the broker writes ``sees`` and ``landing`` while it has the
- * process suspended or its calls held back. Bytes are counted for each device of the session, in the order in which
- * its processes see the devices (CUDA ordinals).
+ * Who writes what: the broker writes the header, except for the words marked "guard". Each process
+ * writes its own slot, but the broker writes ``sees`` and ``landing`` of a slot while the process
+ * is suspended or its calls wait. Bytes are counted for each device of the session, in the order in
+ * which its processes see the devices (CUDA ordinals).
  */
 #ifndef GPUPOOL_GUARD_PAGE_H
 #define GPUPOOL_GUARD_PAGE_H
@@ -23,17 +23,20 @@
 #define PAGE_SLOTS 256
 #define PAGE_UUID 48
 
-/* The gate. Zero is the only value that lets a call through without a second look. */
+/* The gate. With every value except zero, a call must check further before it may pass. */
 enum page_gate {
     GATE_OPEN = 0,   /* open, and used since the broker's last check */
-    GATE_UNUSED = 1, /* open, not used since: the first call changes it to GATE_OPEN (guard) */
+    GATE_UNUSED = 1, /* open, but not used since then: the first call changes it to GATE_OPEN
+                      * (guard) */
     GATE_CLOSED = 2, /* no lease: ask the broker for one and wait */
-    GATE_PAUSED = 3, /* a neighbour's turn: wait until pause_until at most, without a question */
+    GATE_PAUSED = 3, /* a neighbour has its turn: wait until pause_until at most, and ask the broker
+                      * nothing */
 };
 
 enum page_managed { MANAGED_REFUSE = 0, MANAGED_ALLOW = 1 };
 
-/* Why the session cannot be suspended; set by the guard, never cleared while a process lives. */
+/* Why the session cannot be suspended. The guard sets a bit, and nobody clears it while the process
+ * lives. */
 enum page_pins {
     PIN_MANAGED = 1,  /* managed memory */
     PIN_IPC = 2,      /* an exported or imported allocation, event or pool */
@@ -44,42 +47,51 @@ enum page_pins {
 enum slot_state { SLOT_FREE = 0, SLOT_LIVE = 1 };
 
 enum slot_flags {
-    SLOT_CUDA = 1,    /* the process has called cuInit: its visible devices are settled */
+    SLOT_CUDA = 1,    /* the process has called cuInit: its visible devices are fixed */
     SLOT_CONTEXT = 2, /* the process has had a context: the driver can suspend it */
 };
 
-/* ``sees`` of a slot: page_name() of the device that the process sees as the session's device i, or one of
- * these. */
-#define SEES_NONE 0ull   /* it has not called cuInit, or does not see this device */
-#define SEES_SLICE 1ull  /* the slice, wherever it is: it has state, which moves with the session */
+/* ``sees`` of a slot: page_name() of the device that the process sees as the session's device i, or
+ * one of these two values. */
+#define SEES_NONE 0ull   /* the process has not called cuInit, or does not see this device */
+#define SEES_SLICE 1ull  /* the slice on any device: the process has state, which moves with the
+                          * session */
 
-/* ``landing`` of a slot: the progress of the process on its way from the devices at cuInit to those of the
- * slice (landing.c). While it moves, none of its calls reaches the driver. */
+/* ``landing`` of a slot: the progress of the process on its way from the devices at cuInit to those
+ * of the slice (landing.c). While the process moves, none of its calls reaches the driver. */
 enum slot_landing {
     LANDING_NONE = 0,    /* no landing, or it has ended (broker) */
-    LANDING_BEGUN = 1,   /* it may have contexts on devices without a slice */
-    LANDING_MOVES = 2,   /* the broker may suspend it (guard) */
-    LANDING_RESTORE = 3, /* the driver has suspended it and restores it on the slice (broker) */
-    LANDING_ASIDE = 4,   /* it has no context but is suspended: an admin's pause (broker) */
+    LANDING_BEGUN = 1,   /* the process may have contexts on devices where the session has no
+                          * slice */
+    LANDING_MOVES = 2,   /* the broker may suspend the process (guard) */
+    LANDING_RESTORE = 3, /* the driver has suspended the process and restores it on the slice
+                          * (broker) */
+    LANDING_ASIDE = 4,   /* the process has no context, but an admin's pause has suspended it
+                          * (broker) */
 };
 
 struct page_slot {
     uint32_t state;
     uint32_t pid;
-    uint64_t start_time; /* field 22 of /proc/<pid>/stat: with the pid, its identity */
-    uint32_t inflight;   /* calls inside the driver that must return before a suspend; also see ``first`` */
+    uint64_t start_time; /* field 22 of /proc/<pid>/stat; together with the pid it identifies the
+                          * process */
+    uint32_t inflight;   /* calls inside the driver that must return before a suspend; ``first`` is
+                          * not included */
     uint32_t waiting;    /* threads that wait at the gate */
     uint32_t flags;
     uint32_t pins;
-    uint64_t used[PAGE_DEVICES];    /* counted bytes, with contexts */
-    uint64_t context[PAGE_DEVICES]; /* the part of the used bytes that contexts are charged */
-    uint32_t captures;              /* streams that record a graph: a suspend must not fall inside */
-    uint32_t first;                 /* 1: the process's first thread is also inside a call */
+    uint64_t used[PAGE_DEVICES];    /* counted bytes, those of contexts included */
+    uint64_t context[PAGE_DEVICES]; /* the part of these bytes that was charged for contexts */
+    uint32_t captures;              /* streams that record a graph: a suspend must not interrupt a
+                                     * recording */
+    uint32_t first;                 /* 1: a call of the thread that has this word is also inside the
+                                     * driver */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
-    uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they do not count
-                    * as use */
-    uint32_t held; /* 1: an interrupt has not ended the wait of a thread that the interpreter does not know */
+    uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they do
+                    * not count as use */
+    uint32_t held; /* 1: a thread that the interpreter does not know waits, and an interrupt has not
+                    * ended its wait */
     uint64_t unused;
 };
 
@@ -90,30 +102,34 @@ struct page {
     uint8_t managed;
     uint8_t unused;
     uint8_t contended; /* 1: another session waits for memory that this one holds (window.c) */
-    uint32_t devices; /* how many */
+    uint32_t devices; /* number of devices */
     uint64_t epoch;
-    uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; later a paused gate counts as open */
+    uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; after this time a paused gate counts as
+                                     * open */
     uint64_t limit;                 /* bytes per device up to which the grant may grow */
     uint64_t context_bytes;         /* bytes charged for the first context of a process on a device */
-    uint64_t lock;                  /* guard: the process that changes slots: pid | start_time << 32; 0: free */
-    uint64_t slots_used;            /* guard: one more than the highest slot that has had bytes; only grows */
+    uint64_t lock;                  /* guard: the process that may change slots now: pid |
+                                     * start_time << 32; 0: free */
+    uint64_t slots_used;            /* guard: one more than the index of the highest slot that has
+                                     * ever had bytes */
     uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without a lease */
-    char uuid[PAGE_DEVICES][PAGE_UUID]; /* the devices of the lease, or the home devices before the first lease
-                                         * */
+    char uuid[PAGE_DEVICES][PAGE_UUID]; /* devices of the lease; before the first lease the home
+                                         * devices */
     char session[64];
-    /* Bytes by which the grant could grow now, plus 1; 0: not known. */
+    /* The number of bytes by which the grant could grow now, plus 1; 0: unknown. */
     uint64_t room[PAGE_DEVICES];
-    /* The broker refused growth to this many bytes in all, and nothing has changed since. 0: ask the broker.
-     * The broker clears the word before it acts on any change, and the word expires at vain_until. */
+    /* The broker refused growth to this total number of bytes, and nothing has changed since. 0:
+     * ask the broker. The broker sets the word to 0 before it acts on any change, and the word
+     * expires at vain_until. */
     uint64_t vain[PAGE_DEVICES];
     uint64_t vain_until; /* CLOCK_MONOTONIC, ns */
     uint8_t unused_too[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64];
     struct page_slot slot[PAGE_SLOTS];
 };
 
-/* Whether the driver has suspended the session's processes or is about to: the gate is closed, and a process
- * has had a context. The driver then also suspends processes that have called only cuInit or NVML. In a session
- * that has never had a slice no process has a context. */
+/* Whether the driver has suspended the session's processes or is about to: the gate is closed, and
+ * a process has had a context. The driver then also suspends processes that have called only cuInit
+ * or NVML. If a session has never had a slice, none of its processes has a context. */
 static inline bool page_suspends(const struct page *page)
 {
     if (__atomic_load_n(&page->gate, __ATOMIC_SEQ_CST) != GATE_CLOSED)
@@ -137,7 +153,7 @@ static inline bool page_has_lease(const struct page *page)
     return false;
 }
 
-/* A number for a device's UUID (FNV-1a), none of those above. */
+/* A number for a device's UUID (FNV-1a). It never equals SEES_NONE or SEES_SLICE. */
 static inline uint64_t page_name(const char *uuid)
 {
     uint64_t name = 0xcbf29ce484222325u;

@@ -1,10 +1,11 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The calls after which the driver cannot suspend a session: they share memory or events with another
- * process, with a graphics API, or over a multicast object. The calls go to the driver unchanged (they
- * take no memory of their own). Before they return the page says so, and the broker does not suspend a
- * session while one is inside. Imported memory is counted by its exporter.
+ * Calls after which the driver cannot suspend a session, because they share memory or events with
+ * another process, with a graphics API, or over a multicast object. The guard passes the calls to
+ * the driver unchanged, because they take no additional memory. Before a call returns, the guard
+ * writes the reason to the page, and the broker does not suspend a session while such a call is
+ * inside the driver. The process that exports memory counts it, not the process that imports it.
  */
 #include "counting.h"
 #include "wraps.h"
@@ -41,8 +42,8 @@ PINS(PIN_IPC, cuMemPoolImportFromShareableHandle,
 PINS(PIN_IPC, cuMemPoolExportPointer, (void *out, CUdeviceptr address), (out, address))
 PINS(PIN_IPC, cuMemPoolImportPointer, (CUdeviceptr *out, CUmemoryPool pool, void *data), (out, pool, data))
 
-/* Exports device memory as a file descriptor for network and storage devices, which the driver cannot suspend.
- * */
+/* This call exports device memory as a file descriptor for network and storage devices. The driver
+ * cannot suspend such devices. */
 PINS(PIN_IPC, cuMemGetHandleForAddressRange,
      (void *handle, CUdeviceptr address, size_t bytes, int type, unsigned long long flags),
      (handle, address, bytes, type, flags))

@@ -1,19 +1,20 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Stream-ordered allocation, and the calls about pools. What is counted is what a pool reserves;
- * see reserves.c.
+ * Stream-ordered allocation, and the calls about pools. The guard counts the memory that a pool
+ * reserves; see reserves.c.
  */
 #include "reserves.h"
 #include "wraps.h"
 
 enum { ALLOC_TYPE_MANAGED = 2 };
 
-/* After so many bytes allocated from an idle reserve the guard asks the driver for its size. */
+/* When this many bytes have been allocated from an idle reserve, the guard asks the driver for the
+ * reserve's size. */
 #define UNSEEN (64 * MIB)
 
-/* Enter a pool that this process did not create: the default or current pool of a device, an imported pool, or
- * a pool in host memory, which is not counted. */
+/* Enter a pool that this process did not create. It may be the default or current pool of a device,
+ * or an imported pool or a pool in host memory, which the guard does not count. */
 static struct reserve *adopt(CUmemoryPool pool, struct here h)
 {
     typedef CUresult (*pool_of)(CUmemoryPool *, CUdevice);
@@ -47,7 +48,8 @@ static CUmemoryPool current_pool(struct here h)
     return CALL(pool_of, cuDeviceGetMemPool)(&pool, h.device) ? NULL : pool;
 }
 
-/* While a stream is captured, its allocations become nodes of a graph, which is counted when it is launched. */
+/* While a stream is captured, its allocations become nodes of a graph. The guard counts the graph
+ * when it is launched. */
 static bool capturing(CUstream stream, bool per_thread)
 {
     typedef CUresult (*is)(CUstream, int *);
@@ -81,8 +83,9 @@ static CUresult driver_free(const struct request *q)
     return q->per_thread ? REAL(cuMemFreeAsync_ptsz)(*q->out, q->stream) : REAL(cuMemFreeAsync)(*q->out, q->stream);
 }
 
-/* Finds the pool, and by how much the allocation makes it grow. The allocation counts from here on, so that two
- * threads do not plan with the same idle bytes. `look`: whether to ask the driver afterwards. */
+/* Finds the pool, and by how much the allocation makes it grow. The allocation counts from here on,
+ * so that no second thread plans with the same idle bytes. `look`: whether to ask the driver after
+ * the call. */
 static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here h, uint64_t extent, uint64_t *growth,
                             bool *look)
 {
@@ -120,7 +123,7 @@ static CUresult allocate(const struct request *q)
     CUmemoryPool pool = NULL;
     uint64_t extent, growth = 0;
     bool look = false;
-    /* No pool is larger, and the sums below could overflow beyond this. */
+    /* No pool is larger than this, and with larger figures the sums below could overflow. */
     extent = q->bytes > UINT64_MAX / 4 ? UINT64_MAX / 4 : q->bytes;
     extent = (extent + 511) / 512 * 512;
     if (h.ordinal >= 0 && q->out && q->bytes && all && !capturing(q->stream, q->per_thread))
@@ -179,7 +182,7 @@ CUresult wrap_cuMemAllocAsync_ptsz(CUdeviceptr *out, size_t bytes, CUstream stre
     return allocate(&(struct request){out, bytes, NULL, stream, true});
 }
 
-/* Without a pool call the driver, which reports the error. */
+/* If the pool is NULL, call the driver, which reports the error. */
 CUresult wrap_cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
 {
     ENTER;

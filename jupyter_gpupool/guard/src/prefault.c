@@ -3,15 +3,16 @@
  *
  * A faster suspend: host memory in huge pages, filled by several threads.
  *
- * The driver's checkpoint maps host memory for all of the process's device memory with one populated mmap()
- * (MAP_POPULATE), in pages of 4 KiB, and then copies; one thread does both. With 580.159.04 on an H200 the pages
- * take two thirds of the time. This mmap() stands before the C library's: it gives such a mapping huge pages
- * where that is quick, and lets several threads populate it.
+ * The driver's checkpoint maps host memory for all of the process's device memory with one
+ * populated mmap() (MAP_POPULATE), in pages of 4 KiB, and then copies. One thread does both. With
+ * 580.159.04 on an H200, making the pages takes two thirds of the time. The process calls this
+ * mmap() instead of the C library's. This mmap() gives such a mapping huge pages where that is
+ * quick, and lets several threads populate it.
  *
- * All other mappings are as the C library makes them: of a process without a context, or whose session has its slice
- * (the gate is closed before each suspend), smaller ones and those with other flags. Nothing else changes for the
- * caller: the same bytes count for a control group, all zero, and an error while populating is ignored, as mmap(2)
- * says of MAP_POPULATE.
+ * All other mappings are the same as with the C library: smaller ones, those with other flags, and
+ * all mappings of a process without a context or with a slice (the broker closes the gate before
+ * each suspend). Nothing else changes for the caller: the control group counts the same bytes, all
+ * bytes are zero, and an error while populating is ignored, as mmap(2) documents for MAP_POPULATE.
  */
 #include "cuda_abi.h"
 #include "guard.h"
@@ -32,22 +33,25 @@
 #endif
 
 #define POPULATED (MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE)
-#define LEAST (32ul << 20) /* smaller mappings gain nothing that a person would notice */
+#define LEAST (32ul << 20) /* for smaller mappings nobody would notice the gain */
 #define HUGE (2ul << 20)
 #define STEP (16ul << 20)
-#define SLOWEST 1u /* bytes per ns of one thread; slower huge pages are not worth it: to make and zero a small
-                    * page takes 2 to 4 us */
+/* In bytes per ns of one thread. Huge pages that take longer are not worth it: the kernel makes and
+ * zeroes a small page in 2 to 4 us. */
+#define SLOWEST 1u
 #define THREADS 8
 #define STACK (256ul << 10)
 
-/* Does what the C library's mmap() does on this platform. A lookup of that function would take the loader's
- * lock, and a thread that holds this lock may be waiting for this thread. */
+/* Does what the C library's mmap() does on this platform. This function does not look that function
+ * up: the lookup would take the loader's lock, and the thread that holds this lock may be waiting
+ * for this thread. */
 static void *map_plainly(void *at, size_t bytes, int prot, int flags, int fd, off_t offset)
 {
     return (void *)syscall(SYS_mmap, at, bytes, prot, flags, fd, offset);
 }
 
-/* The processor time of this thread, because on a busy machine the thread may wait for a processor. */
+/* The processor time of this thread. The elapsed time would be too long on a busy machine, where
+ * the thread waits for a processor. */
 static uint64_t worked_ns(void)
 {
     struct timespec t;
@@ -62,8 +66,9 @@ struct part {
     bool started;
 };
 
-/* Populate the part in steps. If no huge page is free, the kernel moves or drops other pages to make one. That
- * can take longer than all small pages of a step, so after a slow step the rest gets small pages. */
+/* Populate the part in steps. If no huge page is free, the kernel moves or drops other pages to
+ * make one. That can take longer than all small pages of a step, so after a slow step the rest of
+ * the part gets small pages. */
 static void *populate_part(void *with)
 {
     struct part *part = with;
@@ -102,12 +107,12 @@ static void populate(char *begin, size_t bytes)
     bool threads = !pthread_attr_init(&attributes);
     if (threads)
         threads = !pthread_attr_setstacksize(&attributes, STACK);
-    sigfillset(&all); /* signals belong to the program's own threads */
+    sigfillset(&all); /* signals must go to the program's own threads */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     char *end = begin + bytes;
     for (unsigned i = 0; i < count; i++) {
         parts[i] = (struct part){.begin = begin};
-        /* All but the first part begin with a huge page. */
+        /* Every part except the first begins at the boundary of a huge page. */
         char *until = (char *)(((uintptr_t)begin + each) / HUGE * HUGE);
         if (until > end || i + 1 == count)
             until = end;
@@ -138,8 +143,9 @@ EXPORT void *mmap(void *at, size_t bytes, int prot, int flags, int fd, off_t off
     if (found == MAP_FAILED)
         return found;
     int error = errno;
-    madvise(found, bytes, MADV_HUGEPAGE); /* a kernel without huge pages refuses this, and makes small pages */
-    if (madvise(found, HUGE, MADV_POPULATE_WRITE) && errno == EINVAL) { /* an older kernel */
+    madvise(found, bytes, MADV_HUGEPAGE); /* a kernel without huge pages refuses this call, and
+                                           * makes small pages */
+    if (madvise(found, HUGE, MADV_POPULATE_WRITE) && errno == EINVAL) { /* too old a kernel */
         munmap(found, bytes);
         errno = error;
         return map_plainly(at, bytes, prot, flags, fd, offset);
@@ -149,5 +155,5 @@ EXPORT void *mmap(void *at, size_t bytes, int prot, int flags, int fd, off_t off
     return found;
 }
 
-/* On this platform the two are one. */
+/* On this platform mmap64() is the same function as mmap(). */
 EXPORT void *mmap64(void *, size_t, int, int, int, off_t) __attribute__((alias("mmap")));

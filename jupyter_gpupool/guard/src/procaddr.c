@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * cuGetProcAddress: where the driver answers with a function of its own, the caller gets the entry
- * point of the guard for it.
+ * cuGetProcAddress: if the driver answers with one of its functions, the caller gets the guard's
+ * entry point for that function instead.
  */
 #include "guard.h"
 #include "wraps.h"
@@ -11,12 +11,13 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-/* entries.txt has every form of every call up to this version of CUDA. */
+/* Up to this version of CUDA, entries.txt has every form of every call. */
 #define KNOWN_VERSION 13000
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* Entries by their exported address in the driver. Several names may share an address. */
+/* The entries, sorted by the address that the driver exports. Several names may share an
+ * address. */
 static uint16_t by_address[E_COUNT];
 static void *exported[E_COUNT];
 static int spares;
@@ -37,7 +38,7 @@ void procaddr_ready(void)
     qsort(by_address, E_COUNT, sizeof *by_address, order);
 }
 
-/* An entry that the driver exports at `address`; -1: none. */
+/* The entry that the driver exports at `address`; -1: none. */
 static int find_address(const void *address)
 {
     int low = 0, high = E_COUNT;
@@ -51,8 +52,9 @@ static int find_address(const void *address)
     return low < E_COUNT && exported[by_address[low]] == address ? by_address[low] : -1;
 }
 
-/* An entry point for an unknown function of a later driver: gated, not counted. NULL if all 256 are in use,
- * because a call past the gate would crash the process at a suspend. */
+/* An entry point for a function of a later driver that the guard does not know. The call passes the
+ * gate, but is not counted. NULL if all 256 spares are in use: a call without the gate would crash
+ * the process at a suspend. */
 static void *spare_for(void *address)
 {
     void *found = NULL;
@@ -69,7 +71,8 @@ static void *spare_for(void *address)
     return found;
 }
 
-/* The driver may return an address that differs from the exported one of the same function. */
+/* Store `address` as the driver's function of `entry`: the driver may return an address that
+ * differs from the one that it exports. Returns false if the entry already has a third address. */
 static bool adopt(int entry, void *address)
 {
     bool good;
@@ -81,9 +84,9 @@ static bool adopt(int entry, void *address)
     return good;
 }
 
-/* Whether the driver has answered with the guard's own function: a driver that was linked without -Bsymbolic
- * looks its names up in the process, and finds the guard's first. If this were taken for the driver's function,
- * it would call itself without end. */
+/* Whether the driver has answered with the guard's own function. A driver that was linked without
+ * -Bsymbolic looks its names up in the process, and finds the guard's functions first. If the guard
+ * stored such an address as the driver's function, the function would call itself without end. */
 static bool is_ours(const void *address)
 {
     for (int i = 0; i < E_COUNT + E_SPARES; i++)
@@ -95,7 +98,7 @@ static bool is_ours(const void *address)
 typedef CUresult (*query)(const char *name, void **out, int version, uint64_t flags);
 typedef CUresult (*query_v2)(const char *name, void **out, int version, uint64_t flags, int *status);
 
-/* Asks the driver in the form `asked`, which has a fifth argument if `five`. */
+/* Calls the driver's entry `asked`. `five`: this form has a fifth argument. */
 static CUresult ask(int asked, bool five, const char *name, void **out, int version,
                     uint64_t flags, int *status)
 {
@@ -103,8 +106,8 @@ static CUresult ask(int asked, bool five, const char *name, void **out, int vers
                 : ((query)guard_real[asked])(name, out, version, flags);
 }
 
-/* Report a missing function as NVIDIA's drivers do: the form with a status succeeds, and the older form fails
- * and leaves `out` unchanged. */
+/* Report a missing function as NVIDIA's drivers do. The form with a status argument succeeds. The
+ * older form fails and leaves `out` unchanged. */
 static CUresult none(bool five, void **out, void *before, int *status, int why)
 {
     *out = five ? NULL : before;
@@ -113,7 +116,7 @@ static CUresult none(bool five, void **out, void *before, int *status, int why)
     return five ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
-/* Without a driver, give out the guard's own functions, which report that there is no device. */
+/* If there is no driver, return the guard's own functions. They report that there is no device. */
 static CUresult own(bool five, const char *name, void **out, int version, uint64_t flags, int *status)
 {
     if (!name || !out || flags > (PROC_LEGACY_STREAM | PROC_PER_THREAD_STREAM))
@@ -140,7 +143,7 @@ static CUresult get(int asked, bool five, const char *name, void **out, int vers
     void *address = *out;
     if (is_ours(address))
         return CUDA_SUCCESS;
-    /* A driver has no form that is later than its own version. */
+    /* A driver has no form that is newer than the driver's own version. */
     if ((unsigned)version > guard_driver_version)
         version = (int)guard_driver_version;
     int entry = guard_find(name, version, flags & PROC_PER_THREAD_STREAM);
@@ -149,7 +152,7 @@ static CUresult get(int asked, bool five, const char *name, void **out, int vers
         if (other >= 0) {
             entry = other;
         } else if ((unsigned)version > KNOWN_VERSION) {
-            /* This may be a form that is newer than entries.txt, with other arguments. */
+            /* This may be a form that is newer than entries.txt, and that has other arguments. */
             void *known = NULL;
             if (ask(asked, five, name, &known, KNOWN_VERSION, flags, NULL) || known != address)
                 entry = -1;

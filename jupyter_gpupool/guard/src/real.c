@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The real driver: where it is, and the table of its functions. Opened at the first call, not when
- * the guard is loaded: shells and compilers that inherit LD_PRELOAD never get here.
+ * The real driver: where it is, and the table of its functions. The guard opens the driver at the
+ * first call and not when the guard is loaded. So shells and compilers, which inherit LD_PRELOAD,
+ * never open it.
  */
 #define ENTRIES_TABLE
 #include "find.h"
@@ -28,11 +29,12 @@ unsigned guard_driver_version = INT_MAX;
 static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
 bool guard_settled;
-static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: until then no call looks for the page */
-static uint64_t away_until;    /* until then no call asks the broker for the page, because the broker was away
-                                * */
-static uint64_t away_for;      /* length of that interval, which doubles each time; 0: the broker was not away
-                                * */
+static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: before this time no call looks for the
+                                * page */
+/* The broker was away: before this time no call asks it for the page. */
+static uint64_t away_until;
+/* The length of that interval, which doubles each time; 0: the broker was not away. */
+static uint64_t away_for;
 
 #define REFUSED_NS 1000000000ull
 #define AWAY_MOST_NS (32 * REFUSED_NS)
@@ -77,8 +79,9 @@ int guard_find(const char *name, int version, bool per_thread)
     }
     for (int i = low; i < E_COUNT && !compare(name, length, i); i++) {
         unsigned since = entry_table[i].since;
-        /* The forms of a name are sorted by variant, then by version: the last one that fits is the answer. A
-         * caller that asks for the variant with per-thread streams gets this variant if it exists. */
+        /* The forms of a name are sorted by variant, then by version: the answer is the last form
+         * that fits. A caller that asks for the variant with per-thread streams gets it if it
+         * exists, otherwise the other variant. */
         if (entry_table[i].per_thread && !per_thread)
             break;
         if (entry_table[i].per_thread && found >= 0 && !entry_table[found].per_thread)
@@ -89,7 +92,7 @@ int guard_find(const char *name, int version, bool per_thread)
     return found;
 }
 
-/* Another copy of the guard, loaded before this one under the driver's name. */
+/* Another copy of the guard that was loaded before this one, under the driver's name. */
 static void *first_guard(void)
 {
     void *loaded = dlopen(SONAME, RTLD_NOLOAD | RTLD_LAZY);
@@ -106,8 +109,9 @@ static void *first_guard(void)
 
 static void load(void)
 {
-    /* Hold no lock while the loader works: a constructor that calls CUDA in another thread may hold the
-     * loader's own lock. All threads find the same functions, and the first one publishes the result. */
+    /* Hold no lock during the calls of the loader: a constructor that calls CUDA in another thread
+     * may hold the loader's own lock. All threads find the same functions, and the first one
+     * publishes the result. */
     void *table[E_COUNT];
     void *handle = first_guard();
     bool second = handle != NULL;
@@ -141,8 +145,8 @@ static void load(void)
     pthread_mutex_unlock(&publishing);
 }
 
-/* Without a driver every call returns the same error as on a machine without a GPU. Programs know that error,
- * and go on without a GPU, as they do without the library. */
+/* If there is no driver, every call returns the same error as on a machine without a GPU. Programs
+ * know that error. They then go on without a GPU, as they do if the library is missing. */
 static bool loaded(void)
 {
     if (!__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE))
@@ -152,18 +156,21 @@ static bool loaded(void)
     return !__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE);
 }
 
-/* No refusal is final: for a moment, the process may have no descriptor left, or the broker may be away. */
+/* A refusal is never final: the process may have no descriptor left for a moment, or the broker may
+ * be away for a moment. */
 static enum page_state look(void)
 {
     pthread_mutex_lock(&publishing);
     enum page_state state = PAGE_READY;
     if (!guard_settled) {
-        /* The first copy of the guard gates and counts: this one only passes calls on. */
+        /* The first copy of the guard has the gate and counts. This second copy only passes calls
+         * on. */
         if (!handed_over && monotonic() < refused_until) {
             state = PAGE_REFUSED;
         } else if (!handed_over) {
             state = page_settle();
-            /* The broker was away a short time ago, so do not ask it yet: this call would wait for seconds. */
+            /* The broker was away a short time ago. Do not ask it yet, because this call would wait
+             * for seconds. */
             if (state == PAGE_LOST && monotonic() < away_until)
                 state = PAGE_REFUSED;
             if (state == PAGE_REFUSED)
@@ -186,7 +193,7 @@ static void refuse(enum answer answer)
         refused_until = now + REFUSED_NS;
         if (answer != ANSWER_AWAY)
             away_for = 0;
-        else if (now >= away_until) /* only the first of several waiting threads changes it */
+        else if (now >= away_until) /* of several waiting threads only the first one changes it */
             away_for = !away_for ? REFUSED_NS : away_for < AWAY_MOST_NS ? 2 * away_for : AWAY_MOST_NS;
         if (answer != ANSWER_AWAY || now >= away_until)
             away_until = now + away_for;
@@ -203,8 +210,9 @@ CUresult guard_settle(void)
         return CUDA_ERROR_NO_DEVICE;
     enum page_state state = look();
     if (state == PAGE_LOST) {
-        /* Ask the broker without the mutex: the wait releases the interpreter's lock, and a thread that then
-         * holds this lock may need the mutex, for its own first call or for a fork(). */
+        /* Do not hold the mutex while this thread asks the broker. The wait releases the
+         * interpreter's lock. The thread that then gets this lock may need the mutex for its own
+         * first call or for a fork(). */
         enum answer answer = broker_page();
         if (answer == ANSWER_OK)
             state = look();

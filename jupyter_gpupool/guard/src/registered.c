@@ -1,15 +1,16 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Host memory that the program has registered with the driver. The end of its context unregisters it,
- * and the program may unmap it then: such an end is not noted for later, because the driver would
- * still have the pages pinned, and would register at the restore what is there no more.
+ * Host memory that the program has registered with the driver. The end of its context unregisters
+ * the memory, and then the program may unmap it. So the guard does not note such an end for later:
+ * until the noted call the driver would still have the pages pinned, and the restore would register
+ * pages that no longer exist.
  */
 #include "counting.h"
 #include "own.h"
 #include "wraps.h"
 
-/* In memory that is empty in a child of fork(), which has registered nothing. */
+/* This block is empty in a child of fork(), because the child has registered nothing. */
 static void *the_count;
 
 static uint32_t *count(void) { return own_block(&the_count, sizeof(uint32_t)); }
@@ -32,7 +33,7 @@ static CUresult began(CUresult result, void *p)
     if (result || !guard_page || !count())
         return result;
     own.owner = here_now().number;
-    /* If there was no memory for its entry, the registration counts until the process ends. */
+    /* If the table had no memory for the entry, the registration counts until the process ends. */
     if (!table_put(&own, &stale) || !stale.kind)
         __atomic_add_fetch(count(), 1, __ATOMIC_SEQ_CST);
     return result;

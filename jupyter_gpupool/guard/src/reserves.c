@@ -1,14 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Memory that the driver reserves on its own terms: the pools of stream-ordered allocation, and
- * what graphs with memory nodes allocate from. The guard counts what is reserved, not what is allocated:
- * other kernels cannot use memory that a pool keeps for its next allocation.
+ * Memory that the driver reserves by its own rules: the pools of stream-ordered allocation, and the
+ * memory from which graphs with memory nodes allocate. The guard counts the reserved bytes instead
+ * of the allocated bytes: other kernels cannot use memory that a pool keeps for its next
+ * allocation.
  *
- * An allocation that may make a pool grow is charged for the growth it needs at least; afterwards
- * the driver says how much is reserved, and the difference is charged or given back. A pool
- * shrinks when something synchronises. So the guard asks the driver after synchronising calls, before
- * it refuses an allocation, and before it reports free memory.
+ * Before an allocation that may make a pool grow, the guard charges the least growth that it needs.
+ * After the call the guard asks the driver how much is reserved, and charges or gives back the
+ * difference. A pool shrinks when the program synchronises. So the guard asks the driver after
+ * synchronising calls, before it refuses an allocation, and before it reports free memory.
  */
 #include "reserves.h"
 #include "wraps.h"
@@ -20,7 +21,7 @@ uint32_t graph_trims;
 
 struct reserves *reserves(void) { return own_block(&the_reserves, sizeof(struct reserves)); }
 
-/* ---- the accounts, with the lock held */
+/* ---- the accounts; the caller holds the lock */
 
 struct reserve *reserve_add(struct reserves *all)
 {
@@ -30,7 +31,8 @@ struct reserve *reserve_add(struct reserves *all)
             if (!r->at[i].kind)
                 return &r->at[i];
         if (r->count < ROOM) {
-            /* A reader that only checks for any reserve takes no lock. */
+            /* Stored atomically, because a reader that only checks whether there is any reserve
+             * takes no lock. */
             __atomic_store_n(&r->count, r->count + 1, __ATOMIC_RELAXED);
             return &r->at[r->count - 1];
         }
@@ -47,7 +49,7 @@ struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool)
     return NULL;
 }
 
-/* The driver's figure of the reserve; false without one. */
+/* The driver's figure of the reserve. Returns false if there is no figure. */
 static bool ask(const struct reserve *r, uint64_t *bytes)
 {
     typedef CUresult (*pool_attribute)(CUmemoryPool, int, void *);
@@ -56,7 +58,7 @@ static bool ask(const struct reserve *r, uint64_t *bytes)
     if (r->ended == ENDING)
         return false; /* the handle may already be invalid */
     if (r->ended)
-        *bytes = reserve_round(r->live); /* there is no handle left to ask with */
+        *bytes = reserve_round(r->live); /* the handle is gone, so the driver cannot be asked */
     else if (r->kind == RESERVE_POOL)
         return !CALL(pool_attribute, cuMemPoolGetAttribute)(r->pool, POOL_ATTR_RESERVED, bytes);
     else
@@ -74,8 +76,8 @@ void reserve_compare(struct reserve *r)
         charge_fact(r->ordinal, now - r->charged);
         r->charged = now;
     } else if (!r->calls) {
-        /* Give back only what is charged to the page already: the thread that charges the rest compares again.
-         * */
+        /* Give back only bytes that are already charged to the page. The thread that charges the
+         * other bytes compares again afterwards. */
         uint64_t less = r->charged - now, there = r->charged - r->pending;
         less = less < there ? less : there;
         guard_credit(r->ordinal, less);
@@ -123,7 +125,8 @@ CUresult reserve_end(struct reserve *r, bool look)
     if (result)
         r->charged -= more;
     else
-        reserve_compare(r); /* the reserve may have shrunk before these bytes were charged to the page */
+        reserve_compare(r); /* the reserve may have shrunk while this thread charged these bytes to
+                             * the page */
     own_unlock(&all->lock);
     return result;
 }
@@ -197,6 +200,6 @@ void pools_synced(void)
     own_lock(&all->lock);
     EACH(r, all)
         if (r->kind == RESERVE_POOL && r->charged > reserve_round(r->live))
-            reserve_compare(r); /* perhaps the guard can give back a part of the charge */
+            reserve_compare(r); /* the guard may be able to give back a part of the charge */
     own_unlock(&all->lock);
 }

@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The books of what the driver reserves (reserves.c), for pools.c. With the lock held, all of it.
+ * The accounts of the memory that the driver reserves (reserves.c), for pools.c. The caller holds
+ * the lock for each of these functions except reserves().
  */
 #ifndef GPUPOOL_GUARD_RESERVES_H
 #define GPUPOOL_GUARD_RESERVES_H
@@ -15,7 +16,7 @@
 #define ROOM 250
 
 struct reserves {
-    uint32_t lock; /* protects everything here, also during calls to the driver */
+    uint32_t lock; /* protects this whole struct, also during calls to the driver */
     uint32_t count;
     struct reserves *next;
     struct reserve at[ROOM];
@@ -29,14 +30,14 @@ struct reserves *reserves(void);
         for (struct reserve *r = part_->at; r < part_->at + part_->count; r++)       \
             if (r->kind)
 
-/* A free place, for the caller to fill. */
+/* Returns a free place, which the caller fills. */
 struct reserve *reserve_add(struct reserves *all);
 struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool);
-/* Correct the charge to the driver's figure. While calls are inside the driver, the charge for their growth
- * stays, although the driver has not reserved these bytes yet. */
+/* Change the charge to the driver's figure. While other calls are inside the driver, the charge for
+ * their growth stays, although the driver may not have reserved these bytes yet. */
 void reserve_compare(struct reserve *r);
 
-/* Reserves grow in the device's pages of 2 MiB. */
+/* Rounds up to the device's pages of 2 MiB, because a reserve grows in such pages. */
 static inline uint64_t reserve_round(uint64_t bytes)
 {
     return (bytes + 2 * MIB - 1) / (2 * MIB) * (2 * MIB);

@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * A broker that has died: starts the next one, and says how long a call waits for it. A program of its
- * own (`python -m jupyter_gpupool.starting`) starts the broker from the record that the dead one left
- * beside its socket; startrecord.py describes the files.
+ * What happens if the broker has died: this part starts the next broker, and returns how long a
+ * call waits for it. A separate program (`python -m jupyter_gpupool.starting`) starts the broker,
+ * from the record that the dead broker left beside its socket. startrecord.py describes the files.
  */
 #include "guard.h"
 
@@ -20,15 +20,18 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* so that a call fails within 5 s if no broker starts */
-#define START_NS 90000000000ull /* a start loads the driver and tests every device */
-#define AGAIN_NS 2000000000ull  /* between two attempts of this process */
-#define ATTEMPTS 3              /* failed starts in a row after which calls fail at once */
+#define AWAY_NS 4500000000ull   /* wait this long if no broker can be started, so that a call fails
+                                 * within 5 s */
+#define START_NS 90000000000ull /* wait this long for a start, which loads the driver and tests
+                                 * every device */
+#define AGAIN_NS 2000000000ull  /* time between two attempts of this process */
+#define ATTEMPTS 3              /* after this many failed starts in a row, calls fail at once */
 
-/* A copy: another thread may change the environment. */
+/* A copy, because another thread may change the environment. */
 static char command[2048];
-static char copy[1024]; /* of the start record, beside the journal: see recordcopy.py */
-static uint64_t attempt_at; /* the next attempt of this process may be made */
+static char copy[1024]; /* path of the copy of the start record, beside the journal: see
+                         * recordcopy.py */
+static uint64_t attempt_at; /* when this process may make its next attempt */
 
 void revive_remember(void)
 {
@@ -46,7 +49,7 @@ static bool beside(char *path, size_t size, const char *socket, const char *endi
     return n > 0 && (size_t)n < size;
 }
 
-/* The machine's broker is a service: only the service manager may start it. */
+/* Whether the machine's broker is a service. Only the service manager may start such a broker. */
 static bool is_service(const char *socket)
 {
     return !strncmp(socket, "/run/", 5) && strncmp(socket, "/run/user/", 10);
@@ -71,7 +74,7 @@ static double member(const char *text, const char *name)
     return at ? strtod(at + strlen(name), NULL) : 0;
 }
 
-/* The last starts have failed, and the next attempt is not due yet. */
+/* Whether the last starts have failed and the next attempt is not due yet. */
 static bool given_up(const char *socket)
 {
     char path[256], text[512];
@@ -84,7 +87,7 @@ static bool given_up(const char *socket)
         return false;
     ssize_t n = -1;
     if (!fstat(fd, &found) && S_ISREG(found.st_mode) && found.st_uid == geteuid())
-        n = read(fd, text, sizeof text - 1); /* the figures come first */
+        n = read(fd, text, sizeof text - 1); /* the figures are at the beginning */
     close(fd);
     if (n <= 0)
         return false;
@@ -93,14 +96,16 @@ static bool given_up(const char *socket)
     return member(text, "\"count\": ") >= ATTEMPTS && member(text, "\"due\": ") > (double)now.tv_sec;
 }
 
-/* posix_spawn allocates nothing and runs no handlers of fork(): this process may have many threads, and much
- * memory mapped. The shell returns at once, and the broker does not become our child. */
+/* Uses posix_spawn, because it allocates nothing and runs no handlers of fork(): this process may
+ * have many threads, and much mapped memory. The shell returns at once, and the broker does not
+ * become a child of this process. */
 static void start(void)
 {
     char *arguments[] = {"/bin/sh", "-c", command, NULL};
     char *environment[] = {"PATH=/usr/local/bin:/usr/bin:/bin", NULL};
     posix_spawnattr_t attributes;
-    /* The shell and the broker would inherit the signals that this process ignores. */
+    /* Without these defaults the shell and the broker would also ignore the signals that this
+     * process ignores. */
     static const int usual[] = {SIGINT, SIGQUIT, SIGPIPE, SIGCHLD, SIGHUP, SIGTERM};
     sigset_t none, defaults;
     pid_t child;
@@ -120,7 +125,8 @@ static void start(void)
     posix_spawnattr_destroy(&attributes);
 }
 
-/* Only one thread of this process starts a broker, and the next attempt comes later. */
+/* Whether this thread starts a broker: only one thread of this process does, and then none for
+ * AGAIN_NS. */
 static bool my_turn(void)
 {
     uint64_t now = monotonic(), at = __atomic_load_n(&attempt_at, __ATOMIC_ACQUIRE);
@@ -128,7 +134,7 @@ static bool my_turn(void)
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
-/* The socket's folder was deleted: make it again. */
+/* Whether the start can make the socket's folder again if somebody has deleted the folder. */
 static bool can_restore(const char *socket)
 {
     char folder[256];
@@ -154,7 +160,8 @@ uint64_t revive(const char *socket)
         return START_NS;
     if (!beside(record, sizeof record, socket, ".start.json"))
         return AWAY_NS;
-    /* Without a record the broker ended normally, and no waiting call starts the next one. */
+    /* If there is no record, the broker has ended normally, and no waiting call starts the next
+     * broker. */
     if (being_started(socket))
         return START_NS;
     if (!*command || (access(record, F_OK) && !can_restore(socket)))

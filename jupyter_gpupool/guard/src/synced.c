@@ -1,13 +1,15 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Synchronising calls: afterwards the driver has given back what its pools keep beyond their
- * release thresholds, so the page can say so, and the session's other processes can have it.
+ * Synchronising calls. When such a call returns, the driver has given back the memory that its
+ * pools keep beyond their release thresholds. The guard then lowers the figures in the page, so
+ * that the session's other processes can use this memory.
  *
- * A suspended process has no work under way. A question whether work is done is answered so without
- * a lease. A synchronise is not, although nothing is left to wait for: by its answer a program
- * learns that its work has failed, before it reads what that work left in host memory, and a program
- * that measures time has its device attached by it before the clock starts.
+ * A suspended process has no work under way. So the guard answers a query whether work is done
+ * without a lease. It does not answer a synchronise without a lease, although no work is left to
+ * wait for, for two reasons. The result of a synchronise tells a program that its work has failed,
+ * before the program reads what that work left in host memory. And a program that measures time
+ * synchronises before it starts the clock, so that the device is attached by then.
  */
 #include "counting.h"
 #include "wraps.h"

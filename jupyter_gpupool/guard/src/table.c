@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The table of what this process holds: open addressing in stripes, each with its own lock and
- * its own pages, so that threads that allocate do not wait for one another.
+ * The table of everything that this process holds on the device. It uses open addressing in
+ * stripes. Each stripe has its own lock and its own pages, so that threads that allocate do not
+ * wait for one another.
  */
 #include "own.h"
 #include "table.h"
@@ -14,14 +15,14 @@
 #include <unistd.h>
 
 #define STRIPES 64
-#define FIRST_ROOM 64 /* entries of a stripe at first; a power of two */
+#define FIRST_ROOM 64 /* number of entries of a new stripe; a power of two */
 
 struct stripe {
     uint32_t lock;
     uint32_t used;
     uint64_t room;
     struct own *entry;
-    uint8_t apart[40]; /* a cache line each */
+    uint8_t apart[40]; /* each stripe has its own cache line */
 };
 
 struct table {
@@ -38,7 +39,8 @@ void *own_map(size_t size)
     void *p = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
         return NULL;
-    /* Linux 4.14. Without it a child sees its parent's entries, and its attempts to free them fail. */
+    /* Needs Linux 4.14. On an older kernel a child sees its parent's entries, and its attempts to
+     * free them fail. */
     madvise(p, size, MADV_WIPEONFORK);
     return p;
 }
@@ -86,7 +88,8 @@ static void *the_table;
 
 static struct table *table(void) { return own_block(&the_table, sizeof(struct table)); }
 
-/* Addresses are multiples of 512 and handles of 16: mix all bits before any is used. */
+/* Mix all bits before the code uses any: addresses are multiples of 512, and handles are multiples
+ * of 16. */
 static uint64_t hash(uint16_t kind, uint64_t key)
 {
     uint64_t h = (key ^ ((uint64_t)kind << 56)) * 0x9e3779b97f4a7c15ull;
@@ -95,7 +98,8 @@ static uint64_t hash(uint16_t kind, uint64_t key)
 
 static struct stripe *stripe_of(struct table *t, uint64_t h) { return &t->stripe[h >> 58]; }
 
-/* The entry's place, or the free place for it. With the lock held. */
+/* The place of the entry, or a free place if the table does not have it. The caller holds the
+ * lock. */
 static struct own *place(const struct stripe *s, uint64_t h, uint16_t kind, uint64_t key)
 {
     uint64_t i = h & (s->room - 1);
@@ -121,7 +125,7 @@ static bool grow(struct stripe *s)
     return true;
 }
 
-/* Close the gap, so that searches need no tombstones. */
+/* Remove the entry and close the gap, so that searches need no tombstones. */
 static void drop(struct stripe *s, struct own *gap)
 {
     uint64_t mask = s->room - 1, hole = (uint64_t)(gap - s->entry), i = hole;

@@ -1,16 +1,17 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Virtual memory management. What costs is the physical block of cuMemCreate; it is there until
- * its last handle is released and its last mapping removed, in either order. Imported handles are
- * of another process's block, which is counted there (or not at all, if that is no session).
+ * Virtual memory management. The guard counts the physical block of cuMemCreate. The block exists
+ * until its last handle is released and its last mapping is removed, in either order. An imported
+ * handle belongs to another process's block. That process counts the block if it belongs to a
+ * session; otherwise nobody counts it.
  */
 #include "counting.h"
 #include "own.h"
 #include "wraps.h"
 
 struct vmm {
-    uint32_t lock; /* protects the entries of a block, its handles and its maps together */
+    uint32_t lock; /* protects the entries of a block together with those of its handles and maps */
     uint64_t blocks;
 };
 
@@ -24,8 +25,8 @@ static void put(const struct own *own)
     table_put(own, &stale); /* only this file changes existing entries */
 }
 
-/* Change a block's counts, under the lock. Returns the bytes to give back if no handle and no mapping is left.
- * */
+/* Change a block's counts, under the lock. If no handle and no mapping is left, returns the block,
+ * so that the caller gives its bytes back. */
 static struct own change(uint64_t number, int handles, int maps)
 {
     struct own block, nothing = {.ordinal = -1};
@@ -39,7 +40,7 @@ static struct own change(uint64_t number, int handles, int maps)
     return nothing;
 }
 
-/* A handle's references, under the lock. */
+/* Change the number of references to a handle, under the lock. */
 static void references(uint64_t handle, uint64_t number, int more)
 {
     struct own own;
@@ -83,8 +84,8 @@ CUresult wrap_cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const
     return CUDA_SUCCESS;
 }
 
-/* Take the handle out of the table before the driver's call: afterwards another thread may have the same
- * handle. */
+/* Take the handle out of the table before the driver's call, because another thread may get the
+ * same handle afterwards. */
 CUresult wrap_cuMemRelease(CUmemGenericAllocationHandle handle)
 {
     ENTER_BACK(cuMemRelease, handle);
@@ -119,7 +120,7 @@ CUresult wrap_cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGe
         own_lock(&v->lock);
         if (table_get(OWN_HANDLE, handle, &own)) {
             map = (struct own){.key = address, .bytes = bytes, .owner = own.owner, .kind = OWN_MAP};
-            change(own.owner, 0, 1); /* take a reference before the driver takes its own */
+            change(own.owner, 0, 1); /* this reference must exist before the driver has its own */
         }
         own_unlock(&v->lock);
     }
@@ -137,7 +138,7 @@ CUresult wrap_cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGe
     return result;
 }
 
-/* One call may remove several adjacent mappings, each as a whole. */
+/* One call may remove several adjacent mappings, but only whole mappings. */
 CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
     ENTER_BACK(cuMemUnmap, address, bytes);
@@ -152,7 +153,7 @@ CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
             block = change(map.owner, 0, -1);
         own_unlock(&v->lock);
         guard_credit(block.ordinal, block.bytes);
-        /* A mapping of an imported block is not counted here: go to the next granule. */
+        /* The guard does not count a mapping of an imported block here: go to the next granule. */
         at += ours && map.bytes ? map.bytes : 65536;
     }
     return result;
@@ -177,7 +178,8 @@ static void never(const struct own *own, void *with)
     (void)with;
 }
 
-/* One more handle to the block mapped at an address, which may lie inside a mapping. */
+/* Returns one more handle to the block that is mapped at an address. The address may lie inside a
+ * mapping. */
 CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address)
 {
     ENTER;
@@ -200,8 +202,8 @@ CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, voi
     return result;
 }
 
-/* The block is counted in the process that made it. A process that imports its own export may get the handle
- * that it already has, which then needs one more release. */
+/* The process that made the block counts it. If a process imports a block that it has exported, it
+ * may get its old handle again, and that handle then needs one more release. */
 CUresult wrap_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle, int type)
 {
     ENTER;

@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Waiting while the interpreter's other threads run, until the wait ends or is interrupted.
+ * How a thread waits while the interpreter's other threads run, until its wait ends or is
+ * interrupted.
  */
 #include "guard.h"
 
@@ -13,14 +14,15 @@
 #include <string.h>
 #include <unistd.h>
 
-#define SHORT_NAPS 1000 /* naps of a millisecond; after a second the wait will probably last much longer */
+#define SHORT_NAPS 1000 /* naps of a millisecond; a wait that lasts longer than this second will
+                         * probably last much longer */
 #define LONG_NAP_MS 10
 
 /* ---- the interpreter's lock
  *
- * The guard looks up these functions in the process, where they exist if it runs CPython. All belong to the
- * stable ABI, except the older of the two names of one function, so the same guard works with all versions,
- * even free-threaded ones. */
+ * The guard looks up these functions in the process, where they exist if the process runs CPython.
+ * All of them belong to the stable ABI, except the older of the two names of one function, so the
+ * same guard works with all versions, even free-threaded ones. */
 
 struct python {
     void *(*current)(void);    /* this thread's state if it is attached, NULL if not */
@@ -40,9 +42,10 @@ static bool find_python(struct python *py)
     return py->current && py->of_thread && py->save && py->restore;
 }
 
-/* PyGILState_Check() is true for every thread once there was a second interpreter, and up to 3.11 the current
- * state may be another thread's. If the current state is not NULL and is this thread's, this thread has the
- * lock. If this test is wrongly false, the other threads also wait. */
+/* PyGILState_Check() returns true for every thread once the process has had a second interpreter,
+ * and up to Python 3.11 the current state may be another thread's. So this function tests that the
+ * current state is not NULL and is this thread's. Then this thread has the lock. If this test is
+ * wrongly false, the thread keeps the lock, and the interpreter's other threads also wait. */
 void *interpreter_release(void)
 {
     struct python py;
@@ -70,26 +73,29 @@ bool polite_finalizing(void)
 
 /* ---- interrupts
  *
- * While a thread waits, SIGINT is also counted here, before the program's own handler runs. A process without a
- * handler ends by the signal, or ignores it, as before.
+ * While a thread waits, the guard also counts SIGINT here, before the program's own handler runs.
+ * In a process without a handler, the signal ends the process or is ignored, as without the guard.
  *
- * A thread that the interpreter does not know is a library's own. JAX gives such a thread arrays to reuse
- * (donated arguments): if its call fails, they are gone, and if the call succeeds after the interrupt, its
- * result is dropped by the exception. So in a process with a context the first interrupt does nothing if only
- * such threads wait: it is held back from the program, too. The second ends their waits. */
+ * A thread that the interpreter does not know is a foreign thread: it belongs to a library. JAX
+ * gives such a thread arrays to reuse (donated arguments). If the thread's call fails, these arrays
+ * are lost. If the call succeeds after the interrupt, the exception drops the call's result. So in
+ * a process with a context the first interrupt does nothing if only foreign threads wait, and the
+ * guard hides it from the program, too. The second interrupt ends their waits. */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
-static uint32_t forced;        /* interrupts that end also the waits of foreign threads */
-static uint32_t foreign, held; /* such threads that wait, and whether an interrupt has met them */
+static uint32_t forced;        /* number of interrupts that also end the waits of foreign threads */
+static uint32_t foreign, held; /* number of waiting foreign threads, and whether an interrupt has
+                                * come while they wait */
 static struct page_slot *held_slot;
 static struct sigaction before;
-static struct sigaction under; /* the handler to call when another handler, set above ours, calls ours */
-static bool installed;         /* whether our handler is installed: since the first of the present waits began
-                                * */
+static struct sigaction under; /* our handler calls this one if another handler, set above ours,
+                                * calls ours */
+/* Whether our handler is installed. It is installed when the first of the present waits begins. */
+static bool installed;
 static __thread volatile sig_atomic_t nested;
 
-/* Whether the program is not to see this interrupt. Runs in a signal handler. */
+/* Whether to hide this interrupt from the program. Runs in a signal handler. */
 static bool hold_back(void)
 {
     uint32_t unknown = __atomic_load_n(&foreign, __ATOMIC_SEQ_CST);
@@ -104,7 +110,7 @@ static bool hold_back(void)
         __atomic_store_n(&slot->held, 1, __ATOMIC_RELEASE);
     if (__atomic_load_n(&watching, __ATOMIC_SEQ_CST) != unknown)
         return false;
-    /* A notebook shows the agent's line instead. */
+    /* In a notebook the agent shows its own line instead of this one. */
     static const char told[] =
         "\nGPU pool: a library's own thread waits for a GPU slice. To end its call now can destroy arrays that the "
         "call may reuse, so the interrupt changed nothing. Interrupt once more to end the call.\n";
@@ -137,9 +143,9 @@ static bool is_ours(const struct sigaction *action)
     return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == on_interrupt;
 }
 
-/* Whether the program set the same handler again over ours, as an IPython kernel does for each cell while a
- * thread of an earlier cell waits. (All handlers of Python look the same to the system.) A different handler
- * may call ours, and stays on top. */
+/* Whether the program has set the same handler as before again, over ours. An IPython kernel does
+ * so for each cell while a thread of an earlier cell waits. (All handlers of Python look the same
+ * to the system.) A handler that is not the same may call ours, and stays on top. */
 static bool is_before(const struct sigaction *action)
 {
     return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
@@ -147,7 +153,7 @@ static bool is_before(const struct sigaction *action)
                                           : action->sa_handler == before.sa_handler);
 }
 
-/* Put our handler in front of the present one, if there is one. The caller holds the lock. */
+/* If the program has a handler now, put our handler in front of it. The caller holds the lock. */
 static void install(void)
 {
     struct sigaction now;
@@ -167,7 +173,8 @@ static void install(void)
 static void watch(bool unknown)
 {
     pthread_mutex_lock(&lock);
-    /* In this order: an interrupt in between must not take a known thread for a foreign one. */
+    /* Count in this order: an interrupt between the two must not treat a known thread as a foreign
+     * one. */
     __atomic_add_fetch(&watching, 1, __ATOMIC_SEQ_CST);
     if (unknown)
         __atomic_add_fetch(&foreign, 1, __ATOMIC_SEQ_CST);
@@ -175,8 +182,9 @@ static void watch(bool unknown)
     pthread_mutex_unlock(&lock);
 }
 
-/* Put the old handler back only if the present one is ours: the program may have set another handler meanwhile,
- * which may call ours. After the next install ours may then run twice for one interrupt. */
+/* Restore the old handler only if the present handler is ours. Otherwise the program has set
+ * another handler meanwhile, and that one may call ours. After the next install, our handler may
+ * then run twice for one interrupt. */
 static void put_back(void)
 {
     struct sigaction now;
@@ -211,14 +219,15 @@ bool polite_interrupted(const struct polite *p)
     if (p->foreign ? __atomic_load_n(&forced, __ATOMIC_SEQ_CST) != p->forced
                    : __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts)
         return true;
-    /* Install again at each check: the program may have set its handler again meanwhile. */
+    /* Install our handler again at each check, because the program may have set its own again
+     * meanwhile. */
     pthread_mutex_lock(&lock);
     install();
     pthread_mutex_unlock(&lock);
     return false;
 }
 
-/* ---- both */
+/* ---- both together: a wait */
 
 void polite_begin(struct polite *p)
 {
@@ -227,7 +236,8 @@ void polite_begin(struct polite *p)
     p->forced = __atomic_load_n(&forced, __ATOMIC_SEQ_CST);
     p->naps = 0;
     p->foreign = guard_has_context() && find_python(&py) && !py.of_thread();
-    p->slot = guard_slot(); /* another thread may take an interrupt meanwhile */
+    p->slot = guard_slot(); /* keep the slot here, because another thread may handle an interrupt
+                             * during the wait */
     __atomic_store_n(&held_slot, p->slot, __ATOMIC_RELEASE);
     watch(p->foreign);
     if (p->slot)
@@ -260,7 +270,7 @@ void wait_fork(enum fork_when when)
         return;
     }
     if (when == FORK_CHILD && watching) {
-        /* The waiting threads belong to the parent. */
+        /* The waiting threads exist only in the parent. */
         watching = foreign = held = 0;
         put_back();
     }

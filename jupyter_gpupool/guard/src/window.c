@@ -1,21 +1,23 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The launch window: how much work a process may have submitted and not finished, while another
- * session waits for memory that this one holds. A suspend drains what was submitted, so without a
- * bound it takes as long as the queue that the program has built up.
+ * The launch window: how much unfinished work a process may have submitted while another session
+ * waits for memory that this one holds. A suspend waits until all submitted work is done. Without a
+ * limit this takes as long as the queue that the program has built up.
  *
  * The idea and the range of 1 to 2,048 launches are those of nvshare (src/hook.c, cuLaunchKernel;
- * G. Alexopoulos, "nvshare: Practical GPU Sharing Without Memory Size Constraints", ICSE 2024): wait
- * for the device after so many launches; a short wait doubles their number, a long one halves it.
- * What differs: its steps are of seconds and ours of milliseconds, because a cell waits for the
- * drain; and it waits for the whole context, which fails while any of its streams records a graph
- * (nvshare#22) and never ends where submitted work waits for something that this thread does later.
- * So this waits for the stream of the launch, by an event; not while anything is being recorded; not
- * longer than LONGEST; and without the interpreter's lock, which a host function of that stream may
- * need.
+ * G. Alexopoulos, "nvshare: Practical GPU Sharing Without Memory Size Constraints", ICSE 2024):
+ * after a number of launches, wait for the device. A short wait doubles this number, a long wait
+ * halves it. There are two differences. First, nvshare's bounds of a wait are seconds. Ours are
+ * milliseconds, because a cell waits until the work is done. Second, nvshare waits for the whole
+ * context. That fails while any stream of the context records a graph (nvshare#22), and never ends
+ * if submitted work waits for something that this thread does later. So the guard waits only for
+ * the stream of the launch, by an event. It does not wait while any stream records a graph, nor
+ * longer than LONGEST_NS. While it waits it releases the interpreter's lock, which a host function
+ * of that stream may need.
  *
- * Each process has a window of its own. Streams share it, and each has its own count.
+ * Each process has its own window. All its streams share the window, but each stream has its own
+ * count.
  */
 #include "counting.h"
 #include "wraps.h"
@@ -23,12 +25,12 @@
 #include <time.h>
 
 #define MOST 2048u
-#define SLOW_NS 20000000u      /* a wait that halves the window */
-#define VERY_SLOW_NS 200000000u /* a wait that sets the window to 1 */
+#define SLOW_NS 20000000u      /* a wait this long halves the window */
+#define VERY_SLOW_NS 200000000u /* a wait this long sets the window to 1 */
 #define LONGEST_NS 5000000000ull
 #define FIRST_NAP_NS 20000u
 #define LAST_NAP_NS 500000u
-#define STREAMS 64u /* with more streams, some share a count and wait earlier */
+#define STREAMS 64u /* if there are more streams, some streams share a count and wait earlier */
 
 enum { RELAXED = 2 };
 
@@ -63,8 +65,8 @@ static bool done(CUevent event)
     return CALL(CUresult(*)(CUevent), cuEventQuery)(event) != CUDA_ERROR_NOT_READY;
 }
 
-/* Wait until the event has happened, the gate is closed or the wait takes too long. If the gate is closed, the
- * launch then waits at the gate. */
+/* Wait until the event has happened, the gate closes or the wait takes too long. If the gate
+ * closes, the launch then waits at the gate. */
 static void wait_for(CUevent event, uint64_t began)
 {
     struct timespec pause = {.tv_nsec = FIRST_NAP_NS};
@@ -79,7 +81,7 @@ static void wait_for(CUevent event, uint64_t began)
     interpreter_take(thread);
 }
 
-/* Called inside a counted call. If the driver refuses the event, that is no reason to refuse the launch. */
+/* Called inside a counted call. If the driver refuses the event, the launch still goes on. */
 static void drain(CUstream stream, bool per_thread)
 {
     typedef CUresult (*create)(CUevent *, unsigned);
@@ -91,14 +93,17 @@ static void drain(CUstream stream, bool per_thread)
     uint64_t began = monotonic();
     if (CALL(create, cuEventCreate)(&event, EVENT_DISABLE_TIMING))
         return;
-    /* Another thread may begin to record a graph at this moment, in a mode that forbids such calls. */
+    /* At this moment another thread may begin to record a graph, in a mode that forbids such
+     * calls. */
     bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
                      !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);
     record submit = per_thread && guard_has(E_cuEventRecord_ptsz) ? CALL(record, cuEventRecord_ptsz)
                                                                   : CALL(record, cuEventRecord);
     if (!submit(event, stream)) {
         wait_for(event, began);
-        if (gate_lets(false)) /* otherwise the closed gate ended the wait early, and its length says nothing */
+        /* If the gate has closed, it has ended the wait early, and the length of the wait means
+         * nothing. */
+        if (gate_lets(false))
             adapt(monotonic() - began);
     }
     if (exchanged)
@@ -135,7 +140,8 @@ void window_stream_synced(CUstream stream, bool per_thread)
         __atomic_store_n(count_of(stream, per_thread), 0, __ATOMIC_RELAXED);
 }
 
-/* ---- the calls: the entry points call these functions if the gate is not open or the slice is contended */
+/* ---- the calls: an entry point calls its function here if the gate is not open or the slice is
+ * contended */
 
 #define LAUNCH(name, stream, per_thread, ...)             \
     CUresult error = guard_slow_gate(E_##name);           \
@@ -157,8 +163,8 @@ CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsign
     LAUNCH(cuLaunchKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
 }
 
-/* Without a need to count, the guard does not read through the caller's pointer: the driver may refuse the call
- * before it reads. */
+/* If there is no need to count, the guard does not read what the caller's pointer points to: the
+ * driver may refuse the call before it reads it. */
 static CUstream stream_of(const CUlaunchConfig *config)
 {
     return config && contended() ? config->hStream : NULL;

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Prototypes of the guard's own functions for entry points, for REAL(). The types are the
- * published ones as far as they matter: a pointer that is passed on may be a void *.
+ * Prototypes of the guard's own functions for entry points, for REAL(). The types are the published
+ * types where the difference matters: a pointer that the guard only passes on may be a void *.
  */
 #ifndef GPUPOOL_GUARD_WRAPS_H
 #define GPUPOOL_GUARD_WRAPS_H

@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Prototypes of the functions that count memory, and of those that notice what pins a session.
+ * Prototypes of the functions that count memory, and of the functions that record why a session
+ * cannot be suspended.
  */
 #ifndef GPUPOOL_GUARD_WRAPS_MEMORY_H
 #define GPUPOOL_GUARD_WRAPS_MEMORY_H

@@ -50,8 +50,8 @@ const press = async (name: string) => {
   });
 };
 
-describe('a waiting kernel offers', () => {
-  it('the size that starts now, the end of the wait, a notice, and own slices', async () => {
+describe('the buttons of a waiting kernel', () => {
+  it('a waiting kernel has its four buttons, and they work', async () => {
     const model = new FakeModel(session(queued), alpha());
     model.client.change.mockResolvedValue({ request: {}, note: 'It starts.' });
     actions(model);
@@ -71,7 +71,7 @@ describe('a waiting kernel offers', () => {
     screen.getByText('The kernel is interrupted.');
   });
 
-  it('no size where none starts now, and no interrupt of another server’s kernel', () => {
+  it('a button is missing if its action is not possible', () => {
     actions(
       new FakeModel(session({ ...queued, here: false })),
       plan({ starts_with_bytes: null })
@@ -79,7 +79,7 @@ describe('a waiting kernel offers', () => {
     expect(buttons()).toEqual(['Tell me when it starts']);
   });
 
-  it('no second release of a slice that goes back', () => {
+  it('a pending release cannot be requested again', () => {
     actions(new FakeModel(session(queued), alpha({ release_asked: true })));
     screen.getByText(
       'alpha.ipynb (yours) gives 6 GiB back when its work on the GPU is done.'
@@ -87,7 +87,7 @@ describe('a waiting kernel offers', () => {
     expect(buttons()).not.toContain('Release');
   });
 
-  it('nothing of kernels that have left since, nor before the plan is known', () => {
+  it('a leaving kernel or a missing plan gives no release button', () => {
     const gone = alpha({ state: 'detaching' });
     actions(new FakeModel(session(queued), gone));
     expect(buttons()).not.toContain('Release');
@@ -125,7 +125,7 @@ describe('a notice of the start', () => {
     delete (globalThis as { Notification?: unknown }).Notification;
   });
 
-  it('asks for permission on the click, and comes once', async () => {
+  it('the notice asks for permission on a click and appears once', async () => {
     const model = new FakeModel(session({ ...queued, label: 'beta.ipynb' }));
     actions(model);
     expect(FakeNotification.asked).toBe(0);
@@ -139,7 +139,7 @@ describe('a notice of the start', () => {
     expect(shown).toEqual(['beta.ipynb has its GPU.']);
   });
 
-  it('does not come for a wait that was stopped', async () => {
+  it('no notice appears if the user stopped the wait', async () => {
     const model = new FakeModel(session(queued));
     actions(model);
     await press('Tell me when it starts');
@@ -148,7 +148,7 @@ describe('a notice of the start', () => {
     expect(shown).toEqual([]);
   });
 
-  it('says where it comes if the browser allows none', async () => {
+  it('without permission, the notice appears inside JupyterLab', async () => {
     FakeNotification.answer = 'denied';
     actions(new FakeModel(session(queued)));
     await press('Tell me when it starts');
@@ -158,7 +158,7 @@ describe('a notice of the start', () => {
 });
 
 describe('the output of a waiting cell', () => {
-  it('shows the agent’s line, with buttons only while the kernel waits', async () => {
+  it('a waiting cell shows the agent’s line and its buttons', async () => {
     const model = new FakeModel(session(queued));
     model.client.why.mockResolvedValue(plan({ holders: [] }));
     const widget = waitFactory(model.asModel(), trans).createRenderer({} as never);

@@ -63,7 +63,7 @@ describe('the commands', () => {
 
   const shown = () => Notification.manager.notifications.map(n => [n.type, n.message]);
 
-  /** The text of the open dialog; waits until there is one. */
+  /** Wait for an open dialog; return its element. */
   async function dialog(): Promise<HTMLElement> {
     for (;;) {
       const found = document.querySelector<HTMLElement>('.jp-Dialog');
@@ -77,7 +77,7 @@ describe('the commands', () => {
   const press = (where: HTMLElement, what: string) =>
     where.querySelector<HTMLElement>(what)!.click();
 
-  test('are enabled only for a kernel of the pool', () => {
+  test('commands are enabled only for a pooled kernel', () => {
     const enabled = (args = {}) => of.map(id => commands.isEnabled(id, args));
     expect(enabled()).toEqual([false, false, false, false]);
     services.start('a', 'python3');
@@ -98,14 +98,14 @@ describe('the commands', () => {
     expect(enabled()).toEqual([false, false, false, false]);
   });
 
-  test('send nothing without a kernel of the pool', async () => {
+  test('commands send nothing without a pooled kernel', async () => {
     for (const id of of) {
       expect(await commands.execute(id)).toBe(false);
     }
     expect(asked).toEqual([]);
   });
 
-  test('get a slice as %gpu attach does, and show why not', async () => {
+  test('the command "get" runs %gpu attach and shows its error', async () => {
     services.start('a');
     reply = { status: 'ok' };
     expect(await commands.execute(CommandIDs.get)).toBe(true);
@@ -127,14 +127,14 @@ describe('the commands', () => {
       expect(await commands.execute(CommandIDs.keep, { minutes })).toBe(
         minutes === null
       );
-      // Null is no number that was given: the setting counts.
+      // Null means that no number was given, so the setting is used.
       expect(asked).toEqual(
         minutes === null ? ['POST sessions/kernel-a/keep {"seconds":420}'] : []
       );
     }
   );
 
-  test('keep for no longer than the pool allows', async () => {
+  test('the command "keep" sends at most what the pool allows', async () => {
     services.start('a');
     const limits = { ...aPool().limits, max_keep: 90 };
     FakeSocket.one.snapshot(aPool({ limits }));
@@ -146,7 +146,7 @@ describe('the commands', () => {
     expect(asked).toHaveLength(1);
   });
 
-  test('release and keep a slice, and show the answer', async () => {
+  test('the commands "release" and "keep" show the answer', async () => {
     services.start('a');
     expect(commands.label(CommandIDs.keep)).toBe('Keep the GPU for 7 Minutes');
     expect(commands.label(CommandIDs.keep, { minutes: 1 })).toBe(
@@ -160,14 +160,14 @@ describe('the commands', () => {
       'POST sessions/kernel-a/keep {"seconds":420}',
       'POST sessions/kernel-a/keep {"seconds":120}'
     ]);
-    // The later message about a kernel replaces the earlier one.
+    // A later message about a kernel replaces the earlier message.
     expect(shown()).toEqual([['success', 'As you wish.']]);
     services.start('b');
     await commands.execute(CommandIDs.release, { kernelId: 'kernel-b' });
     expect(shown()).toHaveLength(2);
   });
 
-  test('an open refusal is not repeated, a closed one can come again', async () => {
+  test('a repeated refusal is shown only once', async () => {
     services.start('a');
     answer.status = 409;
     answer.body = { code: 'busy', message: 'Not now.', next_step: '' };
@@ -177,7 +177,7 @@ describe('the commands', () => {
     expect(Notification.manager.notifications[0]!.options.autoClose).toBe(REFUSAL);
   });
 
-  test('a missing answer is no longer shown once the pool answers', async () => {
+  test('the notice of a missing answer is removed at an answer', async () => {
     services.start('a');
     followPool(model);
     FakeSocket.one.snapshot();
@@ -195,7 +195,7 @@ describe('the commands', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('a refusal is shown with its next step, and in full if long', async () => {
+  test('a refusal shows its next step, and all of a long text', async () => {
     services.start('a');
     answer.status = 409;
     const message = 'It is in use by a cell. '.repeat(8).trim();
@@ -209,7 +209,7 @@ describe('the commands', () => {
     press(open, 'button');
   });
 
-  /** The popover's command: it opens for visible kernels. */
+  /** Add the popover's command. The popover opens only for the kernels in `seen`. */
   function popover(seen: string[], enabled = seen): jest.Mock {
     const execute = jest.fn((args: { kernelId?: string }) =>
       seen.includes(args.kernelId ?? '')
@@ -250,7 +250,7 @@ describe('the commands', () => {
 
   test('the dialog shows the bounds and requests bytes', async () => {
     services.start('a');
-    // A session on two GPUs may have less of each than a session on one.
+    // A session on two GPUs may have less on each GPU than a session on one GPU.
     const two = { ...aSession().request, devices: 2 };
     const most_bytes = 6 * 1024 ** 3;
     FakeSocket.one.snapshot(
@@ -280,7 +280,7 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 
-  test('the dialog accepts the shown bound, and reopens after a mistake', async () => {
+  test('the dialog accepts the shown bound and reopens after a fault', async () => {
     services.start('a');
     const most_bytes = Math.round(23.68 * 1024 ** 3);
     FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'a', most_bytes })] }));
@@ -330,7 +330,7 @@ describe('the commands', () => {
     expect(shown()).toEqual([['error', 'No broker. Start one.']]);
   });
 
-  test('a refresh of a pool without kernels is no fault', async () => {
+  test('a refresh without a broker reports no error', async () => {
     answer.status = 503;
     answer.body = { code: 'no-broker', message: 'No broker.', next_step: 'Start one.' };
     await commands.execute(CommandIDs.refresh);

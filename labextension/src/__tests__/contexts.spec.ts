@@ -8,14 +8,14 @@ const notebook = { sessionContext: context('a') } as never;
 const console = { context: { sessionContext: context('b') } } as never;
 const editor = {} as never;
 
-test('the context of a widget is its own, or that of its document', () => {
+test('a widget has its own context or that of its document', () => {
   expect(contextOf(notebook)?.session?.kernel?.id).toBe('a');
   expect(contextOf(console)?.session?.kernel?.id).toBe('b');
   expect(contextOf(editor)).toBeNull();
   expect(contextOf(null)).toBeNull();
 });
 
-test('a kernel is found in whichever widget shows it', () => {
+test('a kernel is found in the widget that shows it', () => {
   const all = [editor, notebook, console];
   expect(contextFor(all, 'b')?.session?.kernel?.id).toBe('b');
   expect(contextFor(all, 'c')).toBeNull();

@@ -1,7 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A usual device, session and pool: tests set only the fields that matter to them. */
+/**
+ * A default device, session and pool. A test sets only the fields that matter to it.
+ */
 import { nullTranslator } from '@jupyterlab/translation';
 
 import type { IAnySession, IDevice, IOrder, IPool, ISession, ISlice } from '../api';
@@ -77,7 +79,7 @@ export function aSession(more: Partial<ISession> = {}): ISession {
   });
 }
 
-/** The visible fields of another user's session. */
+/** Another user's session, with only the fields that this user may see. */
 export function anotherSession(more: Partial<IAnySession> = {}): IAnySession {
   return withSlices({
     id: 'b',
@@ -94,7 +96,7 @@ export function anotherSession(more: Partial<IAnySession> = {}): IAnySession {
 
 type Slices = Pick<IAnySession, 'device' | 'slices'>;
 
-/** Grants of a session that did not grow, unless it names its own. */
+/** Add equal slices on all devices to a session, if the session has no own slices. */
 function withSlices<
   S extends Pick<ISession, 'devices' | 'granted_bytes'> & { used_bytes?: number | null }
 >(session: S): S & Slices {
@@ -127,7 +129,7 @@ export function aPool(more: Partial<IPool> = {}): IPool {
   };
 }
 
-/** A pause of the whole pool. */
+/** An admin's order that pauses the whole pool. */
 export function anOrder(more: Partial<IOrder> = {}): IOrder {
   return {
     kind: 'pause',

@@ -4,7 +4,7 @@
 import { act } from '@testing-library/react';
 import { MessageLoop } from '@lumino/messaging';
 
-/** Run `act`, and the renders that widgets have delayed to the next turn of Lumino's loop. */
+/** Run `does`, and then the renders that widgets have delayed to Lumino's next turn. */
 export function drawn(does: () => unknown): void {
   act(() => {
     does();

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A server with the tests' answers, which counts its requests. */
+/** A fake server. It gives the answers that a test sets, and records the requests. */
 import { ServerConnection } from '@jupyterlab/services';
 import { Signal } from '@lumino/signaling';
 
@@ -10,7 +10,7 @@ import type { PoolModel } from '../model';
 import { PROVISIONER, REMOTE_PROVISIONER } from '../tokens';
 import { aPool } from './defaults';
 
-/** One websocket: the page's end and the server's end. */
+/** One fake websocket, with methods for the page's side and for the server's side. */
 export class FakeSocket {
   onmessage: ((event: { data: string }) => void) | null = null;
   onclose: (() => void) | null = null;
@@ -36,7 +36,7 @@ export class FakeSocket {
     this.say({ type: 'delta', delta });
   }
 
-  /** The server or the network closes it. */
+  /** Act as if the server or the network had closed the websocket. */
   drop(): void {
     this.closed = true;
     this.onclose?.();
@@ -58,7 +58,7 @@ export class FakeSocket {
 /** The page's requests by fetch, as `METHOD path body`. */
 export const asked: string[] = [];
 
-/** The server's next answer; status 0: the network is broken, -1: it drops everything. */
+/** The server's next answer. Status 0: the network fails; -1: it never answers. */
 export const answer: { status: number; body: unknown } = { status: 200, body: {} };
 
 class FakeHeaders extends Map<string, string> {
@@ -117,7 +117,7 @@ interface IKernel {
   name: string;
 }
 
-/** The services of a server with kernels that tests start and end. */
+/** Fake services of a server; tests start and end their kernels. */
 export class FakeServices {
   readonly serverSettings = settings();
   readonly kernelspecs = {
@@ -163,7 +163,7 @@ export class FakeServices {
     this.sessions.runningChanged.emit();
   }
 
-  /** Partial objects in place of full ones. */
+  /** This object with the type of real services, although it has only some members. */
   get all(): PoolModel.Services {
     return this as unknown as PoolModel.Services;
   }
@@ -177,7 +177,7 @@ export function show(state: DocumentVisibilityState): void {
   document.dispatchEvent(new Event('visibilitychange'));
 }
 
-/** Reset everything; each test calls it first. */
+/** Reset the fake server and the page; each test calls this first. */
 export function reset(): void {
   FakeSocket.all = [];
   asked.length = 0;

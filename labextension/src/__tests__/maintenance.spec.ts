@@ -7,7 +7,7 @@ import { anOrder, aPool, trans } from './defaults';
 
 const on = (device: string): IOrder => anOrder({ device });
 
-describe('the order that keeps all kernels from slices', () => {
+describe('the order because of which no kernel gets a slice', () => {
   it.each<[string, IOrder[], string | undefined]>([
     ['none', [], undefined],
     ['of the whole pool', [on('GPU-1'), on('')], ''],
@@ -17,20 +17,20 @@ describe('the order that keeps all kernels from slices', () => {
     expect(pauseOf(aPool({ maintenance }))?.device).toBe(device);
   });
 
-  it('is missing if an older server sends none', () => {
+  it('there is no order if an older server sends none', () => {
     expect(pauseOf(aPool())).toBeNull();
     expect(pauseOf(null)).toBeNull();
   });
 });
 
 describe('an order in words', () => {
-  it('has a reason if the admin gave one', () => {
+  it('the text of an order has the admin’s reason, if any', () => {
     expect(byAdmin(trans, on(''))).toBe('paused by the administrator: new driver');
     const drained = anOrder({ kind: 'drain', reason: '' });
     expect(byAdmin(trans, drained)).toBe('drained by the administrator');
   });
 
-  it('names the admin, the time and the reason', () => {
+  it('the text of an order names admin, time and reason', () => {
     expect(orderText(trans, on('GPU-1'), aPool(), '12:00')).toBe(
       'GPU 1 has been paused by the administrator (root) since 12:00: new driver'
     );

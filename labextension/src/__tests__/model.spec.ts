@@ -39,7 +39,9 @@ afterEach(() => {
   jest.useRealTimers();
 });
 
-/** Start a kernel of the pool; the server has sent its snapshot. */
+/**
+ * Start a pooled kernel, let the server send its snapshot, and return the websocket.
+ */
 async function live(): Promise<FakeSocket> {
   services.start('a');
   FakeSocket.one.snapshot();
@@ -49,7 +51,7 @@ async function live(): Promise<FakeSocket> {
 }
 
 describe('requests and kernels', () => {
-  test('without a pooled kernel nothing is ever sent', async () => {
+  test('without a pooled kernel, the page sends nothing', async () => {
     services.start('a', 'python3');
     services.kernelspecs.specsChanged.emit();
     show('hidden');
@@ -63,7 +65,7 @@ describe('requests and kernels', () => {
     expect(model.broker.status).toBe('unknown');
   });
 
-  test('a kernel of this page opens the websocket, and its end closes it', async () => {
+  test('a kernel opens the websocket, and the kernel’s end closes it', async () => {
     services.start('a');
     expect(model.live).toBe(true);
     expect(FakeSocket.one.url).toBe('ws://server/gpupool/api/events?token=se%20cret');
@@ -77,12 +79,12 @@ describe('requests and kernels', () => {
     await jest.advanceTimersByTimeAsync(3_600_000);
     expect(FakeSocket.all).toHaveLength(1);
     expect(FakeSocket.open).toEqual([]);
-    // The session that ended together with the websocket leaves the page.
+    // One more request removes the session that ended together with the websocket.
     expect(asked).toEqual(['GET pool']);
     expect(model.session('kernel-a')).toBeNull();
   });
 
-  test('the next kernel cancels the last refresh', async () => {
+  test('a new kernel cancels the last request', async () => {
     services.start('a');
     services.end();
     services.start('b');
@@ -90,7 +92,7 @@ describe('requests and kernels', () => {
     expect(asked).toEqual([]);
   });
 
-  test('an absent broker is not retried after the last kernel', async () => {
+  test('after the last kernel, the page no longer retries', async () => {
     services.start('a');
     answer.status = 0;
     FakeSocket.one.drop();
@@ -106,13 +108,13 @@ describe('requests and kernels', () => {
     });
   });
 
-  test('kernels without a document and wrapped kernels count', () => {
+  test('kernels without a document and wrapped kernels are pooled', () => {
     services.kernels.models = [{ id: 'x', name: 'gpupool-ir' }];
     services.kernels.runningChanged.emit();
     expect(model.live).toBe(true);
   });
 
-  test('kernelspecs that load later count', () => {
+  test('a kernel is pooled once its kernelspec is loaded', () => {
     const { specs } = services.kernelspecs;
     services.kernelspecs.specs = null as unknown as typeof specs;
     services.start('a');
@@ -122,7 +124,7 @@ describe('requests and kernels', () => {
     expect(model.live).toBe(true);
   });
 
-  test('the provisioner decides whether a kernel is pooled, not its name', () => {
+  test('a kernel is pooled by its provisioner, not by its name', () => {
     expect(model.isPooled('gpupool-python3')).toBe(true);
     expect(model.isPooled('gpupool-ir')).toBe(true);
     expect(model.isPooled('gpupool-remote-python3')).toBe(true);
@@ -146,7 +148,7 @@ describe('messages of the server', () => {
     expect(model.session('kernel-c')).toBeNull();
   });
 
-  test('a delta replaces only what changed', async () => {
+  test('a delta replaces only the changed parts', async () => {
     const socket = await live();
     const before = model.view!;
     const young = aSession({ id: 'b', state: 'idle' });
@@ -216,14 +218,14 @@ describe('messages of the server', () => {
     expect(model.session('kernel-a')?.id).toBe(id);
   });
 
-  test('sessions of other users are not found by kernel', async () => {
+  test('a kernel’s session is never one of another user', async () => {
     const socket = await live();
     const other = { ...aSession(), mine: false } as never;
     socket.delta({ now: 1001, sessions: [other] });
     expect(model.session('kernel-a')).toBeNull();
   });
 
-  test('warnings are emitted at once', async () => {
+  test('a warning is emitted at once', async () => {
     const socket = await live();
     const warned: unknown[] = [];
     model.warned.connect((_, data) => warned.push(data));
@@ -240,7 +242,7 @@ describe('messages of the server', () => {
 });
 
 describe('the clock', () => {
-  test('follows the broker’s clock, not ours', async () => {
+  test('the model’s clock follows the broker’s clock, not ours', async () => {
     await live();
     const at = model.now();
     await jest.advanceTimersByTimeAsync(5000);
@@ -249,11 +251,11 @@ describe('the clock', () => {
     expect(model.now()).toBeLessThan(1006);
   });
 
-  test('runs on during sleep, and never goes back', async () => {
+  test('the model’s clock continues during sleep, never goes back', async () => {
     await live();
     const at = model.now();
     const wall = Date.now();
-    // The steady clock stops in sleep; only the wall clock goes on.
+    // During sleep the steady clock stops, and only the wall clock continues.
     const spy = jest.spyOn(Date, 'now').mockReturnValue(wall + 3_600_000);
     expect(model.now() - at).toBeCloseTo(3600, 1);
     spy.mockReturnValue(wall - 3_600_000);
@@ -262,7 +264,7 @@ describe('the clock', () => {
 });
 
 describe('a broker that is away', () => {
-  test('keeps the view, and gives the reason', async () => {
+  test('an absent broker leaves the last view, and a reason', async () => {
     const socket = await live();
     const before = model.view;
     const why = { message: 'The broker has ended.', next_step: 'Start it.' };
@@ -284,7 +286,7 @@ describe('a broker that is away', () => {
     expect(model.view?.now).toBe(2000);
   });
 
-  test('is shown with the kernel that starts it again', async () => {
+  test('an absent broker’s next step says that it starts by itself', async () => {
     const socket = await live();
     const why = { message: 'It ended the connection.', next_step: 'See the doctor.' };
     socket.say({
@@ -298,7 +300,7 @@ describe('a broker that is away', () => {
     );
   });
 
-  test('the websocket is reopened with back-off, without end', async () => {
+  test('the page reopens a lost websocket with back-off', async () => {
     await live();
     answer.status = 0;
     for (const failures of [0, 1, 2, 3, 4, 5, 6, 100]) {
@@ -313,14 +315,14 @@ describe('a broker that is away', () => {
       expect(FakeSocket.open).toEqual([]);
       await jest.advanceTimersByTimeAsync(1);
     }
-    // A page that loses its websocket after each snapshot does not reopen it each second.
+    // The back-off also holds for a page that loses its websocket after each snapshot.
     FakeSocket.one.snapshot();
     FakeSocket.one.drop();
     await jest.advanceTimersByTimeAsync(pause(12, 0.5) - 1);
     expect(FakeSocket.open).toEqual([]);
     await jest.advanceTimersByTimeAsync(1);
     const socket = FakeSocket.one;
-    // After a connection that lasted, the delays begin again.
+    // After a connection that lasted, the back-off begins again.
     socket.snapshot();
     await jest.advanceTimersByTimeAsync(LASTING);
     socket.drop();
@@ -328,7 +330,7 @@ describe('a broker that is away', () => {
     expect(FakeSocket.one).not.toBe(socket);
   });
 
-  test('a lost websocket sends nothing; a failing one makes a request', async () => {
+  test('a lost websocket makes no request, but a refused one does', async () => {
     (await live()).drop();
     expect(asked).toEqual([]);
     expect(model.broker.status).toBe('up');
@@ -357,7 +359,7 @@ describe('a broker that is away', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('a stopped server and a disabled extension are both reported', async () => {
+  test('the page reports a stopped server and a disabled extension', async () => {
     answer.status = 0;
     await model.refresh();
     expect(model.broker.status).toBe('away');
@@ -396,7 +398,7 @@ describe('a broker that is away', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('a login page is no pool', async () => {
+  test('a login page as the answer means that the pool is away', async () => {
     answer.body = null;
     await model.refresh();
     expect(model.broker.status).toBe('away');
@@ -425,7 +427,7 @@ describe('a broker that is away', () => {
 });
 
 describe('hidden pages', () => {
-  test('a short switch to another tab changes nothing', async () => {
+  test('a short switch to another tab leaves the websocket open', async () => {
     const socket = await live();
     show('hidden');
     await jest.advanceTimersByTimeAsync(HIDDEN_AFTER - 1);
@@ -435,7 +437,7 @@ describe('hidden pages', () => {
     expect(asked).toEqual([]);
   });
 
-  test('a hidden page asks slowly, and opens the websocket when visible', async () => {
+  test('a hidden page asks slowly until it is visible', async () => {
     await live();
     show('hidden');
     await jest.advanceTimersByTimeAsync(HIDDEN_AFTER);
@@ -445,7 +447,7 @@ describe('hidden pages', () => {
     expect(asked.length).toBeGreaterThanOrEqual(3);
     expect(asked.length).toBeLessThanOrEqual(4);
     expect(model.view?.now).toBe(5000);
-    // A hidden page has no frames, but the change was signalled.
+    // A hidden page draws no frames, but the model signals the change.
     expect(changes.length).toBeGreaterThan(0);
     const before = asked.length;
     show('visible');
@@ -466,7 +468,7 @@ describe('hidden pages', () => {
   });
 });
 
-describe('the knowledge whether there is a GPU', () => {
+describe('the model’s field "found"', () => {
   function told(found: object | null): IPoolModel['found'] {
     PageConfig.setOption('gpupool', found ? JSON.stringify(found) : '');
     model.dispose();
@@ -474,7 +476,7 @@ describe('the knowledge whether there is a GPU', () => {
     return model.found;
   }
 
-  test('comes from the page, and defaults to yes', () => {
+  test('"found" comes from the page, and is true by default', () => {
     const none = { found: false, reason: 'No driver.', emulated: false };
     expect(told(none)).toEqual(none);
     const some = { found: true, reason: '', emulated: true };
@@ -486,7 +488,7 @@ describe('the knowledge whether there is a GPU', () => {
     expect(model.found.found).toBe(true);
   });
 
-  test('comes from the newest view if there is one', async () => {
+  test('"found" comes from the newest view, if there is a view', async () => {
     told({ found: false, reason: 'No driver.' });
     await live();
     expect(model.found).toEqual({ found: true, reason: '', emulated: false });
@@ -500,7 +502,7 @@ describe('the knowledge whether there is a GPU', () => {
   });
 });
 
-test('a request overtaken by the websocket changes nothing', async () => {
+test('an answer that is older than the websocket changes nothing', async () => {
   const socket = await live();
   answer.body = aPool({ now: 1 });
   const asking = model.refresh();
@@ -509,7 +511,7 @@ test('a request overtaken by the websocket changes nothing', async () => {
   expect(model.view?.now).toBe(1001);
 });
 
-test('of two requests that cross, the younger answer is kept', async () => {
+test('if two requests cross, the model keeps the newer answer', async () => {
   let late: (view: IPool) => void = () => undefined;
   const ask = jest.spyOn(model.client, 'pool');
   ask.mockReturnValueOnce(new Promise(resolve => (late = resolve)));
@@ -521,7 +523,7 @@ test('of two requests that cross, the younger answer is kept', async () => {
   expect(model.view?.now).toBe(2000);
 });
 
-test('after an absence, a broker with an earlier clock is accepted', async () => {
+test('after an absence, the broker’s clock may be earlier', async () => {
   await model.refresh();
   answer.status = 503;
   answer.body = { message: 'No broker.' };

@@ -36,7 +36,7 @@ afterEach(() => {
   jest.useRealTimers();
 });
 
-/** A server with the kernels `a` and `b`, and these sessions. */
+/** Start the kernel `a` on a server with these sessions; return the websocket. */
 async function live(...sessions: ISession[]): Promise<FakeSocket> {
   services.start('a');
   FakeSocket.one.snapshot(aPool({ sessions }));
@@ -77,9 +77,9 @@ describe('the idle warning', () => {
     return socket;
   }
 
-  test('names the document, the time, and the seconds of the resume', async () => {
+  test('the warning names document, time, and seconds of the resume', async () => {
     await warn();
-    // A time of day, because the text does not count down.
+    // The text names a time of day, because it does not count down.
     const at = timeOfDay(trans, localTime(model, 1020), true);
     expect(shown().map(n => [n.type, n.message])).toEqual([
       [
@@ -94,7 +94,7 @@ describe('the idle warning', () => {
     ]);
   });
 
-  test('gives no seconds if they are unknown, and shortens a long name', () => {
+  test('the warning omits unknown seconds and shortens a long name', () => {
     const unknown = { ...said, seconds_left: 5000, bytes: null, resume_seconds: null };
     const late = new Date(2026, 10, 21, 23, 59, 59);
     const text = warning(trans, `${'long'.repeat(30)}.ipynb`, unknown, late);
@@ -121,7 +121,7 @@ describe('the idle warning', () => {
     expect(shown().find(n => n.type === 'success')?.message).toBe('As you wish.');
   });
 
-  test('a refusal is shown with its next step', async () => {
+  test('the warning’s button shows a refusal with its next step', async () => {
     await warn();
     answer.status = 409;
     answer.body = { code: 'quota', message: 'Too long.', next_step: 'Ask for less.' };
@@ -148,7 +148,7 @@ describe('the idle warning', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('disappears when the kernel ends or the page closes', async () => {
+  test('the warning is removed when the kernel or the page ends', async () => {
     const socket = await warn();
     socket.delta({ now: 1002, removed: ['a'] });
     await frame();
@@ -160,7 +160,7 @@ describe('the idle warning', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('is not shown twice if sent again, even after it was closed', async () => {
+  test('a warning that is sent again is not shown again', async () => {
     const socket = await warn();
     const [first] = shown();
     socket.snapshot(aPool({ now: 1011, sessions: [idle] }));
@@ -172,7 +172,7 @@ describe('the idle warning', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('with another time replaces the first', async () => {
+  test('a warning with another time replaces the earlier warning', async () => {
     const socket = await warn();
     const [first] = shown();
     socket.delta({ now: 1002, sessions: [{ ...idle, leaves_at: 1090 }] });
@@ -182,7 +182,7 @@ describe('the idle warning', () => {
     expect(shown()[0]!.id).not.toBe(first!.id);
   });
 
-  test('its minutes are whole, as on the server', () => {
+  test('the warning offers whole minutes, like the server', () => {
     settings.follow({
       composite: { keepMinutes: 2.5 },
       changed: new Signal({})
@@ -190,7 +190,7 @@ describe('the idle warning', () => {
     expect(settings.keepMinutes).toBe(3);
   });
 
-  test('is not shown if disabled', async () => {
+  test('no warning is shown if the setting is off', async () => {
     settings.follow({
       composite: { idleWarning: false },
       changed: new Signal({})
@@ -202,7 +202,7 @@ describe('the idle warning', () => {
 });
 
 describe('history', () => {
-  test('is fetched only while a widget uses it and a kernel is open', async () => {
+  test('history is fetched only for a widget and an open kernel', async () => {
     const history = new History(model);
     const told = jest.fn();
     history.changed.connect(told);
@@ -212,7 +212,7 @@ describe('history', () => {
     await live();
     answer.body = { now: 1 };
     await jest.advanceTimersByTimeAsync(2 * INTERVAL + 100);
-    // The last hour has a point for each minute: it is asked for less often.
+    // The last hour has one point per minute, so the page requests it less often.
     expect(asked).toEqual(['GET history', 'GET hour', 'GET history', 'GET history']);
     expect(history.latest).toEqual({ now: 1 });
     expect(told).toHaveBeenCalledTimes(3);
@@ -252,7 +252,7 @@ describe('the list of running kernels', () => {
     changed
   };
 
-  test('has all pooled kernels of this server, also in host memory', async () => {
+  test('the list has all pooled kernels, also suspended ones', async () => {
     const manager = new RunningSlices(model, documents, trans);
     const changes = jest.fn();
     manager.runningChanged.connect(changes);
@@ -283,7 +283,7 @@ describe('the list of running kernels', () => {
     socket.delta({ now: 1001, queue_length: 7 });
     await frame();
     expect(changes).toHaveBeenCalledTimes(before);
-    // Nor after changes of other sessions, or of hidden fields of own ones.
+    // The list also does not change for other sessions, or for fields that it hides.
     socket.delta({
       now: 1001.5,
       sessions: [
@@ -312,7 +312,7 @@ describe('the list of running kernels', () => {
     expect(manager.running()).toEqual([]);
   });
 
-  test('sends nothing on a refresh while no pooled kernel runs', async () => {
+  test('a refresh of the list sends nothing without a pooled kernel', async () => {
     new RunningSlices(model, documents, trans).refreshRunning();
     await frame();
     expect(asked).toEqual([]);
@@ -320,7 +320,7 @@ describe('the list of running kernels', () => {
 });
 
 describe('the launcher', () => {
-  test('explains with the server’s reason, and names the command once', () => {
+  test('the launcher gives the server’s reason and the command once', () => {
     const own = explanation(trans, 'No driver.');
     expect(own[0]).toBe(
       'No driver. Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
@@ -330,7 +330,7 @@ describe('the launcher', () => {
     expect(told.join(' ')).toContain('GPUPOOL_EMULATE');
   });
 
-  test('has no tile for a kernel on another machine', () => {
+  test('a kernel on another machine keeps JupyterLab’s own tile', () => {
     const model = {
       isPooled: () => true,
       isRemote: (kernel: string) => kernel === 'gpupool-remote-python3'
@@ -345,7 +345,7 @@ describe('the launcher', () => {
     expect(ownItem(model, item('gpupool-remote-python3'))).toBeNull();
   });
 
-  test('offers the plain kernel of the same language', () => {
+  test('the launcher offers a plain kernel of the same language', () => {
     const pooled = { isPooled: (kernel: string) => kernel.startsWith('gpupool') };
     const of = (...kernels: [string, string?][]) =>
       otherKernel(
@@ -368,7 +368,7 @@ describe('the launcher', () => {
     expect(otherKernel(pooled, null, 'gpupool-python3')).toBeNull();
   });
 
-  test('has a tile that says what the kernel does and what is free now', () => {
+  test('the tile says what the kernel does and what is free now', () => {
     const pool = (view: IPool | null, found = true) => ({
       found: { found, reason: '', emulated: false },
       view,
@@ -392,7 +392,8 @@ describe('the launcher', () => {
     );
     const away = { ...pool(aPool()), broker: { ...pool(null).broker, status: 'away' } };
     expect(tile(trans, name, away as never)).toBe(what);
-    // Before the first kernel no broker runs, and the page says what it will have.
+    // Before the first kernel no broker runs. Then the page knows whether GPUs are
+    // emulated.
     const found = { found: true, reason: '', emulated: true };
     expect(tile(trans, name, { ...away, found } as never)).toBe(
       `${what}\nEMULATED: no real GPU is used.`
@@ -437,7 +438,7 @@ describe('the launcher', () => {
       return commands.execute(ours!.command, { ...ours!.args, cwd: 'work' });
     };
 
-    test('asks the pool, and starts a kernel on it if it has a GPU', async () => {
+    test('a click asks the pool again, and starts a kernel on a GPU', async () => {
       await choose();
       expect(asked).toContain('GET pool');
       expect(created).toEqual([
@@ -445,7 +446,7 @@ describe('the launcher', () => {
       ]);
     });
 
-    test('shows the pool’s reason if it has none', async () => {
+    test('a click shows the pool’s reason if the pool has no GPU', async () => {
       answer.body = aPool({ devices: [], problem: 'They fell off the bus.' });
       const done = choose();
       let dialog: HTMLElement | null = null;
@@ -461,7 +462,7 @@ describe('the launcher', () => {
   });
 });
 
-test('a client sends what it is told to send', async () => {
+test('the client sends a change to the path of the kernel', async () => {
   const client = new PoolClient(services.serverSettings);
   answer.body = aPool() satisfies IPool;
   await client.change('a/b', { memory: 1 });

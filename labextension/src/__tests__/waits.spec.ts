@@ -39,8 +39,8 @@ function notebook(...cells: object[]) {
   return sessionContext;
 }
 
-describe('lines of waits', () => {
-  it('are removed, and other outputs stay', () => {
+describe('the lines of waiting cells', () => {
+  it('the lines of waits are removed, and other outputs stay', () => {
     const outputs = new Outputs([TEXT, WAIT, PLOT]);
     removeWaits(outputs);
     expect(outputs.values).toEqual([TEXT, PLOT]);
@@ -60,7 +60,7 @@ describe('lines of waits', () => {
     }
   );
 
-  it('are removed when the notebook gets another kernel', () => {
+  it('the lines of waits are removed when the kernel changes', () => {
     const outputs = new Outputs([WAIT, TEXT]);
     notebook({ type: 'code', outputs }).kernelChanged.emit(null);
     expect(outputs.values).toEqual([TEXT]);

@@ -38,7 +38,7 @@ describe('sizes', () => {
     }
   );
 
-  test('share one unit if both have the same', () => {
+  test('two sizes share one unit if both have the same', () => {
     expect(part(trans, 6 * GIB, 8 * GIB)).toBe('6 of 8 GiB');
     expect(part(trans, 512 * MIB, 8 * GIB)).toBe('512 MiB of 8 GiB');
     expect(part(trans, 0, 512 * MIB)).toBe('0 of 512 MiB');
@@ -76,13 +76,13 @@ describe('times', () => {
     expect(waited(trans, so)).toBe(text);
   });
 
-  test('of the broker are converted to the clock of this computer', () => {
+  test('the broker’s times become times of this computer’s clock', () => {
     jest.spyOn(Date, 'now').mockReturnValue(50_000_000);
-    // The broker's clock is far off, but 40 s there are also 40 s here.
+    // The two clocks differ much, but 40 s on one clock are also 40 s on the other.
     expect(localTime({ now: () => 1000 }, 1040).getTime()).toBe(50_040_000);
   });
 
-  test('of day are written in the language of the user interface', () => {
+  test('a time of day has the format of the interface’s language', () => {
     const time = new Date(2026, 10, 21, 14, 2, 35);
     const of = (locale: string, seconds = false) =>
       timeOfDay({ ...trans, locale } as never, time, seconds).replace(/\s/g, ' ');
@@ -108,12 +108,12 @@ test('a time of another day is written with its date', () => {
   expect(at(22, 1)).toMatch(/^Sun, Nov 22/);
 });
 
-test('ordinals', () => {
+test('ordinals have the right endings', () => {
   const all = [1, 2, 3, 4, 11, 12, 13, 21, 112, 122].map(n => ordinal(trans, n));
   expect(all.join(' ')).toBe('1st 2nd 3rd 4th 11th 12th 13th 21st 112th 122nd');
 });
 
-test('devices have their numbers', () => {
+test('devices are named by their numbers', () => {
   const devices = [aDevice(), aDevice({ index: 1 })];
   expect(gpus(trans, ['GPU-1'], devices)).toBe('GPU 1');
   expect(gpus(trans, ['GPU-1', 'GPU-0'], devices)).toBe('GPUs 0, 1');
@@ -135,7 +135,7 @@ describe('a session', () => {
   test.each([
     [{ leaves_at: NOW + 42 }, 'Idle, back to the pool in 0:42', true],
     [{ leaves_at: NOW }, 'Idle, back to the pool in 0:00', true],
-    // As late as the difference of two clocks and a message's delay.
+    // This much is allowed for the difference of two clocks and the delay of a message.
     [{ leaves_at: NOW - 2 }, 'Idle, back to the pool in 0:00', true],
     [{ leaves_at: NOW - 2.1 }, 'Idle on GPU 0, about to leave', false],
     [{ leaves_at: null }, 'Idle on GPU 0', false],
@@ -153,7 +153,7 @@ describe('a session', () => {
     expect([said.text, said.counts, said.tone]).toEqual([text, counts, 'idle']);
   });
 
-  test('has a name without seconds, with which the visible text begins', () => {
+  test('the text of a session begins with its name without seconds', () => {
     const said = of({ ...idle, leaves_at: NOW + 42 });
     expect(said.still).toBe('Idle, back to the pool');
     expect(said.text.startsWith(said.still)).toBe(true);
@@ -201,7 +201,7 @@ describe('a session', () => {
     expect(waitSentence(trans, session, NOW)).toContain(figure);
   });
 
-  test('goes back when its work is done, if a release was requested', () => {
+  test('a slice with a requested release goes back after its work', () => {
     const asked = { release_asked: true };
     expect(goesBack(aSession(asked))).toBe(true);
     expect(goingBack(trans, aSession(asked))).toBe(
@@ -264,7 +264,7 @@ describe('a session', () => {
   ] as const)('with %p', (changes, text, tone) => {
     const said = of(changes);
     expect([said.text, said.tone]).toEqual([text, tone]);
-    // A wait has a time.
+    // The text of a wait shows a time, so it counts.
     const waits = tone === 'wait' && said.text.includes('2nd');
     expect(said.counts).toBe(waits);
   });

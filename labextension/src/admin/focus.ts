@@ -1,13 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Keeps the keyboard's place on the page when the button that had it goes. */
+/** Keeps the focus at its place on the page when the focused button disappears. */
 import * as React from 'react';
 
 /**
- * What to give the page's element. An order takes its own button away: "Pause…" becomes
- * "Put back…", and a session that ends takes its row with it. The focus would go to the start of
- * the document; it goes to the first button of the same list item or row, or else to the page.
+ * Properties for the page's element. An order removes its own button: "Pause…" becomes
+ * "Put back…", and the row of a session disappears when the session ends. Without this
+ * hook the focus would go to the start of the document. With it, the focus goes to the
+ * first button of the same list item or row, or else to the page's element.
  */
 export function useKeptFocus(): {
   readonly ref: React.RefObject<HTMLDivElement>;

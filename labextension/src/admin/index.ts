@@ -27,7 +27,7 @@ export const adminPlugin: JupyterFrontEndPlugin<void> = {
     restorer: ILayoutRestorer | null
   ): void => {
     if (shell === null) {
-      return; // Notebook 7 has one document on a page, and no room for another one
+      return; // a page of Notebook 7 has one document, and no room for another one
     }
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     const tracker = new WidgetTracker<MainAreaWidget<AdminWidget>>({
@@ -36,7 +36,7 @@ export const adminPlugin: JupyterFrontEndPlugin<void> = {
     app.commands.addCommand(SHOW_ADMIN, {
       label: trans.__('GPU Pool: All Sessions'),
       caption: trans.__('Show every session of the pool, for its admins'),
-      // Before the first answer of the pool nobody knows.
+      // Before the pool's first answer, it is not known whether the user is an admin.
       isVisible: () => model.view?.admin !== false,
       describedBy: { args: { type: 'object', properties: {} } },
       execute: async () => {
@@ -54,7 +54,7 @@ export const adminPlugin: JupyterFrontEndPlugin<void> = {
     });
     let admin = model.view?.admin;
     model.changed.connect(() => {
-      // Menus and the palette are made again for it, so not at every change.
+      // This signal rebuilds menus and the palette, so do not emit it at every change.
       if (model.view?.admin !== admin) {
         admin = model.view?.admin;
         app.commands.notifyCommandChanged(SHOW_ADMIN);

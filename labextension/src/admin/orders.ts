@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The admin's orders: each asks first, checks what was typed, and is then sent. */
+/** The admin's orders: each one asks, checks the typed values, and is then sent. */
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { Widget } from '@lumino/widgets';
@@ -9,10 +9,10 @@ import { Widget } from '@lumino/widgets';
 import type { IDevice, INote, PoolClient } from '../api';
 import type { IRow } from './rows';
 
-/** Most minutes until a slice is taken back: 7 days, as the broker allows. */
+/** The most minutes until the pool takes a slice back: 7 days, as the broker allows. */
 export const MOST_MINUTES = 7 * 24 * 60;
 
-/** Most characters of a reason. */
+/** The most characters of a reason. */
 const REASON = 200;
 
 /** The minutes in a field; null for nothing, text, 0, a negative or a too large number. */
@@ -30,10 +30,10 @@ interface ITyped {
 
 interface IForm {
   readonly title: string;
-  /** What happens then, a sentence each. */
+  /** What the order does, one sentence each. */
   readonly lines: readonly string[];
   readonly accept: string;
-  /** It cannot be undone. */
+  /** Whether the order cannot be undone. */
   readonly harm?: boolean;
   readonly minutes?: boolean;
   readonly choices?: readonly string[];
@@ -65,7 +65,7 @@ export class OrderForm extends Widget implements Dialog.IBodyWidget<ITyped> {
       this._minutes.step = '1';
       this._minutes.required = true;
       this._minutes.value = typed.minutes;
-      // Who types means another number, and no longer one.
+      // A user who types wants a new number, and does not want to append digits.
       this._minutes.addEventListener('focus', () => this._minutes?.select());
     }
     if (form.choices) {
@@ -126,7 +126,7 @@ function minutesFault(trans: TranslationBundle): string {
   return trans.__('Type a whole number of minutes from 1 to %1.', MOST_MINUTES);
 }
 
-/** Ask until the form is right; null if the admin cancels. */
+/** Show the form until its values are valid; null if the admin cancels. */
 async function ask(
   trans: TranslationBundle,
   form: IForm
@@ -141,7 +141,7 @@ async function ask(
         Dialog.cancelButton({ label: trans.__('Cancel') }),
         (form.harm ? Dialog.warnButton : Dialog.okButton)({ label: form.accept })
       ],
-      // What cannot be undone is not what the enter key does.
+      // The enter key must not give an order that cannot be undone.
       ...(form.harm ? { defaultButton: 0 } : { focusNodeSelector: 'input, select' })
     });
     if (!button.accept || value === null) {
@@ -151,7 +151,7 @@ async function ask(
     if (minutes !== null) {
       return { minutes, choice: value.choice, reason: value.reason.trim() };
     }
-    // Nothing is sent for a field that is no number.
+    // If the field has no valid number, nothing is sent and the form is shown again.
     [typed, fault] = [value, minutesFault(trans)];
   }
 }
@@ -160,7 +160,9 @@ function called(trans: TranslationBundle, row: IRow): string {
   return trans.__('%1 (%2)', row.name, row.owner);
 }
 
-/** The orders; each resolves to the broker's answer, or to null if the admin cancels. */
+/**
+ * Gives orders; each one resolves to the broker's answer, or null if the admin cancels.
+ */
 export class Orders {
   constructor(
     private readonly _client: PoolClient,

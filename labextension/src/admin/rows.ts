@@ -24,13 +24,13 @@ export interface IRow {
   readonly unused: number | null;
   /** Bytes of its slice times `unused`. */
   readonly waste: number | null;
-  /** Seconds since it is idle, until which it is kept, and for which it has waited. */
+  /** Seconds since it became idle, until its keep ends, and since it began to wait. */
   readonly idle: number | null;
   readonly kept: number | null;
   readonly waits: number | null;
 }
 
-/** A shorter time with a slice says nothing about its use. */
+/** Seconds. If a session had a slice for less time, its use is not known. */
 const LEAST = 1;
 
 export function row(session: IAdminSession, now: number): IRow {
@@ -84,7 +84,7 @@ export function duration(trans: TranslationBundle, seconds: number): string {
   return trans.__('%1 h', (seconds / 3600).toFixed(1).replace(/\.0$/, ''));
 }
 
-/** `8 GiB for 11 min`: the slice of a session and how long it did not use it. */
+/** `8 GiB for 11 min`: a session's slice, and how long the session did not use it. */
 export function wasteText(trans: TranslationBundle, shown: IRow): string {
   if (shown.slice === 0) {
     return '';

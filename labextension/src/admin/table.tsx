@@ -21,10 +21,10 @@ export interface IAdminProps {
   readonly orders: Orders;
   /** Null before the first answer. */
   readonly view: IAdmin | null;
-  /** Why there is no newer view; empty if there is. */
+  /** Why the view could not be updated; empty if it is up to date. */
   readonly fault: string;
   readonly model: { now(): number };
-  /** Ask again now. */
+  /** Request the view again now. */
   readonly refresh: () => void;
 }
 
@@ -61,7 +61,7 @@ function columns(trans: TranslationBundle): readonly IColumn[] {
   ];
 }
 
-/** Carry an order out, and show the answer; `whom`: the kernel that it is about. */
+/** Carry out an order and show the answer; `whom` names the kernel of the order. */
 type Run = (order: Promise<INote | null>, whom?: string) => void;
 
 const NO_ANSWER = { text: '', refused: false };
@@ -73,7 +73,7 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
   const [answer, setAnswer] = React.useState(NO_ANSWER);
   const run: Run = React.useCallback(
     (order, whom = '') => {
-      // The line is far from the row, and rows change their order.
+      // Name the kernel: the answer is far from the row, and rows change their order.
       const about = (text: string) => (whom ? trans.__('%1: %2', whom, text) : text);
       order
         .then(
@@ -90,7 +90,7 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
     [trans, refresh]
   );
   React.useEffect(() => {
-    // It tells a time from when it was given: later it is not true.
+    // Remove the answer later: its times count from the moment when it was given.
     const timer = setTimeout(
       () => setAnswer(now => (now === answer ? NO_ANSWER : now)),
       answer.refused ? OLD_REFUSAL : OLD
@@ -263,8 +263,10 @@ function Sessions(props: ISessionsProps): React.ReactElement {
   );
 }
 
-/** `20 to 60 s left`, or that nobody knows; the column says for how long it has waited, in the
- * same steps as all other places. */
+/**
+ * `20 to 60 s left`, or that there is no estimate. The column itself shows how long the
+ * session has waited, in the same steps as all other places.
+ */
 function left(trans: TranslationBundle, session: IAdminSession, now: number): string {
   return waitTime(trans, { ...session, queued_at: null }, now);
 }
@@ -278,7 +280,7 @@ function SessionRow(
     uuid => view.devices.find(device => device.uuid === uuid)?.index ?? '?'
   );
   const until = session.keep_until;
-  // It has no slice, so the reason may take the room of its figures.
+  // A waiting session has no slice, so the reason may use the place of its figures.
   const waits = session.state === 'queued';
   const recall = session.recall_at;
   const time = (at: number) => dayAndTime(trans, localTime(model, at));

@@ -15,7 +15,7 @@ import { losses, machineOf, restart } from './restart';
 
 export const RESTART_ELSEWHERE = 'gpupool:restart-elsewhere';
 
-/** Ask whether to lose that; the answer without a choice is no. */
+/** Ask whether the user accepts these losses; without a choice the answer is no. */
 async function agreed(trans: TranslationBundle, lines: string[]): Promise<boolean> {
   const { button } = await showDialog({
     title: trans.__('Restart on another machine?'),
@@ -54,7 +54,7 @@ export const elsewherePlugin: JupyterFrontEndPlugin<void> = {
         'Start this kernel anew, on the machine that the cluster chooses'
       ),
       isEnabled: () => there() !== null,
-      // On a single machine there is nothing to choose.
+      // For a kernel on this machine there is nothing to choose.
       isVisible: () => there() !== null,
       execute: async () => {
         const id = there();

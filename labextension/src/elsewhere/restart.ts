@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A kernel of a cluster is started anew, on the machine that the cluster chooses now. */
+/** Restarts a kernel of a cluster on the machine that the cluster chooses now. */
 import type { ISessionContext } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { Widget } from '@lumino/widgets';
@@ -10,12 +10,12 @@ import { contextFor } from '../contexts';
 import type { IPoolModel } from '../tokens';
 import { bytes } from '../words';
 
-/** The machine of a kernel of this server, if that is another one; else empty. */
+/** The other machine on which a kernel of this server runs; empty if there is none. */
 export function machineOf(model: Pick<IPoolModel, 'view'>, kernelId: string): string {
   return model.view?.remote_kernels?.[kernelId] ?? '';
 }
 
-/** What its restart elsewhere does and loses, a paragraph each. */
+/** What a restart on another machine does and loses, one paragraph each. */
 export function losses(
   trans: TranslationBundle,
   model: Pick<IPoolModel, 'view' | 'session'>,
@@ -48,7 +48,10 @@ export function losses(
   ];
 }
 
-/** Start another kernel for a document, and run it again; return whether there was one. */
+/**
+ * Start another kernel for the document of a kernel, and run the document again. False
+ * if the kernel has no document.
+ */
 export async function restart(
   widgets: Iterable<Widget>,
   kernelId: string,
@@ -59,7 +62,7 @@ export async function restart(
   if (!context || name === undefined) {
     return false;
   }
-  // A restarted kernel stays on its machine, so this is another kernel.
+  // A restarted kernel would stay on its machine, so start another kernel.
   const kernel = await context.changeKernel({ name });
   await kernel?.info;
   await runAgain(context);

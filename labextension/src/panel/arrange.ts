@@ -2,7 +2,7 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * The view as the panel draws it: by device, by place in the queue, by kernel.
+ * The view in the panel's order: by device, by place in the queue, by kernel.
  *
  * Unchanged parts are the same objects as before, so that React does not draw them again.
  */
@@ -12,11 +12,11 @@ import { isMine } from '../tokens';
 /** The part of a session that lies on one device. */
 export interface ISlice {
   readonly session: ISession | IAnySession;
-  /** The number of one of my kernels, beside its colour; 0 for others. */
+  /** The number that marks my kernel, beside its colour; 0 for other users' kernels. */
   readonly number: number;
-  /** Empty for other people's. */
+  /** Empty for other users' sessions. */
   readonly name: string;
-  /** Whether it belongs to the document in front. */
+  /** Whether the session belongs to the document in front. */
   readonly active: boolean;
   /** Bytes on this device. */
   readonly bytes: number;
@@ -49,33 +49,37 @@ export interface IWaitRow {
 export interface IArranged {
   readonly rows: readonly IDeviceRow[];
   readonly queue: readonly IWaitRow[];
-  /** My kernels on this server. */
+  /** My kernels of this server. */
   readonly kernels: readonly IKernelRow[];
-  /** My kernels on other servers, which also appear in the devices and the queue. */
+  /** My kernels of other servers; they also appear in the devices and the queue. */
   readonly elsewhere: readonly IKernelRow[];
-  /** The devices for looking up numbers: they change only with their numbers. */
+  /**
+   * The devices, to look up their numbers; this list changes only if a number changes.
+   */
   readonly devices: readonly IDevice[];
-  /** Sessions that have a slice, and that wait for one. */
+  /** Number of sessions that have a slice, and number of sessions that wait for one. */
   readonly having: number;
   readonly waiting: number;
-  /** My suspended bytes. */
+  /** Suspended bytes of my kernels. */
   readonly suspended: number;
 }
 
 export interface IName {
   readonly name: string;
-  /** Empty if it cannot be opened. */
+  /** Empty if the document cannot be opened. */
   readonly path: string;
-  /** Whether no tab shows it; missing: not known. */
+  /** Whether no tab shows the document; missing if that is not known. */
   readonly closed?: boolean;
 }
 
-/** The name of a kernel here, if a document of this server uses it. */
+/** Returns the name of a kernel, if a document of this server uses the kernel. */
 export type NameOf = (kernelId: string) => IName | null;
 
-/** Keeps its last result, to return unchanged parts again. */
+/** Keeps its last result, so that it can return unchanged parts as the same objects. */
 export class Arranger {
-  /** Without `live` no kernel of this server runs, even if the old view has one. */
+  /**
+   * If `live` is false, no kernel of this server runs, even if the old view has one.
+   */
   arrange(
     view: IPool,
     nameOf: NameOf,
@@ -86,7 +90,8 @@ export class Arranger {
       ? view.sessions
       : view.sessions.filter(session => !session.here);
     const mine = sessions.filter(isMine);
-    // Devices, queue and host memory are those of this machine.
+    // The devices, the queue and the host memory of the panel are those of this
+    // machine.
     const local = sessions.filter(session => !(isMine(session) && session.machine));
     this._number(mine);
     const called = new Map<string, IName>();
@@ -114,7 +119,7 @@ export class Arranger {
     const list = (here: boolean, old: readonly IKernelRow[] | undefined) => {
       const found = mine
         .filter(session => session.here === here)
-        // A restarted broker may send them in another order.
+        // A restarted broker may send the sessions in another order.
         .sort((a, b) => this._numberOf(a) - this._numberOf(b))
         .map((session, i) =>
           same(old?.[i], {
@@ -214,7 +219,7 @@ function having({ devices, granted_bytes: granted, slices }: Told): readonly IHa
   if (slices) {
     return slices.filter(slice => slice.granted_bytes > 0);
   }
-  // The granted parts are equal; the use of each is not known.
+  // Divide the sum equally among the devices; the use on each device is not known.
   return granted > 0
     ? devices.map(device => ({ device, granted_bytes: granted / devices.length }))
     : [];
@@ -228,7 +233,7 @@ function title(session: ISession): string {
   return session.label || identity(session).slice(0, 8);
 }
 
-/** The old object if all its members are the same ones. */
+/** The old object if all members of both are the same, else the fresh one. */
 function same<T extends object>(old: T | undefined, fresh: T): T {
   if (old === undefined) {
     return fresh;

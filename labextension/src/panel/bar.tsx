@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** One device: its name, a bar to scale of its memory, and who is on it. */
+/** One device: its name, a bar of its memory to scale, and the sessions on it. */
 import * as React from 'react';
 
 import type { IDeviceRow } from './arrange';
@@ -21,7 +21,7 @@ import { fill, parts, percent } from './geometry';
 import { Badge, hue } from './section';
 import { useTools } from './tools';
 
-/** Parts with a smaller share have no room for their number. */
+/** A part with a smaller share of the bar has no room for its number. */
 const ROOM = 0.07;
 
 export const DeviceBar = React.memo(function DeviceBar(props: {
@@ -74,7 +74,7 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
 /** The parts that each get a line below the bar. */
 const LISTED: ReadonlySet<IPart['kind']> = new Set(['mine', 'other', 'foreign']);
 
-/** One line: who has how much of the device, and what for. */
+/** One line for a part: who has it, how large it is, and what it is used for. */
 function OnDevice({ part }: { readonly part: IPart }): React.ReactElement {
   const { trans, open } = useTools();
   const { slice } = part;
@@ -117,7 +117,7 @@ function OnDevice({ part }: { readonly part: IPart }): React.ReactElement {
   );
 }
 
-/** The parts in a row, to scale: a picture. The lines below say the same in words. */
+/** A picture of the parts in a row, to scale. The lines below say the same in words. */
 function Bar(props: {
   readonly label: string;
   readonly parts: readonly IPart[];
@@ -148,7 +148,7 @@ function Bar(props: {
   );
 }
 
-/** Only the bar, for many devices; the parent describes it in words. */
+/** Only the bar, for a grid of many devices; the parent describes it in words. */
 export const ThinBar = React.memo(function ThinBar(props: {
   readonly row: IDeviceRow;
 }): React.ReactElement {

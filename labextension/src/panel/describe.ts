@@ -9,7 +9,7 @@ import { bytes, part } from '../words';
 import type { ISlice } from './arrange';
 import type { IPart } from './geometry';
 
-/** `2 GPUs · 6 kernels have one · 2 wait`: the pool in a line. */
+/** `2 GPUs · 6 kernels have one · 2 wait`: the pool in one line. */
 export function inShort(
   trans: TranslationBundle,
   devices: number,
@@ -24,7 +24,7 @@ export function inShort(
   );
 }
 
-/** `12 of 15.5 GiB in slices, 3 GiB free`; out of service nothing is free. */
+/** `12 of 15.5 GiB in slices, 3 GiB free`; a device out of service has no free part. */
 export function granted(trans: TranslationBundle, device: IDevice): string {
   const { memory_granted, memory_capacity, memory_free: free } = device;
   const slices = trans.__('%1 in slices', part(trans, memory_granted, memory_capacity));
@@ -40,7 +40,7 @@ export function utilisation(trans: TranslationBundle, device: IDevice): string {
     : trans.__('%1 % busy', device.utilisation);
 }
 
-/** Whether a device must be marked as emulated besides its name. */
+/** Whether a device is emulated and its name does not say so. */
 export function unsaid(device: IDevice): boolean {
   return device.emulated && !device.name.toUpperCase().includes('EMULATED');
 }
@@ -60,7 +60,7 @@ export function notes(trans: TranslationBundle, device: IDevice): string[] {
   return said;
 }
 
-/** A whole device in one sentence, without its parts. */
+/** A whole device in one sentence, without the parts of its bar. */
 export function summary(trans: TranslationBundle, device: IDevice): string {
   const said = [
     trans.__('GPU %1', device.index),
@@ -73,7 +73,7 @@ export function summary(trans: TranslationBundle, device: IDevice): string {
   return said.reduce((list, entry) => trans.__('%1, %2', list, entry));
 }
 
-/** One part of a bar, in full. */
+/** The full text of one part of a bar. */
 export function partText(trans: TranslationBundle, shown: IPart): string {
   const size = bytes(shown.bytes);
   switch (shown.kind) {

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** All devices: few as full bars, many as a grid of thin ones that unfold. */
+/** All devices: a few as full bars, many as a grid of thin bars that unfold. */
 import * as React from 'react';
 
 import { bytes } from '../words';
@@ -11,7 +11,7 @@ import { partText, summary, unsaid } from './describe';
 import { parts } from './geometry';
 import { useTools } from './tools';
 
-/** If there are more devices, the grid comes first. */
+/** With more devices than this, the panel shows the grid at first. */
 export const FEW = 8;
 
 export const Devices = React.memo(function Devices(props: {
@@ -148,7 +148,10 @@ const Cell = React.memo(function Cell(props: ICellProps): React.ReactElement {
   );
 });
 
-/** Arrow keys go from cell to cell; only the page knows the length of a row. */
+/**
+ * Move the focus between cells by arrow keys. The length of a row is read from the
+ * page.
+ */
 function move(event: React.KeyboardEvent<HTMLElement>): void {
   const grid = event.currentTarget.closest('ul');
   const cells = [...(grid?.querySelectorAll<HTMLElement>('.jp-gpupool-cell') ?? [])];

@@ -21,7 +21,7 @@ export interface IDocuments {
   readonly changed: ISignal<unknown, unknown>;
 }
 
-/** The commands that open a session again, by type; consoles are no files. */
+/** By session type: the command that opens the session again. A console is no file. */
 const OPENERS: ReadonlyMap<string, string> = new Map([
   ['notebook', 'docmanager:open'],
   ['file', 'docmanager:open'],
@@ -36,7 +36,7 @@ interface IHasKernel {
   readonly context?: IHasKernel;
 }
 
-/** What some shells have beside what all must have. */
+/** The additional signal of some shells. */
 interface ITellsLayout {
   readonly layoutModified?: ISignal<unknown, unknown>;
 }
@@ -47,8 +47,8 @@ export class Documents implements IDocuments {
     sessions.runningChanged.connect(() => this._changed.emit());
     // Not every shell knows which widget is in front.
     _app.shell.currentChanged?.connect(() => this._changed.emit());
-    // A document that is not in front can be closed, too. Only JupyterLab's shell tells this, and
-    // tells each resize as well.
+    // A document that is not in front can be closed, too. Only JupyterLab's shell
+    // signals this, and it sends the same signal at each resize.
     const shell: JupyterFrontEnd.IShell & ITellsLayout = _app.shell;
     let open = this._open();
     shell.layoutModified?.connect(() => {
@@ -113,7 +113,7 @@ export class Documents implements IDocuments {
     return [...this._app.shell.widgets('main')].map(kernelOf).join();
   }
 
-  /** The widget in which it is open. */
+  /** The widget that shows the document of a kernel. */
   private _widget(kernelId: string): Widget | null {
     for (const widget of this._app.shell.widgets('main')) {
       if (kernelOf(widget) === kernelId) {
@@ -123,7 +123,7 @@ export class Documents implements IDocuments {
     return null;
   }
 
-  /** The command that opens it; empty if there is none. */
+  /** The command that opens the session's document; empty if there is none. */
   private _opener(session: Session.IModel): string {
     const command = OPENERS.get(session.type) ?? '';
     return this._app.commands.hasCommand(command) ? command : '';

@@ -21,8 +21,9 @@ export interface IPart {
 /**
  * The parts of a device's bar from left to right; their shares sum to 1.
  *
- * Figures come from different moments and may contradict each other. Then the reserve shrinks
- * first, because processes outside the pool use it; after it all parts shrink alike.
+ * The figures come from different moments and may contradict each other. Then the
+ * reserve shrinks first, because processes outside the pool use it. If that is not
+ * enough, all other parts shrink in proportion.
  */
 export function parts(device: IDevice, slices: readonly ISlice[]): IPart[] {
   const claims: Omit<IPart, 'share'>[] = slices.map(slice => ({

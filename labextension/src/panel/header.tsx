@@ -26,9 +26,9 @@ export function Header(props: IHeaderProps): React.ReactElement {
   const { trans, model } = useTools();
   const { view, broker, live } = props;
   const empty = view ? view.devices.length === 0 : !props.found.found;
-  // Without a GPU no broker is started, so its absence explains nothing.
+  // Without a GPU no broker starts, so do not report its absence as the cause.
   const gone = broker.status === 'away' && !(empty && view === null && !broker.denied);
-  // The broker ends by itself when no kernel needs it: that is normal.
+  // An absent broker is normal here: it ends when no kernel needs it.
   const asleep = gone && !live && noBroker(broker.code);
   const away = gone && !asleep;
   return (
@@ -79,7 +79,10 @@ export function Emulated(props: {
   );
 }
 
-/** Announced only after the panel's own fetch: while live the toolbar announces it. */
+/**
+ * Why the pool is away. It is announced to screen readers only after the panel's own
+ * fetch: while a kernel runs, the toolbar announces it.
+ */
 function Away(props: {
   readonly broker: IBroker;
   readonly live: boolean;
@@ -149,7 +152,7 @@ function Refresh(): React.ReactElement {
   );
 }
 
-/** The same in a tab, and the page of admins. */
+/** Links to the panel in a tab, and to the page of admins. */
 function Links(): React.ReactElement | null {
   const { links } = useTools();
   const found = links();

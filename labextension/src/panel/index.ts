@@ -49,7 +49,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
         ? [{ label, go: () => void commands.execute(command) }]
         : [];
     const sessions = () =>
-      // Only admins, and only once the pool has said so.
+      // Only for admins, and only once the pool has said that the user is one.
       model.view?.admin ? link(SHOW_ADMIN, trans.__('All sessions')) : [];
     const panel = new PanelWidget({
       ...shared,
@@ -64,7 +64,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
       execute: () => app.shell.activateById(PANEL_ID)
     });
     if (shell === null) {
-      return; // Notebook 7 has one document on a page, and no room for another one
+      return; // a page of Notebook 7 has one document, and no room for another one
     }
     const tracker = new WidgetTracker<MainAreaWidget<PanelWidget>>({
       namespace: 'gpupool-panel'
@@ -79,7 +79,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
           const content = new PanelWidget({ ...shared, links: sessions, id: TAB_ID });
           content.title.label = trans.__('GPU Pool');
           content.title.closable = true;
-          // Two regions of a page must not have one name.
+          // Two regions of a page must not have the same name.
           content.node.setAttribute('aria-label', trans.__('GPU Pool in a tab'));
           widget = new MainAreaWidget({ content });
           widget.id = `${TAB_ID}-main`;

@@ -161,7 +161,7 @@ interface ILinesProps {
   readonly number: number;
 }
 
-/** Drawn again only for a new history, not when the pool changes. */
+/** The graphs of a kernel. They are drawn again for a new history only. */
 const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement | null {
   const { trans } = useTools();
   const history = useHistory();
@@ -203,7 +203,7 @@ function Actions(props: IActionsProps): React.ReactElement {
   const { kernel_id: kernel, keep_until: until, state } = props.session;
   const kept = until !== null && until > model.now();
   const time = duration(trans, seconds ?? 0);
-  // Rendered again when the slice is no longer kept.
+  // Render again when the slice is no longer kept.
   useTick(ticker, kept);
   const up = useUp();
   const {
@@ -219,8 +219,8 @@ function Actions(props: IActionsProps): React.ReactElement {
     : leaving
       ? goingBack(trans, props.session)
       : '';
-  // Not `disabled`: the focus would be lost with the button, and a button that cannot get the
-  // focus does not tell why.
+  // The buttons are not `disabled`: a disabled button loses the focus, and a button
+  // that cannot get the focus cannot tell a keyboard user why.
   return (
     <>
       <div className="jp-gpupool-actions">

@@ -11,7 +11,7 @@ import { FEW } from './devices';
 import { Sparkline } from './sparkline';
 import { useHour, useTools } from './tools';
 
-/** The times in the middle of each point. */
+/** The time of each point: the middle of its minute. */
 export function times(hour: IHour): number[] {
   const { now, step, queue } = hour;
   const last = Math.floor(now / step);
@@ -20,7 +20,7 @@ export function times(hour: IHour): number[] {
   );
 }
 
-/** All devices as one: the sum of the memory in slices, and the mean of how busy they were. */
+/** All devices as one: the sum of the memory in slices, and the mean utilisation. */
 export function together(hour: IHour): {
   granted: (number | null)[];
   utilisation: (number | null)[];

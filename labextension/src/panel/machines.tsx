@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The machines of the cluster; nothing if this machine is in none. */
+/** The machines of the cluster; draws nothing if this machine is in no cluster. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -62,7 +62,7 @@ export const Machines = React.memo(function Machines(): React.ReactElement | nul
   );
 });
 
-/** Whether its kernels get slices; its figures are as old as its last report. */
+/** Whether the machine's kernels get slices, and how old its figures are. */
 function stateText(trans: TranslationBundle, machine: IMachine): string {
   switch (machine.state) {
     case 'reachable':
@@ -76,11 +76,13 @@ function stateText(trans: TranslationBundle, machine: IMachine): string {
     case 'gone':
       return trans.__('called dead by an administrator');
     default:
-      return machine.state; // of a newer server
+      return machine.state; // a newer server may send other states
   }
 }
 
-/** GPUs, free memory, queue, own kernels: what is known of them. */
+/**
+ * What is known of a machine's GPUs, free memory and queue, and of the user's kernels.
+ */
 function figures(trans: TranslationBundle, machine: IMachine): string[] {
   const { devices, out, free, waiting, gpus, mine } = machine;
   if (devices === null || free === null || waiting === null) {
@@ -109,7 +111,7 @@ function figures(trans: TranslationBundle, machine: IMachine): string[] {
   return text;
 }
 
-/** `2 × NVIDIA A100`: the GPUs in service, by model. */
+/** The GPUs in service, counted by model: `2 × NVIDIA A100`. */
 function models(trans: TranslationBundle, gpus: IMachine['gpus']): string[] {
   const counts = new Map<string, number>();
   for (const { name } of gpus ?? []) {

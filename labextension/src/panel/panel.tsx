@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The whole panel: it passes each part its data. */
+/** The whole panel: it gives each of its parts the data. */
 import * as React from 'react';
 
 import type { IPool } from '../api';

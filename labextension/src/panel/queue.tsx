@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The waiting kernels, in order, and what the user can do for its own. */
+/** The waiting kernels in order, and what users can do for their own kernels. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -15,10 +15,12 @@ import { somebody } from './describe';
 import { Badge } from './section';
 import { useTools } from './tools';
 
-/** Others' places are listed up to this one; mine always. */
+/** Other users' kernels are listed up to this place; my kernels are always listed. */
 export const LISTED = 20;
 
-/** This many of my kernels show at once what can be done; each asks the broker for its plan. */
+/**
+ * So many of my kernels show at once what I can do. Each asks the broker for its plan.
+ */
 export const OPEN = 2;
 
 export const Queue = React.memo(function Queue(props: {

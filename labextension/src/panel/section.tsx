@@ -7,10 +7,10 @@ import * as React from 'react';
 import { useTools } from './tools';
 
 export interface ISectionProps {
-  /** Under which a folded section is remembered. */
+  /** The name by which the panel remembers that the section is folded. */
   readonly name: string;
   readonly title: string;
-  /** A few words beside the heading, also visible when folded. */
+  /** A few words beside the heading; a folded section also shows them. */
   readonly aside?: string;
   readonly children: React.ReactNode;
 }
@@ -18,7 +18,7 @@ export interface ISectionProps {
 export function Section(props: ISectionProps): React.ReactElement {
   const { folded } = useTools();
   const [open, setOpen] = React.useState(!folded.has(props.name));
-  // Two panels may be open: in the side bar and in a tab.
+  // Two panels may be open (in the side bar and in a tab), so each id must be unique.
   const id = React.useId();
   return (
     <section className="jp-gpupool-section" aria-labelledby={id}>
@@ -52,7 +52,7 @@ export function Badge({ number }: { readonly number: number }): React.ReactEleme
   );
 }
 
-/** Ten colours; further kernels share them and differ by number. */
+/** There are ten colours; further kernels share them and differ by their number. */
 export function hue(number: number): string {
   return `jp-gpupool-hue${((number - 1) % 10) + 1}`;
 }

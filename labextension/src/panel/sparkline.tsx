@@ -6,7 +6,7 @@ import * as React from 'react';
 
 import { useTools } from './tools';
 
-/** Seconds from the left edge to the right one. */
+/** Seconds from the left edge to the right edge. */
 export const SPAN = 300;
 
 const WIDTH = 150;
@@ -14,7 +14,9 @@ const HEIGHT = 20;
 
 type Values = readonly (number | null)[];
 
-/** The path, in a box of `WIDTH` by `HEIGHT`; `top` is the value at its upper edge. */
+/**
+ * The SVG path in a box of `WIDTH` by `HEIGHT`; `top` is the value at its upper edge.
+ */
 export function path(
   time: readonly number[],
   values: Values,
@@ -24,13 +26,14 @@ export function path(
 ): string {
   let drawn = '';
   let pen = false;
-  // One point for each column, its highest: a short use must not come and go with the clock.
+  // Draw only the highest point of each column. Otherwise a short use would appear and
+  // disappear as time moves the points.
   let column = { x: -1, share: 0 };
   const draw = () => {
     const { x, share } = column;
     if (x >= 0) {
       const y = (HEIGHT - 1 - share * (HEIGHT - 2)).toFixed(1);
-      // A single point is a line of length zero: its round end is visible.
+      // Draw a single point as a line of length zero, whose round end is visible.
       drawn += pen ? `L${x} ${y}` : `M${x} ${y}h0`;
       pen = true;
     }
@@ -57,15 +60,15 @@ export function path(
 export interface ISparklineProps {
   /** The name of the figure, such as `Memory`. */
   readonly name: string;
-  /** The same as text, for screen readers and as the tooltip. */
+  /** The full name, for screen readers and the tooltip. */
   readonly full?: string;
   readonly time: readonly number[];
   readonly values: Values;
   readonly now: number;
-  /** The value at the upper edge, unless there are higher ones. */
+  /** The value at the upper edge; a higher value moves the edge. */
   readonly top: number;
   readonly say: (value: number) => string;
-  /** Seconds from the left edge to the right one, and the same in words. */
+  /** Seconds from the left edge to the right edge, and the same time in words. */
   readonly span?: number;
   readonly during?: string;
 }

@@ -1,7 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Tools for all parts of the panel. They never change, so they never cause a render. */
+/**
+ * Tools that all parts of the panel use. They never change, so they cause no render.
+ */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
 import type { ISignal } from '@lumino/signaling';
@@ -12,10 +14,12 @@ import { keepSeconds } from '../keeping';
 import type { IPoolModel, IPoolSettings } from '../tokens';
 import type { Ticker } from '../ticker';
 
-/** The last minutes; fetched while a component uses it. */
+/** The history of the last minutes; it is fetched while a component holds it. */
 export interface IPast {
   readonly latest: IHistory | null;
-  /** The last hour of the devices and the queue; null before, and from older servers. */
+  /**
+   * The last hour of devices and queue; null until it is known, and from older servers.
+   */
   readonly hour: IHour | null;
   /** The machines of the cluster; null if this machine is in none. */
   readonly machines: IMachines | null;
@@ -34,11 +38,11 @@ export interface ITools {
   readonly ticker: Ticker;
   readonly past: IPast;
   readonly settings: Pick<IPoolSettings, 'keepMinutes' | 'changed'>;
-  /** Names of the folded sections, kept as long as the panel exists. */
+  /** Names of the folded sections; they are kept as long as the panel exists. */
   readonly folded: Set<string>;
   /** Bring the document of a kernel to the front. */
   readonly open: (kernelId: string) => void;
-  /** Ask, and then end a kernel of this server. */
+  /** Ask the user, and then end a kernel of this server. */
   readonly shutDown: (kernelId: string, name: string) => Promise<{ note: string }>;
   /** Other places of this user interface, such as the admin's page. */
   readonly links: () => readonly ILink[];
@@ -54,31 +58,34 @@ export function useTools(): ITools {
   return tools;
 }
 
-/** The newest history; renders when a new one comes. */
+/** The newest history; renders again for a new one. */
 export function useHistory(): IHistory | null {
   const { past } = useTools();
   return useTold(past.changed, () => past.latest);
 }
 
-/** The newest hour; renders when a new one comes. */
+/** The newest data of the last hour; renders again for new data. */
 export function useHour(): IHour | null {
   const { past } = useTools();
   return useTold(past.changed, () => past.hour);
 }
 
-/** The machines of the cluster; renders when they change. */
+/** The machines of the cluster; renders again when they change. */
 export function useMachines(): IMachines | null {
   const { past } = useTools();
   return useTold(past.changed, () => past.machines);
 }
 
-/** For how long the user wants slices to be kept. */
+/** How many minutes the user wants slices to be kept. */
 function useKeepMinutes(): number {
   const { settings } = useTools();
   return useTold(settings.changed, () => settings.keepMinutes);
 }
 
-/** The seconds for which a slice is kept, as the user wants and the pool allows; null if it is not. */
+/**
+ * How many seconds a slice is kept, as the user wants and the pool allows; null if
+ * none.
+ */
 export function useKeepSeconds(): number | null {
   const { model } = useTools();
   const minutes = useKeepMinutes();

@@ -13,7 +13,7 @@ import { useHistory, useTools } from './tools';
 interface IMeterProps {
   readonly label: string;
   readonly text: string;
-  /** 0 to 1: my part, and other people's. */
+  /** My part and the other users' part, 0 to 1. */
   readonly mine: number;
   readonly others: number;
 }
@@ -64,7 +64,10 @@ export const HostMemory = React.memo(function HostMemory(props: {
   );
 });
 
-/** Guarantees, shares and daily budgets of the user and its groups, in the broker's lines. */
+/**
+ * Guarantees, shares and daily budgets of the user and their groups, in the broker's
+ * words.
+ */
 export const Share = React.memo(function Share(props: {
   readonly lines: readonly string[];
   readonly budgets: readonly IBudget[];
@@ -121,7 +124,7 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
   );
   return (
     <>
-      {/* A meter needs a value, so none is drawn for an unknown one. */}
+      {/* A meter needs a value, so an unknown share has no meter. */}
       {share !== null && (
         <Meter
           label={trans.__('Share of time with a slice of a GPU')}

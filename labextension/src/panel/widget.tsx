@@ -28,7 +28,7 @@ export class PanelWidget extends ReactWidget {
     readonly trans: TranslationBundle;
     /** Other places of this user interface, as the header of the panel offers them. */
     readonly links?: () => readonly ILink[];
-    /** Of the panel in a tab; by default the one of the side bar. */
+    /** The widget's id; the default is that of the panel in the side bar. */
     readonly id?: string;
   }) {
     super();
@@ -129,7 +129,10 @@ export class PanelWidget extends ReactWidget {
     }
   }
 
-  /** Without a kernel nothing fetches the view: fetch it once, so that the panel is not empty. */
+  /**
+   * Fetch the view once if no kernel runs: nothing else does, and the panel would be
+   * empty.
+   */
   private _look(): void {
     if (!this._tools.model.live) {
       void this._tools.model.refresh();
@@ -149,7 +152,9 @@ export class PanelWidget extends ReactWidget {
   private _held: IDisposable | null = null;
 }
 
-/** Ask, and then end a kernel; the answer is for the line below its buttons. */
+/**
+ * Ask the user, and then end a kernel; the result is for the line below its buttons.
+ */
 async function shutDown(
   trans: TranslationBundle,
   documents: IDocuments,

@@ -25,7 +25,7 @@ export class StatusItem extends ReactWidget {
     _popovers.changed.connect(this._onPopover, this);
   }
 
-  /** Whether it has something to show; the status bar hides it if not. */
+  /** Whether the item has something to show; if not, the status bar hides it. */
   get active(): boolean {
     return (this._watch?.situation ?? null) !== null;
   }
@@ -88,7 +88,7 @@ export class StatusItem extends ReactWidget {
   };
 
   private readonly _onPopover = (): void => {
-    // As JupyterLab's own items look while their popup is open.
+    // JupyterLab's own items have the same look while their popup is open.
     const open = this._place !== null && this._popovers.place === this._place;
     this.toggleClass('jp-mod-clicked', open);
     this.update();

@@ -38,7 +38,8 @@ export const statusbarPlugin: JupyterFrontEndPlugin<void> = {
     }
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     const item = new StatusItem(model, popovers, trans);
-    // Consoles have no tracker here: whatever is in front and has a kernel is followed.
+    // There is no tracker of consoles here, so follow any widget in front with a
+    // kernel.
     const follow = () =>
       item.follow(contextOf(shell ? shell.currentWidget : notebooks.currentWidget));
     notebooks.currentChanged.connect(follow);
@@ -51,7 +52,8 @@ export const statusbarPlugin: JupyterFrontEndPlugin<void> = {
     statusbar.registerStatusItem('@jupyter-gpupool/labextension:statusbar', {
       item,
       align: 'left',
-      // After the kernel's status; also in narrow windows, where the toolbar has no room for the chip.
+      // Place the item after the kernel's status. Show it in narrow windows, too,
+      // because their toolbar has no room for the chip.
       rank: 2,
       priority: 1,
       isActive: () => item.active && (settings?.statusBar ?? true),

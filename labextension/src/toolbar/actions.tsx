@@ -15,7 +15,7 @@ import { Answer } from './answer';
 import { useAnswer } from './hooks';
 import { hasSlice, truth } from './situation';
 
-/** Most milliseconds of a timer. */
+/** The longest time in milliseconds that a timer accepts. */
 const LONG = 2 ** 31 - 1;
 
 interface IProps {
@@ -44,7 +44,7 @@ export function Actions(props: IProps): React.JSX.Element {
   const has = hasSlice(session) && session.state !== 'detaching';
   const kept = useUntil(until, model) && has;
   const seconds = keepSeconds(keepMinutes, model.view);
-  // The new state says it all: a note would say it twice.
+  // Show no note, because the new state already says that the slice is kept.
   const keep = (time: number) =>
     run(async () => {
       await model.client.keep(kernelId, time);
@@ -62,7 +62,7 @@ export function Actions(props: IProps): React.JSX.Element {
           aria-disabled={busy || nothing !== ''}
           title={nothing || undefined}
           onClick={() => {
-            // It is not `disabled`, so that it can get the focus and tell why.
+            // The button is not `disabled`, so it can get the focus and say why.
             if (nothing) {
               say({ refused: false, text: nothing });
             } else {
@@ -103,7 +103,9 @@ export function Actions(props: IProps): React.JSX.Element {
   );
 }
 
-/** Has an answer of its own: the wait for a slice must not stop the other buttons. */
+/**
+ * Has its own answer, so that the wait for a slice does not disable the other buttons.
+ */
 function GetNow(props: {
   readonly trans: TranslationBundle;
   readonly kernel: Kernel.IKernelConnection;
@@ -128,7 +130,9 @@ function GetNow(props: {
   );
 }
 
-/** Whether a time of the broker is in the future; renders again when it has passed. */
+/**
+ * Whether a time on the broker's clock is in the future; renders again when it is over.
+ */
 function useUntil(time: number | null, model: Pick<IPoolModel, 'now'>): boolean {
   const [, again] = React.useReducer((count: number) => count + 1, 0);
   const left = time === null ? 0 : time - model.now();

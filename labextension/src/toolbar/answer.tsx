@@ -17,7 +17,10 @@ export function Marked({ line }: { readonly line: string }): React.JSX.Element {
   );
 }
 
-/** The place for answers: always present, so that screen readers announce new text in it. */
+/**
+ * The place for answers. It is always present, so screen readers announce new text in
+ * it.
+ */
 export function Answer(props: {
   readonly answer: IAnswer | null;
   readonly id?: string;

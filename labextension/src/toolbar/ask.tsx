@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Ask for another size: a slider and a field with the same value. */
+/** A form to ask for another size: a slider and a field with the same value. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -15,14 +15,14 @@ interface IProps {
   readonly trans: TranslationBundle;
   readonly client: PoolClient;
   readonly kernelId: string;
-  /** The word for what uses the kernel. */
+  /** The word for what uses the kernel, such as `notebook`. */
   readonly what: string;
   readonly request: IRequest;
-  /** The most bytes on each device that it may ask for; null if not known. */
+  /** The most bytes that the kernel may ask for on each device; null if not known. */
   readonly most: number | null;
-  /** The most bytes of the largest device: the slider's end if no limit is known. */
+  /** The bytes of the largest device: the slider ends there if no limit is known. */
   readonly room: number;
-  /** The state to which answers belong. */
+  /** The kernel's state; an answer belongs to the state in which it was given. */
   readonly state: string;
   /** Whether the pool can be reached. */
   readonly up: boolean;
@@ -30,18 +30,18 @@ interface IProps {
   readonly waits: boolean;
 }
 
-/** The form; typed text stays until it is granted, even if the kernel changes meanwhile. */
+/** The form. Typed text stays until its size is granted, even if the kernel changes. */
 export function Ask(props: IProps): React.JSX.Element {
   const { trans, client, kernelId, what, request, most, room, state, up } = props;
   const id = React.useId();
   const { answer, busy, say, run } = useAnswer(trans, state, up);
-  // Null: nothing was typed, and the field follows the kernel's request.
+  // Null means that nothing was typed: the field shows the kernel's present request.
   const [typed, setTyped] = React.useState<string | null>(null);
   const [granted, setGranted] = React.useState<number | null>(null);
   const { waits } = props;
   React.useEffect(() => {
     if (!waits) {
-      // What was said about the wait is not true any more.
+      // The kernel no longer waits, so an answer about its wait is no longer true.
       say(now => (now && !now.refused ? null : now));
     }
   }, [waits, say]);

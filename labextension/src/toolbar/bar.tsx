@@ -18,7 +18,7 @@ export function Bar(props: {
   const used = usedBytes(session);
   const devices = Math.max(1, session.devices.length);
   const asked = session.request.memory * devices;
-  // Memory that was not granted is not guaranteed.
+  // A slice may be smaller than the request; the missing memory is not guaranteed.
   const guaranteed = Math.min(asked, session.granted_bytes);
   const limit = session.request.limit * devices;
   const whole = Math.max(limit, session.granted_bytes, used ?? 0, 1);
@@ -34,7 +34,7 @@ export function Bar(props: {
       : [trans.__('%1 guaranteed', bytes(guaranteed))]),
     ...(limit > asked ? [trans.__('up to %1', bytes(limit))] : [])
   ];
-  // The slices on several devices grow one by one.
+  // Slices on several devices grow separately, so list each one.
   const each = session.slices.map(({ device, granted_bytes: size, used_bytes: use }) =>
     trans.__(
       '%1: %2',

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The popover's content: a document's kernel in words, and actions. */
+/** The popover's content: the state of a document's kernel in words, and actions. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -46,7 +46,7 @@ export function Card(props: IProps): React.JSX.Element {
     );
   }
   const { session, view } = it;
-  // Of another machine only the bound is known.
+  // For a kernel on another machine, only the largest allowed request is known.
   const room = session?.machine
     ? (session.most_bytes ?? session.request.limit)
     : Math.max(0, ...(view?.devices ?? []).map(d => d.memory_capacity));
@@ -93,7 +93,8 @@ export function Card(props: IProps): React.JSX.Element {
       {it.kind === 'ours' && session?.standing?.length ? (
         <Standing trans={trans} lines={session.standing} />
       ) : null}
-      {/* Also shown while the pool is away: typed text stays, and the server tells why. */}
+      {/* The form stays while the pool is away: it keeps typed text, and shows the
+          server's reason. */}
       {asks && view && it.kind !== 'no-device' ? (
         <Ask
           key={kernelId}
@@ -145,7 +146,10 @@ export function Card(props: IProps): React.JSX.Element {
   );
 }
 
-/** The session of a kernel, or its last one: a restarted kernel has none for a moment. */
+/**
+ * A kernel's session, or its last one, because a restarting kernel has none for a
+ * moment.
+ */
 function useLast(session: ISession | null, kernelId: string | null): ISession | null {
   const [last, setLast] = React.useState(session);
   if (session !== null && session !== last) {

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The chip beside a kernel's name: its notebook's slice in a few words. */
+/** The chip beside a kernel's name: the slice of its notebook in a few words. */
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { Message } from '@lumino/messaging';
 import type { TranslationBundle } from '@jupyterlab/translation';
@@ -63,7 +63,8 @@ export class Chip extends ReactWidget {
             <GlyphOfGet />
           </button>
         ) : null}
-        {/* Outside the button: announced when the state changes, not each second. */}
+        {/* Outside the button, so that screen readers announce it only when the state
+            changes, and not each second. */}
         <span role="status" className="jp-gpupool-Chip-heard">
           {it?.news ?? ''}
         </span>
@@ -82,8 +83,9 @@ export class Chip extends ReactWidget {
   }
 
   /**
-   * A hidden toolbar removes invisible items from the tab order, and checks again only after an
-   * addition. So the chip makes it check when it becomes visible.
+   * Put the chip into the tab order. A hidden toolbar removes invisible items from the
+   * tab order, and checks again only when an item is added. So the chip makes the
+   * toolbar check when the chip becomes visible.
    */
   private _reach(): void {
     const toolbar = this.node.closest<ICounts>('jp-toolbar');
@@ -91,7 +93,7 @@ export class Chip extends ReactWidget {
     if (toolbar?.reduceFocusableElements) {
       toolbar.reduceFocusableElements();
     } else if (toolbar && button) {
-      button.tabIndex = 0; // better twice on the way than not at all
+      button.tabIndex = 0; // one tab stop too many is better than no way to the chip
     }
   }
 
@@ -134,7 +136,7 @@ interface IButtonProps {
   readonly className?: string;
 }
 
-/** The button of the chip and of the status bar's item. */
+/** The button that the chip and the status bar's item use. */
 export function ChipButton(props: IButtonProps): React.JSX.Element {
   const { trans, situation, expanded, onClick, className } = props;
   const { said, emulated, what } = situation;
@@ -158,8 +160,8 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       ]
         .filter(Boolean)
         .join('\n')}
-      // The visible text comes first, as voice control expects. But without seconds: a screen
-      // reader would announce each.
+      // The name begins with the visible text, as voice control expects. It has no
+      // seconds, because a screen reader would announce each change.
       aria-label={[trans.__('%1, GPU of this %2', mark(said.still), what), back]
         .filter(Boolean)
         .join('. ')}
@@ -168,7 +170,8 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
       onClick={onClick}
     >
       <Glyph tone={said.tone} filled={situation.filled} />
-      {/* The style shows the short form if the long one has no room; it is not in the text. */}
+      {/* The stylesheet shows the short form if there is no room for the long one. The
+          short form is an attribute, so it is not a part of the text. */}
       <span className="jp-gpupool-Chip-words">
         <span
           className="jp-gpupool-Chip-short"

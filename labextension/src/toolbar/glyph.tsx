@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Small pictures of states, which differ by shape and not by colour alone. */
+/** Small pictures of states. They differ by shape, and not only by colour. */
 import * as React from 'react';
 
 import type { Tone } from '../words';
@@ -12,7 +12,7 @@ interface IProps {
   readonly filled: number | null;
 }
 
-/** A 16 px picture of a state; words beside it say the same. */
+/** A 16 px picture of a state; the words beside it say the same. */
 export function Glyph({ tone, filled }: IProps): React.JSX.Element {
   return (
     <svg
@@ -85,7 +85,8 @@ function shape(tone: Tone, filled: number | null): React.JSX.Element {
       );
     case 'host':
       return (
-        // A memory module: an arrow into a tray was read as a download.
+        // A memory module. An earlier picture, an arrow into a tray, looked like a
+        // download.
         <>
           <rect
             x="1.5"
@@ -113,7 +114,7 @@ function shape(tone: Tone, filled: number | null): React.JSX.Element {
   }
 }
 
-/** The picture of getting a slice: the case with a plus. */
+/** The picture of "get a slice": the battery with a plus. */
 export function GlyphOfGet(): React.JSX.Element {
   return (
     <svg

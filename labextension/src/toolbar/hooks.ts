@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** React hooks for a watch, and for the server's answers. */
+/** React hooks for a kernel's watch, and for the server's answers. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import {
   useCallback,
@@ -43,14 +43,17 @@ export interface IAnswer {
 /** Milliseconds that a user needs to read a sentence. */
 export const READ = 5000;
 
-/** Milliseconds after which an answer is old: a note, and a refusal. */
+/** Milliseconds after which a note is old, and after which a refusal is old. */
 export const OLD = 15_000;
 export const OLD_REFUSAL = 60_000;
 
-/** Runs one action at a time, and keeps the last answer while it may be true. */
+/** Runs one action at a time, and keeps the last answer as long as it may be true. */
 export function useAnswer(
   trans: TranslationBundle,
-  /** The state to which answers belong: after a change they disappear, once read. */
+  /**
+   * The state to which an answer belongs: after a change of state, the answer
+   * disappears once the user had time to read it.
+   */
   state: string,
   /** Whether the pool can be reached. */
   up: boolean
@@ -65,7 +68,7 @@ export function useAnswer(
   useForget(answer, say, state);
   useEffect(() => {
     if (up) {
-      // The pool is back, so the message about its absence goes.
+      // The pool is back, so remove the message about its absence.
       say(now => (now?.outage ? null : now));
     }
   }, [up]);
@@ -93,13 +96,13 @@ export function useAnswer(
 /** The HTTP status of a wrong request. */
 const FAULTS: ReadonlySet<number> = new Set([400, 409, 422]);
 
-/** Removes an answer when it is old, or its state has changed since. */
+/** Removes an answer when it is old, or when the state has changed since the answer. */
 function useForget(
   answer: IAnswer | null,
   say: Dispatch<SetStateAction<IAnswer | null>>,
   state: string
 ): void {
-  // The state of the answer, and its time.
+  // The state and the time at which the answer came.
   const about = useRef({ answer, state, at: 0 });
   if (about.current.answer !== answer) {
     about.current = { answer, state, at: Date.now() };

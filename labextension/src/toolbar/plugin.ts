@@ -19,7 +19,7 @@ import { KernelWatch } from './watch';
 
 export const OPEN = 'gpupool:open';
 
-/** The one popover of the page. */
+/** The only popover of the page. */
 export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
   id: '@jupyter-gpupool/labextension:popover',
   description: 'What can be done for the GPU of a notebook.',
@@ -36,7 +36,10 @@ export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
   ): IPoolPopovers => {
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     const popovers = new PoolPopovers(app.commands, settings);
-    /** The context of a kernel, by default of the widget in front; null if not in the pool. */
+    /**
+     * The context of a kernel, by default of the kernel of the widget in front; null if
+     * that kernel is not in the pool.
+     */
     const find = (kernelId: unknown): ISessionContext | null => {
       const found =
         typeof kernelId === 'string'
@@ -86,7 +89,7 @@ export const toolbarPlugin: JupyterFrontEndPlugin<void> = {
     translator: ITranslator | null
   ): void => {
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
-    // A console's panel has the same part that matters here.
+    // A console's panel also has a session context, and only that is used here.
     for (const factory of ['Notebook', 'ConsolePanel']) {
       toolbars.addFactory<NotebookPanel>(
         factory,

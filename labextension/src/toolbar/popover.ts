@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A dialog beside its button: placed, focused, and closed as people expect. */
+/** A dialog beside its button, with the usual rules for place, focus and closing. */
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { Message } from '@lumino/messaging';
 import { Widget } from '@lumino/widgets';
@@ -16,8 +16,10 @@ let ids = 0;
 
 export class Popover extends ReactWidget {
   /**
-   * @param anchor Finds its anchor, which may be rendered again at any time; null closes it.
-   * @param content Renders its content; gets the id for the element that labels it.
+   * @param anchor Finds the dialog's anchor, which may be rendered again at any time.
+   *   Null closes the dialog.
+   * @param content Renders the dialog's content; gets the id for the element that
+   *   labels the dialog.
    */
   constructor(
     private readonly _anchor: () => HTMLElement | null,
@@ -36,7 +38,7 @@ export class Popover extends ReactWidget {
   open(): void {
     Widget.attach(this, document.body);
     this.place();
-    // Screen readers read the label, which must exist by then.
+    // Screen readers read the label at the focus, so the label must exist before.
     void this.renderPromise?.then(() => {
       if (!this.isDisposed) {
         this.place();
@@ -45,7 +47,9 @@ export class Popover extends ReactWidget {
     });
   }
 
-  /** Close it; the focus goes to the anchor unless it went elsewhere. */
+  /**
+   * Close the dialog. The focus goes to the anchor, if it is not on another element.
+   */
   override dispose(): void {
     if (this.isDisposed) {
       return;
@@ -59,7 +63,9 @@ export class Popover extends ReactWidget {
     }
   }
 
-  /** Put it below its anchor, or above if there is more room; within the window. */
+  /**
+   * Put the dialog below its anchor, or above if there is more room, within the window.
+   */
   place(): void {
     if (!this.isAttached) {
       return;
@@ -112,7 +118,8 @@ export class Popover extends ReactWidget {
 
   protected override onAfterAttach(msg: Message): void {
     super.onAfterAttach(msg);
-    // Before JupyterLab's own keyboard shortcuts, and before code that stops the propagation.
+    // Capture these events before JupyterLab's own keyboard shortcuts, and before code
+    // that stops their propagation.
     document.addEventListener('keydown', this, true);
     document.addEventListener('pointerdown', this, true);
     document.addEventListener('scroll', this, true);
@@ -143,7 +150,10 @@ export class Popover extends ReactWidget {
     }
   }
 
-  /** It is the last element of the document: beyond its ends the focus would leave the page. */
+  /**
+   * Keep Tab inside: the dialog is the document's last element, so Tab would leave the
+   * page.
+   */
   private _cycle(event: KeyboardEvent): void {
     const all = [...this.node.querySelectorAll<HTMLElement>(FOCUSABLE)];
     const [first, last] = [all[0], all[all.length - 1]];
@@ -162,7 +172,7 @@ export class Popover extends ReactWidget {
     if (this._within(event.target) || this._anchor()?.contains(event.target as Node)) {
       return;
     }
-    // Once the click has moved the focus, if to anything.
+    // Close the dialog after the click has moved the focus, if it moves it.
     window.setTimeout(() => this.dispose());
   }
 

@@ -24,16 +24,19 @@ export interface IPlace {
 }
 
 export interface IPoolPopovers {
-  /** The place where it is open, or null. */
+  /** The place where the popover is open, or null. */
   readonly place: IPlace | null;
   readonly changed: ISignal<IPoolPopovers, void>;
-  /** Open it at a place, or close it if it is open there. */
+  /** Open the popover at a place, or close it if it is open there. */
   toggle(place: IPlace): void;
-  /** Close it, wherever it is or only at this place. */
+  /** Close the popover; with `place`, only if it is open there. */
   close(place?: IPlace): void;
-  /** Let {@link openFor} choose this place. */
+  /** Add a place that {@link openFor} may choose, until the result is disposed. */
   offer(place: IPlace): IDisposable;
-  /** Open it for a notebook, at the first visible place; false if there is none. */
+  /**
+   * Open the popover for a notebook, at the first visible place; false if there is
+   * none.
+   */
   openFor(context: Followed): boolean;
 }
 
@@ -138,7 +141,7 @@ export class PoolPopovers implements IPoolPopovers {
   private readonly _changed = new Signal<IPoolPopovers, void>(this);
 }
 
-/** Whether an element is drawn: not in a hidden tab or a closed menu. */
+/** Whether an element is drawn; false in a hidden tab or a closed menu. */
 function seen(element: HTMLElement | null): element is HTMLElement {
   return element !== null && element.getClientRects().length > 0;
 }

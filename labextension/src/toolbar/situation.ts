@@ -1,7 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The state of one document's kernel in words; pure: from the model's view to text. */
+/**
+ * The state of one document's kernel in words. Pure: makes text from the model's view.
+ */
 import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IPool, ISession } from '../api';
@@ -22,7 +24,7 @@ export interface ISituation {
   /** `asking`: nothing is known yet. `ours`: the pool answers and has devices. */
   readonly kind: 'asking' | 'away' | 'no-device' | 'ours';
   readonly said: ISaid;
-  /** The state without figures that change with time: for a live region. */
+  /** The state without figures that change with time, for a live region. */
   readonly news: string;
   /** The state as one sentence. */
   readonly headline: string;
@@ -33,7 +35,7 @@ export interface ISituation {
   readonly emulated: boolean;
   /** Share of the slice in use, 0 to 1; null if not known or without a slice. */
   readonly filled: number | null;
-  /** Whether little is left of what it may have on some device. */
+  /** Whether the slice on some device has nearly reached its limit. */
   readonly nearlyFull: boolean;
   /** `notebook`, `console` or `kernel`, in the language of the user interface. */
   readonly what: string;
@@ -186,12 +188,12 @@ export function lastHeard(trans: TranslationBundle, it: ISituation): string {
   return trans.__('%1 on %2', bytes(session.granted_bytes), where);
 }
 
-/** Why its slice was taken in the middle of its work, a sentence; empty if it was not. */
+/** Why the pool preempted a session, as a sentence; empty if the pool did not. */
 export function preemptedReason(session: ISession | null): string {
   return session ? sentence(session.preempted ?? '') : '';
 }
 
-/** Why an idle slice stays; empty if it does not. */
+/** Why an idle slice stays; empty if there is no reason. */
 export function staysReason(session: ISession | null): string {
   return session?.state === 'idle' ? session.pinned_reason || session.stays_reason : '';
 }
@@ -201,12 +203,14 @@ export function usedBytes(session: ISession): number | null {
   return session.used_bytes ?? session.footprint_bytes;
 }
 
-/** Whether a session has a slice, or is about to. */
+/** Whether a session has a slice, or is about to get one. */
 export function hasSlice(session: ISession | null): boolean {
   return session !== null && session.granted_bytes > 0 && session.state !== 'queued';
 }
 
-/** The state of a session to which an answer belongs, without figures that change with time. */
+/**
+ * The state of a session to which an answer belongs, as text without changing figures.
+ */
 export function truth(session: ISession | null, up: boolean): string {
   return session === null
     ? String(up)
@@ -221,10 +225,10 @@ export function truth(session: ISession | null, up: boolean): string {
       ]);
 }
 
-/** The share of its limit from which a slice counts as nearly full. */
+/** A slice counts as nearly full from this share of its limit. */
 const NEAR = 0.9;
 
-/** Whether the slice on some device is nearly as full as it may become. */
+/** Whether the slice on some device has nearly reached its limit. */
 export function nearlyFull(session: ISession | null): boolean {
   return (
     hasSlice(session) &&
@@ -264,7 +268,7 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
     case 'detaching':
       return trans.__('Moving to host memory');
     case 'active':
-      // Without sizes: a slice grows in steps, and a screen reader would announce each.
+      // No sizes: a slice grows in steps, and a screen reader would announce each step.
       return trans.__('At work on %1', where);
     case 'idle':
       if (session.pinned_reason) {

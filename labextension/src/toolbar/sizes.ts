@@ -27,10 +27,11 @@ const UNITS: Readonly<Record<string, number>> = {
 };
 
 /**
- * Return the bytes of a text such as `12GiB`, `512 MiB` or `1,5`, or null. Without a unit it means
- * GiB.
+ * Return the bytes of a text such as `12GiB`, `512 MiB` or `1,5`, or null. A number
+ * without a unit means GiB.
  *
- * A comma before three digits is an error: in some languages it separates thousands.
+ * A comma before three digits is an error, because it separates thousands in some
+ * languages.
  */
 export function parseSize(text: string): number | null {
   const match = /^\s*(\d+(?:\.\d*|,\d{0,2})?|\.\d+)\s*([a-z]*)\s*$/i.exec(text);
@@ -42,7 +43,9 @@ export function parseSize(text: string): number | null {
   return value >= LEAST ? Math.min(value, MOST) : null;
 }
 
-/** The least size with three decimals, and the text for sizes beyond all bounds. */
+/**
+ * The smallest size with three decimals, and the result for texts beyond all bounds.
+ */
 const LEAST = Math.ceil(MIB / 1000);
 export const MOST = Number.MAX_SAFE_INTEGER;
 
@@ -53,7 +56,7 @@ export function editable(value: number): string {
   return value >= GIB ? text : `${text} MiB`;
 }
 
-/** The same in a sentence: `7.45 GiB`, `8 GiB`, `0.102 MiB`. */
+/** The same size in a sentence: `7.45 GiB`, `8 GiB`, `0.102 MiB`. */
 export function exact(value: number): string {
   return value >= GIB ? `${editable(value)} GiB` : editable(value);
 }
@@ -67,7 +70,7 @@ export function stepFor(most: number): number {
   return step;
 }
 
-/** The slider counts steps; its last position is `most` itself. */
+/** A size's position on the slider, in steps; the last position is `most` itself. */
 export function positionOf(value: number, most: number): number {
   const step = stepFor(most);
   const last = Math.ceil(most / step);
@@ -78,7 +81,7 @@ export function sizeAt(position: number, most: number): number {
   return Math.min(most, position * stepFor(most));
 }
 
-/** The size of a typed text, or its error as a sentence. */
+/** The size that a typed text means, or its error as a sentence. */
 export function readSize(
   trans: TranslationBundle,
   text: string,
@@ -105,7 +108,7 @@ export function readSize(
     return { fault };
   }
   if (most !== null && size > most) {
-    // A user who types the bound as shown means the bound, which has more digits.
+    // A user who types the shown bound means the exact bound, which has more digits.
     return bytes(size) === bytes(most)
       ? { size: most, fault: '' }
       : {

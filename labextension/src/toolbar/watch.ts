@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Follows one document's kernel through the pool. */
+/** Follows the state of one document's kernel in the pool. */
 import type { ISessionContext } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IDisposable } from '@lumino/disposable';
@@ -11,7 +11,7 @@ import type { IPoolModel } from '../tokens';
 import { situation, whatOf, type ISituation } from './situation';
 import { ticker, type Ticker } from '../ticker';
 
-/** The parts of a session context that are followed. */
+/** The parts of a session context that a watch uses. */
 export type Followed = Pick<
   ISessionContext,
   | 'session'
@@ -23,7 +23,8 @@ export type Followed = Pick<
 >;
 
 /**
- * The situation of a notebook's or console's kernel; `changed` is emitted when its display changes.
+ * The situation of a notebook's or console's kernel. It emits
+ * `changed` when its display changes.
  *
  * `situation` is null while the notebook has no kernel of the pool.
  */
@@ -46,7 +47,7 @@ export class KernelWatch implements IDisposable {
     return this._situation;
   }
 
-  /** What the kernel belongs to, as a word. */
+  /** The word for what uses the kernel, such as `notebook`. */
   get what(): string {
     return whatOf(this.trans, this.context.type);
   }
@@ -110,7 +111,9 @@ export class KernelWatch implements IDisposable {
   private readonly _changed = new Signal<this, void>(this);
 }
 
-/** Whether two situations look the same: the pool changes far more often than one kernel in it. */
+/**
+ * Whether two situations look the same: most changes of the pool are of other kernels.
+ */
 function alike(one: ISituation | null, other: ISituation | null): boolean {
   if (one === null || other === null) {
     return one === other;

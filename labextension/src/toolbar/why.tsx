@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Why a kernel waits, or who may take its slice: the broker's lines, and what the user can do. */
+/**
+ * Why a kernel waits, or who may take its slice, in the broker's words; and what users
+ * can do.
+ */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -58,7 +61,7 @@ export function Why(props: IProps): React.JSX.Element {
   );
 }
 
-/** What other machines of the cluster have and lack, in the broker's lines. */
+/** What other machines of the cluster have and lack, in the broker's words. */
 function Machines(props: {
   readonly trans: TranslationBundle;
   readonly lines: readonly string[];
@@ -73,7 +76,10 @@ function Machines(props: {
   );
 }
 
-/** Guarantees, shares and daily budgets of the user and its groups, in the broker's lines. */
+/**
+ * Guarantees, shares and daily budgets of the user and their groups, in the broker's
+ * words.
+ */
 export function Standing(props: {
   readonly trans: TranslationBundle;
   readonly lines: readonly string[];

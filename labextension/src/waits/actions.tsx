@@ -13,7 +13,7 @@ import { truth } from '../toolbar/situation';
 import { bytes, goesBack } from '../words';
 import { StartNotices } from './notices';
 
-/** Kernels of the user that are named. */
+/** The most kernels of the user that are named. */
 const MOST_NAMED = 3;
 
 interface IProps {
@@ -21,9 +21,9 @@ interface IProps {
   readonly model: IPoolModel;
   /** A session that waits. */
   readonly session: ISession;
-  /** The broker's plan for it; null until it is known. */
+  /** The broker's plan for the session; null until it is known. */
   readonly plan: IExplanation | null;
-  /** The kernel's name for screen readers, where several wait. */
+  /** The kernel's name for screen readers, where several kernels wait. */
   readonly name?: string;
 }
 
@@ -67,7 +67,7 @@ export function WaitActions(props: IProps): React.JSX.Element {
       aria-label={
         name ? trans.__('What you can do for %1', name) : trans.__('What you can do')
       }
-      // Enter and Space are for the buttons, not for the notebook.
+      // Enter and Space press these buttons; the notebook must not get the keys.
       data-lm-suppress-shortcuts="true"
     >
       <div className="jp-gpupool-Popover-row">
@@ -126,7 +126,10 @@ export function WaitActions(props: IProps): React.JSX.Element {
   );
 }
 
-/** The user's other kernels that hold what this one could use, with their bytes; the largest first. */
+/**
+ * The user's other kernels with slices that this kernel could use, and their bytes, the
+ * largest first.
+ */
 function own(model: IPoolModel, plan: IExplanation | null): [number, ISession][] {
   const held = new Map<string, number>();
   for (const lease of plan?.holders ?? []) {

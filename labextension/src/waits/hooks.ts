@@ -8,17 +8,17 @@ import * as React from 'react';
 import type { IExplanation, ISession, PoolClient } from '../api';
 import { refusal } from '../tell';
 
-/** Milliseconds after which the plan is fetched again: it has times in it. */
+/** Milliseconds after which the plan is fetched again, because it contains times. */
 export const AGAIN = 10_000;
 
 export interface IPlan {
   /** Null until the first answer. */
   readonly found: IExplanation | null;
-  /** Why there is no newer answer; empty if there is. */
+  /** Why the plan could not be updated; empty if it is up to date. */
   readonly fault: string;
 }
 
-/** `queueLength`: if it changes, other kernels may need the slice. */
+/** Fetches again if `queueLength` changes: then other kernels may need the slice. */
 export function usePlan(
   trans: TranslationBundle,
   client: Pick<PoolClient, 'why'>,

@@ -2,10 +2,12 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * The line "Waiting for a GPU slice" in a cell whose kernel can no longer remove it.
+ * Removes the line "Waiting for a GPU slice" from cells whose kernel can no longer do
+ * it.
  *
- * The agent in the kernel clears the line when the wait is over. A kernel that restarts or dies
- * while a cell waits never does, and the page drops the messages of a dying kernel.
+ * The agent in the kernel clears the line when the wait is over. If the kernel restarts
+ * or dies while a cell waits, the line stays: the page drops the messages of a dying
+ * kernel.
  */
 import type { NotebookPanel } from '@jupyterlab/notebook';
 import type { Kernel } from '@jupyterlab/services';
@@ -18,7 +20,7 @@ const ENDED: ReadonlySet<Kernel.Status> = new Set([
   'dead'
 ]);
 
-/** The metadata with which the agent marks its line in an output. */
+/** The metadata by which the agent marks an output as its line. */
 interface IOutput {
   readonly metadata?: { readonly gpupool?: { readonly wait?: boolean } };
 }
@@ -28,7 +30,10 @@ interface IOutputs {
   fromJSON(outputs: IOutput[]): void;
 }
 
-/** Remove the lines from these outputs; leave the others, and an area without a line, alone. */
+/**
+ * Remove the agent's lines from these outputs; do not touch an area without such a
+ * line.
+ */
 export function removeWaits(outputs: IOutputs): void {
   const all = outputs.toJSON();
   const others = all.filter(output => output.metadata?.gpupool?.wait !== true);
@@ -37,7 +42,7 @@ export function removeWaits(outputs: IOutputs): void {
   }
 }
 
-/** Keep a notebook free of lines that no kernel will remove. */
+/** Remove lines from a notebook if no kernel will remove them. */
 export function watchWaits(
   panel: Pick<NotebookPanel, 'content' | 'sessionContext'>
 ): void {
@@ -53,6 +58,7 @@ export function watchWaits(
       clean();
     }
   });
-  // Another kernel; or a newly opened page, which gets no messages of earlier requests.
+  // The notebook has another kernel, or the page is new and gets no messages of earlier
+  // requests.
   panel.sessionContext.kernelChanged.connect(clean);
 }

@@ -8,7 +8,7 @@ import { Signal, type ISignal } from '@lumino/signaling';
 
 import type { IPoolModel } from '../tokens';
 
-/** Milliseconds of the message inside JupyterLab. */
+/** Milliseconds for which JupyterLab shows its own message. */
 const SHOWN = 20_000;
 
 type Model = Pick<IPoolModel, 'session' | 'changed'>;
@@ -21,7 +21,7 @@ export class StartNotices {
     _model.changed.connect(this._look, this);
   }
 
-  /** The page's notices of a model. */
+  /** The notices for a model; the page has one such object for each model. */
   static of(model: Model, trans: TranslationBundle): StartNotices {
     let found = all.get(model);
     if (!found) {
@@ -40,9 +40,9 @@ export class StartNotices {
   }
 
   /**
-   * Tell the user when this kernel starts; returns how, as a sentence.
+   * Tell the user when this kernel starts; returns a sentence that says in which way.
    *
-   * A browser asks for its permission only after a click, so this is called from one.
+   * Call this from a click, because a browser asks for permission only after a click.
    */
   async want(kernelId: string, name: string): Promise<string> {
     const trans = this._trans;
@@ -79,7 +79,7 @@ export class StartNotices {
         };
         return;
       } catch {
-        // Some browsers allow this only to a service worker.
+        // Some browsers allow notifications only from a service worker.
       }
     }
     Toast.success(text, { autoClose: SHOWN });

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What the user can do while a kernel waits, with the plan that it needs. */
+/** What the user can do while a kernel waits; also fetches the broker's plan for it. */
 import type { TranslationBundle } from '@jupyterlab/translation';
 import * as React from 'react';
 
@@ -14,7 +14,7 @@ export function Offered(props: {
   readonly trans: TranslationBundle;
   readonly model: IPoolModel;
   readonly session: ISession;
-  /** The kernel's name, where several wait. */
+  /** The kernel's name, where several kernels wait. */
   readonly name?: string;
 }): React.JSX.Element {
   const { trans, model, session } = props;

@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The line of a waiting cell, with buttons: how JupyterLab shows the agent's own type of output. */
+/**
+ * The line of a waiting cell, with buttons: JupyterLab's renderer for the agent's
+ * output type.
+ */
 import type { IRenderMime } from '@jupyterlab/rendermime';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget } from '@jupyterlab/ui-components';
@@ -13,7 +16,7 @@ import { ticker, useTick } from '../ticker';
 import { waitTime } from '../words';
 import { Offered } from './offered';
 
-/** The type of the agent's line; other front ends show its HTML or text. */
+/** The MIME type of the agent's line; other front ends show its HTML or text. */
 export const WAIT_TYPE = 'application/vnd.gpupool.wait+json';
 
 interface IWait {
@@ -57,7 +60,8 @@ export class WaitOutput extends ReactWidget implements IRenderMime.IRenderer {
     if (this.isDisposed) {
       return;
     }
-    // The wait is over, and with it the button that has the focus: the notebook gets it.
+    // The wait is over, so its buttons disappear. If one had the focus, the notebook
+    // gets it.
     const focused = this.node.contains(document.activeElement);
     const notebook = this.node.closest<HTMLElement>('.jp-Notebook');
     super.dispose();
@@ -78,7 +82,7 @@ function Wait(props: {
   const session = useSession(model, wait.session);
   const queued = session?.state === 'queued';
   useTick(ticker, queued);
-  // From the same figures as chip and panel, so that all of them say the same.
+  // Use the same figures as the chip and the panel, so that all show the same time.
   const text =
     queued && wait.time
       ? wait.text.replace(wait.time, () => waitTime(trans, session, model.now()))
@@ -92,7 +96,9 @@ function Wait(props: {
   );
 }
 
-/** A session of this user by its id in the pool; renders again with each change of the pool. */
+/**
+ * This user's session with an id in the pool; renders again at each change of the pool.
+ */
 function useSession(model: IPoolModel, id: string): ISession | null {
   const subscribe = React.useCallback(
     (update: () => void) => {
@@ -114,7 +120,7 @@ export function waitFactory(
   return {
     safe: true,
     mimeTypes: [WAIT_TYPE],
-    // Before HTML, which the same output has for other front ends.
+    // Use this type before HTML, which the same output has for other front ends.
     defaultRank: 10,
     createRenderer: () => new WaitOutput(model, trans)
   };

@@ -11,7 +11,7 @@ import { ask, GiB, KERNEL, neighbour, uses, Work } from '../pool';
 const FOLDER = path.resolve(__dirname, '../../../docs/images/ui');
 const HEIGHT = 1120;
 
-/** Take what is between the left and top edges of the first and the other edges of the others. */
+/** Take a picture of the rectangle that contains all these elements. */
 async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void> {
   const boxes = await Promise.all(
     selectors.map(async found => (await lab.page.locator(found).first().boundingBox())!)
@@ -31,7 +31,10 @@ async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void>
   await lab.page.screenshot({ path: path.join(FOLDER, `${name}.png`), clip });
 }
 
-/** The same pictures in the system's own colours, as people with weak eyesight choose them. */
+/**
+ * Take the same picture in the system's own colours, which people with weak sight
+ * choose.
+ */
 async function contrast(lab: Lab, name: string, selectors: string[]): Promise<void> {
   await lab.page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
   await shoot(lab, name, selectors);
@@ -46,7 +49,7 @@ async function chip(notebook: Notebook, name: string, text: RegExp): Promise<voi
   await shoot(notebook.lab, `chip-${name}`, CHIP);
 }
 
-test('pictures', async ({ browser }) => {
+test('the pictures of all states and places are taken', async ({ browser }) => {
   test.setTimeout(300_000);
   await ask('fresh');
   const lab = await Lab.open(browser, { scale: 2 });
@@ -61,17 +64,18 @@ test('pictures', async ({ browser }) => {
   await shoot(lab, 'popover', [`${BAR} .jp-KernelName`, '.jp-gpupool-Popover']);
   await page.keyboard.press('Escape');
   work.end();
-  await train.prompt.click(); // away with the focus
+  await train.prompt.click(); // takes the focus away from the chip
   await ask('options', { idle_timeout: 45 });
   await chip(train, 'idle', /^Idle, back to the pool in 0:/);
   await ask('options', { idle_timeout: 9 });
   const toast = page.locator('.Toastify__toast').first();
   await expect(toast).toBeVisible();
-  await toast.screenshot({ path: path.join(FOLDER, 'toast.png') }); // once it stands still
+  // The screenshot waits until the toast no longer moves.
+  await toast.screenshot({ path: path.join(FOLDER, 'toast.png') });
   await chip(train, 'host', /^In host memory/);
   await ask('options');
 
-  // Both devices in use, and a queue.
+  // Now both devices are in use, and kernels wait in the queue.
   for (const name of ['a', 'b', 'c', 'd']) {
     await neighbour(name, { gib: 7, alloc: 0.25 });
   }
@@ -153,8 +157,11 @@ test('pictures', async ({ browser }) => {
   await seven.close();
 });
 
-/** Defines `batches`, which end when the work does, and what to do with one. The sleep is part of
- * the pictured training, which loads its batches; no test waits by it. */
+/**
+ * Code that defines `batches`, which end when the work ends, and `train`, which uses
+ * one batch. The sleep is a part of the training in the picture, which loads its
+ * batches. No test uses it to wait.
+ */
 const TRAINING = (work: Work): string =>
   work.code.replace(
     /while not (.*):\n.*\n.*\n/,
@@ -169,7 +176,7 @@ def train(_):
 `
   );
 
-test('a cell whose GPU another kernel has', async ({ browser }) => {
+test('pictures show a preempted cell and how it continues', async ({ browser }) => {
   test.setTimeout(300_000);
   await ask('fresh', { emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s' });
   const lab = await Lab.open(browser, { scale: 2 });
@@ -195,7 +202,7 @@ test('a cell whose GPU another kernel has', async ({ browser }) => {
   await lab.close();
 });
 
-test('a cell that waits, and what can be done', async ({ browser }) => {
+test('a picture shows a waiting cell with its buttons', async ({ browser }) => {
   await ask('fresh', {
     emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s',
     default_memory: 4 * GiB,
@@ -208,7 +215,7 @@ test('a cell that waits, and what can be done', async ({ browser }) => {
   await alpha.run(work.code, false);
   await expect(alpha.chip).toHaveText(/on GPU 0$/);
   const beta = await lab.notebook('beta');
-  await beta.run('import time'); // shows that the broker has other options
+  await beta.run('import time'); // shows the notice about the broker's other options
   await beta.run('%gpu 6GiB');
   await beta.run(uses(64).trim(), false);
   await expect(
@@ -221,7 +228,7 @@ test('a cell that waits, and what can be done', async ({ browser }) => {
   await lab.close();
 });
 
-test('the panel of a user who is no admin', async ({ browser }) => {
+test('a picture shows the panel of a user who is no admin', async ({ browser }) => {
   test.skip(process.getuid?.() !== 0, 'only root can start servers of other users');
   test.setTimeout(300_000);
   await ask('fresh');

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The chip beside the kernel's name, through every state; see `src/words.ts`. */
+/** Tests of the chip beside the kernel's name in every state; see `src/words.ts`. */
 import { expect, test } from '../lab';
 import { ask, neighbour, session, STAYS_BUSY, uses, Work } from '../pool';
 
@@ -9,12 +9,13 @@ test.beforeEach(async () => {
   await ask('fresh');
 });
 
-test('no chip and no request for a kernel outside the pool', async ({ lab }) => {
+test('a kernel outside the pool has no chip and sends no request', async ({ lab }) => {
   const before = lab.traffic.length;
   const plain = await lab.notebook('plain', 'python3');
   await plain.run('print(6 * 7)');
   await expect(plain.output).toHaveText('42');
-  // What runs is asked for again and again: that is when we might ask, too.
+  // JupyterLab asks for the running kernels repeatedly; the extension must not ask
+  // then.
   await lab.page.evaluate(async () => {
     const { kernels, sessions } = window.jupyterapp.serviceManager;
     await kernels.refreshRunning();
@@ -25,7 +26,7 @@ test('no chip and no request for a kernel outside the pool', async ({ lab }) => 
   expect(lab.traffic.slice(before)).toEqual([]);
 });
 
-test('no GPU, slice, idle, host memory, and back', async ({ lab }) => {
+test('the chip shows all states from no GPU to host memory', async ({ lab }) => {
   const notebook = await lab.notebook('one');
   await expect(notebook.chip).toHaveText('No GPU');
   const name = notebook.panel.locator('.jp-NotebookPanel-toolbar .jp-KernelName');
@@ -35,7 +36,8 @@ test('no GPU, slice, idle, host memory, and back', async ({ lab }) => {
 
   const said = await notebook.listen();
   const work = new Work('one');
-  // Filled, because an emulated GPU copies nothing of what nobody has written.
+  // Fill the memory, because an emulated GPU does not copy memory that was never
+  // written.
   const filled = `${uses(1024)}buffer.fill(7, stream=stream); stream.sync()\n`;
   await notebook.run(filled + work.code, false);
   await expect(notebook.chip).toHaveText(/^1\.\d of 6 GiB on GPU [01]$/);
@@ -44,7 +46,7 @@ test('no GPU, slice, idle, host memory, and back', async ({ lab }) => {
   work.end();
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in (59|1:00):\d\d/);
 
-  // On a busy machine the page may learn of a state half a second after it began.
+  // Copy slowly: on a busy machine the page may learn of a state half a second late.
   await ask('fault', { name: 'slow-copies', bandwidth: '512MiB/s' });
   await ask('options', { idle_timeout: 4 });
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in 0:0[123]$/);
@@ -90,17 +92,18 @@ test('two notebooks compete for one device', async ({ lab }) => {
   expect(await said()).toContainEqual(expect.stringMatching(/^Waiting: 1st/));
 });
 
-test('short form in narrow bars, keyboard order after tab changes', async ({ lab }) => {
+test('the chip is short in a narrow bar, and keys reach it', async ({ lab }) => {
   const { page } = lab;
   const notebook = await lab.notebook('narrow');
   await notebook.run(uses(64));
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
-  // All in one look, because the chip's words change with the time that is left.
+  // Read all values at one instant, because the chip's text changes with the time left.
   const line = () =>
     notebook.chip.evaluate(chip => {
       const part = (name: string) => chip.querySelector(`.jp-gpupool-Chip-${name}`)!;
       const words = part('words').getBoundingClientRect();
-      // One of the two has its lower edge on that of the button's line, and is seen.
+      // Only the visible form has its lower edge at the lower edge of the button's
+      // line.
       const seen = (name: string) =>
         Math.abs(part(name).getBoundingClientRect().bottom - words.bottom) < 2;
       return {
@@ -121,7 +124,8 @@ test('short form in narrow bars, keyboard order after tab changes', async ({ lab
   await page.sidebar.close('right');
   await expect.poll(async () => (await line()).long).toBe(true);
 
-  // While it is hidden the toolbar looks for what can be reached, and sees nothing.
+  // A hidden toolbar checks which items are visible, finds none, and makes none
+  // reachable.
   await lab.notebook('other', 'python3');
   await notebook.panel.locator('jp-toolbar.jp-NotebookPanel-toolbar').evaluate(bar => {
     bar.append(document.createComment('something'));
@@ -137,15 +141,15 @@ test('short form in narrow bars, keyboard order after tab changes', async ({ lab
   await expect(notebook.chip).toBeFocused();
 });
 
-test('interrupting the wait ends it, and the chip says so', async ({ lab }) => {
-  // However long this test takes, its turn does not come.
+test('an interrupt ends the wait, and the chip shows it', async ({ lab }) => {
+  // Without time slices the kernel never gets its turn, however long the test takes.
   await ask('options', { preempt: [] });
   await neighbour('one');
   await neighbour('two');
   const notebook = await lab.notebook('waits');
   await notebook.run(uses(64) + 'print("ne" + "ver")', false);
   await expect(notebook.chip).toHaveText(/^Waiting: 1st/);
-  // The kernel has noted the wait: it ignores one that lasts less than a quarter of a second.
+  // This shows that the kernel reports the wait; it reports none of less than 0.25 s.
   await expect(notebook.output).toContainText('Waiting for a GPU slice of 6 GiB');
   await notebook.panel
     .locator('.jp-NotebookPanel-toolbar [data-jp-item-name="interrupt"]')
@@ -166,7 +170,7 @@ test('interrupting the wait ends it, and the chip says so', async ({ lab }) => {
   await expect(notebook.output).not.toContainText('never');
 });
 
-test('the broker is killed, and comes back', async ({ lab }) => {
+test('the chip shows that the broker was killed and is back', async ({ lab }) => {
   const notebook = await lab.notebook('survivor');
   await notebook.run(uses(64));
   await expect(notebook.chip).toHaveText(/^Idle, back/);

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Notebook 7, a machine without a GPU, and kernels on another machine. */
+/** Tests of Notebook 7, a machine without a GPU, and kernels on another machine. */
 import { faults } from '../axe';
 import { expect, Lab, test } from '../lab';
 import { ask, KERNEL, session, stage, uses } from '../pool';
@@ -50,7 +50,7 @@ test('a console has the chip, the status item and the popover', async ({ lab }) 
   await page.keyboard.press('Escape');
 });
 
-test('no GPU: launcher and panel say so, cells run elsewhere', async ({ browser }) => {
+test('without a GPU, the launcher offers a plain kernel', async ({ browser }) => {
   const url = await ask<string>('lab_without_gpu');
   expect(url).not.toBe(stage().url);
   const lab = await Lab.open(browser, { url });
@@ -80,7 +80,7 @@ test('no GPU: launcher and panel say so, cells run elsewhere', async ({ browser 
   await lab.close();
 });
 
-/** As if the kernels of the page's server ran on a machine named gpu2, on its GPU 3. */
+/** Change a message as if the server's kernels ran on GPU 3 of a machine named gpu2. */
 function onGpu2<T extends object>(message: T): T {
   const sessions = (
     'sessions' in message ? (message.sessions as Record<string, unknown>[]) : []
@@ -109,7 +109,7 @@ function onGpu2<T extends object>(message: T): T {
   };
 }
 
-test('a kernel on another machine, and its restart elsewhere', async ({ browser }) => {
+test('a kernel on another machine shows, and can be restarted', async ({ browser }) => {
   await ask('fresh');
   const lab = await Lab.open(browser);
   const { page } = lab;
@@ -151,7 +151,7 @@ test('a kernel on another machine, and its restart elsewhere', async ({ browser 
     'All variables of the kernel on gpu2 are lost, with'
   );
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
-  // Who presses Enter loses nothing.
+  // A user who presses Enter loses nothing.
   await expect(dialog.getByRole('button', { name: 'Cancel' })).toBeFocused();
   await page.keyboard.press('Enter');
   await expect(dialog).toHaveCount(0);
@@ -160,7 +160,7 @@ test('a kernel on another machine, and its restart elsewhere', async ({ browser 
   await page.menu.clickMenuItem(item);
   await dialog.getByRole('button', { name: 'Lose them and restart' }).click();
   await expect.poll(() => session(notebook.kernelId)).toBeUndefined();
-  // Its cells ran again, in another kernel.
+  // The cells of the notebook ran again, in another kernel.
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
   const { sessions } = await ask<{ sessions: { label: string; state: string }[] }>(
     'status'

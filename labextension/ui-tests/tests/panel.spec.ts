@@ -1,14 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The side panel: whose the devices are, who waits, what my kernels did. */
+/**
+ * Tests of the side panel: who uses the devices, who waits, and what my kernels did.
+ */
 import { faults } from '../axe';
 import { expect, test } from '../lab';
 import { ask, neighbour, session, uses } from '../pool';
 
-test('devices, queue, kernels, host memory; names for root; accessible', async ({
-  lab
-}) => {
+test('the panel shows devices, queue, kernels and host memory', async ({ lab }) => {
   await ask('fresh');
   const { page, panel } = lab;
   await neighbour('stranger', { alloc: 1 });
@@ -17,14 +17,14 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   await expect(mine.chip).toHaveText(/^Idle/);
   await neighbour('batch', { gib: 7, hold: false });
   await ask('asks', { name: 'batch' });
-  // It has been given my device by then, or waits for it: the queue shows one of us.
+  // By then the neighbour has my device or waits for it, so one of us is in the queue.
   await lab.execute('gpupool:show-panel');
   await expect(panel.getByRole('heading', { name: 'GPU Pool' })).toBeVisible();
   await expect(panel.locator('.jp-gpupool-emulated').first()).toHaveText('EMULATED');
 
   const devices = panel.getByRole('img', { name: / in slices, / });
   await expect(devices).toHaveCount(2);
-  // Nothing must be pointed at to know who has what: a line for each slice. The server is root's.
+  // Each slice has a line, so a user need not point at it. Root sees the owners' names.
   const on = (text: RegExp) =>
     panel
       .getByRole('list', { name: /^On GPU/ })
@@ -40,7 +40,7 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
     'aria-valuetext',
     /^1\.\d of 16 GiB/
   );
-  // Popover and panel say by which rule the slice was lost, and what brings the data back.
+  // Popover and panel say why the pool took the slice, and how the data come back.
   const kernels = panel.getByRole('region', { name: 'My kernels on this server' });
   await expect(kernels).toContainText(
     /The pool took its slice while it was idle: .+; the next CUDA call brings it back\./
@@ -51,7 +51,7 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   );
   await page.keyboard.press('Escape');
 
-  // Now it is I who wait.
+  // Now my own notebook waits.
   await mine.run('buffer.fill(1, stream=stream); stream.sync()', false);
   await expect(mine.chip).toHaveText(/^Waiting: 1st/);
   const queue = panel.getByRole('region', { name: 'Queue' });
@@ -89,7 +89,7 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
     expect(await faults(page, '.jp-gpupool-panel'), theme).toEqual([]);
   }
 
-  // Forced colours, dark: the number must be seen on its badge.
+  // With forced dark colours, the number on the badge must be visible.
   await page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
   const [text, back] = await kernels
     .locator('.jp-gpupool-badge')
@@ -116,16 +116,14 @@ test('devices, queue, kernels, host memory; names for root; accessible', async (
   expect((await session(mine.kernelId))?.device).toBeNull();
 });
 
-test('panel in a tab; a kernel without a tab is shut down by keyboard', async ({
-  lab
-}) => {
+test('in a tab, keys can shut down a kernel without a tab', async ({ lab }) => {
   await ask('fresh');
   const { page, panel } = lab;
   const mine = await lab.notebook('alone');
   await mine.run(uses(256));
   await expect(mine.chip).toHaveText(/^Idle/);
   await lab.execute('gpupool:show-panel');
-  // In a tab beside the side bar, each element keeps a name of its own.
+  // The panel in a tab and the panel in the side bar have different names.
   await panel.getByRole('button', { name: 'Open in a tab' }).click();
   const tab = page.locator('#jp-gpupool-panel-tab');
   await expect(tab.getByRole('img', { name: / in slices, / })).toHaveCount(2);
@@ -135,7 +133,7 @@ test('panel in a tab; a kernel without a tab is shut down by keyboard', async ({
   await expect(kernels).toContainText('alone.ipynb');
   await expect(kernels).not.toContainText('tab closed');
 
-  // Closes the document without asking whether to save it.
+  // Close the document without the question whether to save it.
   await page.evaluate(() => {
     for (const widget of [...window.jupyterapp.shell.widgets('main')]) {
       if (widget.node.classList.contains('jp-NotebookPanel')) {
@@ -163,7 +161,7 @@ test('panel in a tab; a kernel without a tab is shut down by keyboard', async ({
   await expect.poll(() => session(mine.kernelId)).toBeUndefined();
 });
 
-test('an admin’s page: who wastes what, and orders that ask first', async ({ lab }) => {
+test('an admin’s page shows waste, and orders ask first', async ({ lab }) => {
   await ask('fresh');
   const { page } = lab;
   await neighbour('hog', { gib: 7, alloc: 0.25 });
@@ -178,7 +176,8 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   await expect(row('hog')).toContainText('7 GiB');
   await expect(row('small.ipynb')).toContainText(/Idle/);
   await page.evaluate(() => document.fonts.ready);
-  // On a page that is too narrow for the table, orders and the names that they are about.
+  // If the page is too narrow for the table, the orders and the kernels' names stay
+  // visible.
   await page.sidebar.open('left');
   const inSight = { ratio: 1 };
   for (const side of ['left', 'right']) {
@@ -195,7 +194,7 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
     expect(await faults(page, '.jp-gpupool-admin'), theme).toEqual([]);
   }
 
-  // High contrast: the theme's colours are gone, and words and edges stay.
+  // With high contrast the theme's colours disappear; words and edges stay.
   for (const colorScheme of ['light', 'dark'] as const) {
     await page.emulateMedia({ forcedColors: 'active', colorScheme });
     expect(await faults(page, '.jp-gpupool-admin'), colorScheme).toEqual([]);
@@ -211,7 +210,7 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   await page.emulateMedia({ forcedColors: 'none', colorScheme: 'light' });
   await lab.theme('JupyterLab Light');
 
-  // By keyboard alone. An empty field takes nothing: the button is dead, and Enter does nothing.
+  // Use only the keyboard. Without a valid number of minutes, Enter gives no order.
   await admin
     .getByRole('button', { name: 'Take the slice of small.ipynb back' })
     .focus();
@@ -219,7 +218,7 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   const dialog = page.getByRole('dialog');
   const minutes = dialog.getByLabel('Minutes until then');
   await expect(minutes).toBeFocused();
-  await page.keyboard.type('7'); // replaces what is there
+  await page.keyboard.type('7'); // replaces the number in the field
   await expect(minutes).toHaveValue('7');
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
   for (const wrong of ['', '0', '-1']) {
@@ -242,7 +241,7 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   await expect(page.locator('.Toastify__toast')).toContainText(
     /small\.ipynb: The administrator .* takes the slice of this kernel back in 30 min: a lecture/
   );
-  // JupyterLab cuts a long one.
+  // JupyterLab cuts a long notification.
   await page
     .locator('.Toastify__toast')
     .getByRole('button', { name: 'Show all' })
@@ -253,7 +252,7 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   const rows = await ask<{ detail: { order: string } }[]>('rows', { kinds: ['admin'] });
   expect(rows.map(found => found.detail.order)).toEqual(['recall']);
 
-  // Its owner reads it in the notebook, too.
+  // The owner also reads the order in the notebook.
   await mine.activate();
   await mine.run('print("still here")');
   await expect(mine.output).toContainText(
@@ -263,7 +262,8 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   await admin.getByRole('button', { name: 'Let small.ipynb keep its slice' }).click();
   await expect(admin.getByRole('status')).toHaveText('small.ipynb: The slice stays.');
 
-  // The admin chooses a class by keyboard: the broker journals it and tells the owner.
+  // The admin chooses a class by keyboard. The broker journals the order, and the owner
+  // gets a notice.
   await admin
     .getByRole('button', { name: 'Change the priority of small.ipynb' })
     .focus();
@@ -302,8 +302,8 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
     2
   );
 
-  // The orders about a GPU, by keyboard alone. The focus returns to the button, or to the one in
-  // its place.
+  // Give orders about a GPU with only the keyboard. The focus returns to the button, or
+  // to the button that replaces it.
   const gpu = (text: string) =>
     admin.getByRole('button', { name: `GPU 1: ${text}…`, exact: true });
   const order = async (text: string, title: string, accept: string): Promise<void> => {
@@ -342,10 +342,10 @@ test('an admin’s page: who wastes what, and orders that ask first', async ({ l
   }
 });
 
-test('without a kernel of the pool it asks once, and when told to', async ({ lab }) => {
+test('without a pooled kernel, the panel asks once and on demand', async ({ lab }) => {
   await ask('fresh');
-  // A page that never had one: this page hears only now and then that those of before have ended,
-  // and then looks for the last time.
+  // Load a page that never had a pooled kernel. The old page may learn late that its
+  // kernels have ended, and then it sends one last request.
   await lab.fresh();
   const before = lab.traffic.length;
   const asked = () => lab.traffic.slice(before).map(line => line.split(' ')[0]);
@@ -357,7 +357,7 @@ test('without a kernel of the pool it asks once, and when told to', async ({ lab
   expect(asked()).toEqual(['GET', 'GET']);
 });
 
-test('64 devices in 300 pixels', async ({ lab }) => {
+test('the panel shows 64 devices in 300 pixels', async ({ lab }) => {
   await ask('fresh', { emulate: '64x1GiB,context=16MiB', default_memory: '512MiB' });
   const { page, panel } = lab;
   const notebook = await lab.notebook('many');
@@ -369,7 +369,7 @@ test('64 devices in 300 pixels', async ({ lab }) => {
   await expect(panel).toContainText('64 GPUs · 1 kernel has one · 0 wait');
   await expect(panel).toContainText('1 in use of 64');
   await expectNoScroll();
-  // One stop for the tab key, arrow keys from there.
+  // The grid is one tab stop; arrow keys move the focus inside it.
   await expect(panel.locator('.jp-gpupool-cell[tabindex="0"]')).toHaveCount(1);
   await cells.first().focus();
   await page.keyboard.press('End');
@@ -377,7 +377,7 @@ test('64 devices in 300 pixels', async ({ lab }) => {
   await page.keyboard.press('Enter');
   await expect(cells.last()).toHaveAttribute('aria-expanded', 'true');
   await expect(panel.getByRole('img', { name: / in slices, / })).toHaveCount(1);
-  // The last hour: one graph for all, and each on demand.
+  // The last hour has one graph for all devices, and one for each device on demand.
   const hour = panel.getByRole('region', { name: 'Last hour' });
   await expect(hour.getByRole('img')).toHaveCount(3);
   await hour.getByRole('button', { name: 'Each GPU' }).click();

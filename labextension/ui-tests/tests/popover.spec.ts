@@ -1,7 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What can be done from the chip: by mouse, by keyboard, by screen reader. */
+/**
+ * Tests of what users can do from the chip: by mouse, by keyboard, by screen reader.
+ */
 import { faults } from '../axe';
 import { expect, test } from '../lab';
 import { ask, GiB, neighbour, session, uses, Work } from '../pool';
@@ -10,7 +12,7 @@ test.beforeEach(async () => {
   await ask('fresh');
 });
 
-test('another size: granted, or refused in the server’s words', async ({ lab }) => {
+test('a request for another size is accepted, or refused', async ({ lab }) => {
   const notebook = await lab.notebook('asks');
   await expect(notebook.chip).toHaveText('No GPU');
   await notebook.chip.click();
@@ -23,21 +25,19 @@ test('another size: granted, or refused in the server’s words', async ({ lab }
   await expect(popover).toContainText('Asked for now: 3 GiB.');
   expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
 
-  // More than the quota: the page knows it. More than is free: only the server does.
+  // The page itself refuses more than the limit per GPU.
   await field.fill('9');
   await popover.getByRole('button', { name: 'Ask for it' }).click();
   await expect(popover.getByRole('alert').first()).toContainText('7 GiB');
   expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
 
-  // More than any device has: within the quota, and refused by the server.
+  // Without this limit, the largest device is the bound.
   await ask('options', { max_memory_per_kernel: null });
   await lab.execute('gpupool:refresh');
   await expect(popover).toContainText('You may ask for up to 7.8 GiB per GPU.');
 });
 
-test('get a GPU now: from the toolbar and the popover, and nearly full', async ({
-  lab
-}) => {
+test('"get a GPU now" works, and a full slice is shown', async ({ lab }) => {
   const notebook = await lab.notebook('gets');
   const { page, popover } = lab;
   await expect(notebook.chip).toHaveText('No GPU');
@@ -80,7 +80,7 @@ test('get a GPU now: from the toolbar and the popover, and nearly full', async (
   );
 });
 
-test('keep an idle slice, and give it back', async ({ lab }) => {
+test('the popover keeps an idle slice, and gives it back', async ({ lab }) => {
   const notebook = await lab.notebook('keeps');
   await notebook.run(uses(64));
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
@@ -94,7 +94,7 @@ test('keep an idle slice, and give it back', async ({ lab }) => {
   await popover.getByRole('button', { name: 'Stop keeping' }).click();
   await expect(popover.getByRole('button', { name: 'Keep for' })).toBeVisible();
 
-  // Forced colours: what is a link must look like one.
+  // With forced colours, a link must still look like a link.
   const { page } = lab;
   await page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
   const link = popover.getByRole('button', { name: 'Show the pool' });
@@ -107,7 +107,7 @@ test('keep an idle slice, and give it back', async ({ lab }) => {
   expect((await session(notebook.kernelId))?.device).toBeNull();
 });
 
-test('a pending release is shown, and keeping withdraws it', async ({ lab }) => {
+test('a pending release is shown, and a keep cancels it', async ({ lab }) => {
   const notebook = await lab.notebook('later');
   const work = new Work('later');
   await notebook.run(work.code, false);
@@ -130,8 +130,9 @@ test('a pending release is shown, and keeping withdraws it', async ({ lab }) => 
   await expect(popover).not.toContainText(pending);
 });
 
-test('why am I waiting', async ({ lab }) => {
-  // Among equals, a notebook that has used nothing goes before its neighbours.
+test('the popover says why a kernel waits', async ({ lab }) => {
+  // With one class for all, the notebook would come first, because it has used no GPU
+  // yet.
   await ask('fresh', {
     priority_classes: { batch: 0, interactive: 10 },
     default_priority: 'batch',
@@ -154,21 +155,21 @@ test('why am I waiting', async ({ lab }) => {
   await ask('leave', { name: 'ahead' });
   await expect(why).toContainText('It is 1st of 1 in the queue: ');
   await expect(why).not.toContainText('Ahead of it');
-  // It waits for the device that it sees, whichever that is.
+  // End both neighbours, because the notebook may wait for either device.
   await ask('leave', { name: 'one' });
   await ask('leave', { name: 'two' });
   await expect(notebook.chip).toHaveText(/^Idle/);
   await expect(why).toHaveCount(0);
 });
 
-test('by keyboard alone', async ({ lab }) => {
+test('the popover works by keyboard alone', async ({ lab }) => {
   const { page, popover } = lab;
   const notebook = await lab.notebook('keys');
   await notebook.run(uses(64));
   await expect(notebook.chip).toHaveText(/^Idle/);
   await notebook.chip.focus();
   await page.keyboard.press('Enter');
-  await expect(popover).toBeFocused(); // once its content is drawn
+  await expect(popover).toBeFocused(); // it has the focus once its content is drawn
   await expect(popover).toHaveAttribute('role', 'dialog');
   await expect(notebook.chip).toHaveAttribute('aria-expanded', 'true');
   const seen: string[] = [];
@@ -196,7 +197,8 @@ test('by keyboard alone', async ({ lab }) => {
 for (const theme of ['JupyterLab Light', 'JupyterLab Dark']) {
   test(`no accessibility fault in chip and popover, ${theme}`, async ({ lab }) => {
     await lab.theme(theme);
-    // A name of its own: a notebook that is open keeps its kernel, which a fresh pool does not know.
+    // Use another file for each theme: an open notebook keeps its kernel, which a new
+    // broker does not know.
     const notebook = await lab.notebook(theme.replaceAll(' ', '-'));
     await notebook.run(uses(64));
     await expect(notebook.chip).toHaveText(/^Idle/);

@@ -1,14 +1,16 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Groups, shares, budgets and preemption as a user of JupyterLab sees them. */
+/**
+ * Tests of groups, shares, budgets and preemption as a user of JupyterLab sees them.
+ */
 import { faults } from '../axe';
 import { expect, type Notebook, test } from '../lab';
 import { ask, neighbour, session, STAYS_BUSY, uses, Work } from '../pool';
 
 const ONE = { emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s' };
 
-test('a preempted cell says so, why, and when it goes on', async ({ lab }) => {
+test('a preempted cell says why, and that it continues', async ({ lab }) => {
   await ask('fresh', {
     ...ONE,
     ...STAYS_BUSY,
@@ -56,12 +58,12 @@ test('a preempted cell says so, why, and when it goes on', async ({ lab }) => {
   await ask('leave', { name: 'boss' });
   await expect(notebook.chip).toHaveText(/^1(\.\d)? of 6 GiB on GPU 0$/);
   await expect(notebook.output).not.toContainText('comes back by itself');
-  await expect(notebook.output).toContainText(why); // what has happened stays with the cell
+  await expect(notebook.output).toContainText(why); // the reason stays in the output
   work.end();
   await expect(notebook.output).toContainText('all there');
 });
 
-test('group, share and what is left of the daily budget', async ({ lab }) => {
+test('group, share and the rest of the daily budget are shown', async ({ lab }) => {
   const groups = (seconds: number) => ({
     groups: { bio: { users: '*', guarantee: '50%', gpu_seconds_per_day: seconds } }
   });
@@ -95,7 +97,7 @@ test('group, share and what is left of the daily budget', async ({ lab }) => {
   expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
   await page.sidebar.close('right');
 
-  // Little is left: the chip itself shows it.
+  // If little of the budget is left, the chip itself shows the rest.
   await ask('options', { ...ONE, ...groups(2) });
   const work = new Work('shares');
   await notebook.run(work.code, false);
@@ -103,13 +105,11 @@ test('group, share and what is left of the daily budget', async ({ lab }) => {
   work.end();
 });
 
-/** A line without figures, which change while it is read. */
+/** A line without its figures, because they change while the test reads. */
 const still = (line: string): string =>
   line.replace(/\d[\d.]*( (s|min|h)\b)?/g, '#').replace(/\s+/g, ' ');
 
-test('three people in two groups: popover, command and magic tell the same', async ({
-  lab
-}) => {
+test('popover, command and magic agree on groups and shares', async ({ lab }) => {
   await ask('fresh', {
     ...ONE,
     ...STAYS_BUSY,
@@ -157,7 +157,8 @@ test('three people in two groups: popover, command and magic tell the same', asy
   await ask('leave', { name: 'phy' });
   await ask('leave', { name: 'colleague' });
   await expect(late.output).toContainText('Your group is bio.');
-  // In the cell it was in use, and now it is idle; what its group has may have changed as well.
+  // The slice was in use when the cell ran, and is idle now. The group's use may also
+  // have changed.
   const lasting = (text: string): string =>
     still(text).replace(/, (above|below|just) the/g, ', ± the');
   const shown = lasting(await late.output.innerText());
@@ -169,7 +170,7 @@ test('three people in two groups: popover, command and magic tell the same', asy
   work.end();
 });
 
-test('a slice that has grown shows what of it is guaranteed', async ({ lab }) => {
+test('a slice that has grown shows its guaranteed part', async ({ lab }) => {
   await ask('fresh', { ...ONE, default_memory: 2 ** 30, default_limit: 6 * 2 ** 30 });
   const notebook = await lab.notebook('grows');
   const work = new Work('grows');

@@ -1,12 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** Where JupyterLab lists things: notifications, commands, what runs, the launcher. */
+/**
+ * Tests of JupyterLab's lists: notifications, commands, running kernels, the launcher.
+ */
 import { faults } from '../axe';
 import { expect, test } from '../lab';
 import { ask, session, uses } from '../pool';
 
-test('a toast before an idle slice leaves, with Keep', async ({ lab }) => {
+test('a toast warns before an idle slice leaves, and can keep it', async ({ lab }) => {
   await ask('fresh', { idle_timeout: 12 });
   const notebook = await lab.notebook('toast');
   await notebook.run(uses(512));
@@ -22,7 +24,7 @@ test('a toast before an idle slice leaves, with Keep', async ({ lab }) => {
   expect((await session(notebook.kernelId))?.state).toBe('idle');
 });
 
-test('get a GPU now: from the Kernel menu and the palette', async ({ lab }) => {
+test('the Kernel menu and the palette can get a GPU now', async ({ lab }) => {
   await ask('fresh');
   const { page } = lab;
   const notebook = await lab.notebook('menu');
@@ -31,7 +33,7 @@ test('get a GPU now: from the Kernel menu and the palette', async ({ lab }) => {
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
   expect((await session(notebook.kernelId))?.state).toBe('idle');
 
-  // With a slice there is none to get, and the menu gives it back.
+  // A kernel with a slice cannot get one; the menu offers to release it.
   expect(
     await page.evaluate(() => window.jupyterapp.commands.isEnabled('gpupool:get'))
   ).toBe(false);
@@ -48,7 +50,7 @@ test('get a GPU now: from the Kernel menu and the palette', async ({ lab }) => {
   await expect(notebook.output).toBeEmpty();
 });
 
-test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
+test('launcher, palette and running kernels show the pool', async ({ lab }) => {
   await ask('fresh');
   const { page } = lab;
   const tile = page.locator('.jp-LauncherCard[title^="Pooled GPU"]:visible').first();
@@ -72,7 +74,7 @@ test('commands, what runs, and the tile of the launcher', async ({ lab }) => {
     /^Pooled GPU \(Python 3\): a GPU while cells use CUDA\. 15\.5 of 15\.5 GiB is free\.\nAt most 7\.8 GiB is free on one GPU\.\nEMULATED: no real GPU is used\.$/
   );
 
-  // The badge lies below the picture, and the text makes no tower of the row.
+  // The badge is below the picture, and the text does not make the tile high.
   expect((await tile.boundingBox())!.height).toBeLessThan(180);
   await expect(tile).toContainText('15.5 of 15.5 GiB is free.');
 

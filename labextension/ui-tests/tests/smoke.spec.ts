@@ -3,7 +3,7 @@
 import { expect, test } from '../lab';
 import { stage } from '../pool';
 
-test('the extension is loaded, without an error', async ({ lab }) => {
+test('the extension loads without an error', async ({ lab }) => {
   const config = (await lab.page.evaluate(
     () => document.getElementById('jupyter-config-data')!.textContent
   ))!;

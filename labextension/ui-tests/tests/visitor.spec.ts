@@ -1,14 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The server of a user who is no admin: others have no names there, in the page and over REST. */
+/**
+ * Tests a non-admin's server: neither the page nor REST shows the names of other users.
+ */
 import { faults } from '../axe';
 import { expect, Lab, test, type ISite } from '../lab';
 import { ask, neighbour, uses } from '../pool';
 
-test('who is no admin sees what others have and wait for, without names', async ({
-  browser
-}) => {
+test('a non-admin sees slices and waits without names', async ({ browser }) => {
   test.skip(process.getuid?.() !== 0, 'only root can start servers of other users');
   await ask('fresh', { preempt: [] });
   await neighbour('secret', { gib: 7 });
@@ -38,7 +38,7 @@ test('who is no admin sees what others have and wait for, without names', async 
   await expect(own.getByRole('button', { name: /^Stop waiting/ })).toBeVisible();
   expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
 
-  // Nothing of the admins' page is offered.
+  // The page offers no way to the admins' page.
   await expect(panel.getByRole('button', { name: 'Open in a tab' })).toBeVisible();
   await expect(panel.getByRole('button', { name: 'All sessions' })).toHaveCount(0);
   expect(
@@ -52,7 +52,7 @@ test('who is no admin sees what others have and wait for, without names', async 
   await expect(why).toContainText('A kernel of another user');
   expect(await faults(page, '.jp-gpupool-Popover')).toEqual([]);
 
-  // Names, paths and user ids of others are not in the page, and not in any answer.
+  // Neither the page nor any answer has names, paths or user ids of other users.
   const PRIVATE = /secret|hidden|covert|21001/;
   expect(await page.locator('body').innerText()).not.toMatch(PRIVATE);
   const answers = await Promise.all(

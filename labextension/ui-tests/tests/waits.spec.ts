@@ -1,12 +1,14 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** What a user can do where a cell waits: in the cell itself, and in the popover. */
+/**
+ * Tests of what a user can do while a cell waits: in the cell, the popover, the panel.
+ */
 import { faults } from '../axe';
 import { expect, test, type Lab, type Notebook } from '../lab';
 import { ask, GiB, session, STAYS_BUSY, uses, Work } from '../pool';
 
-/** One device: a notebook of 4 GiB leaves 4 GiB. */
+/** One device; beside a notebook with 4 GiB, 4 GiB are free. */
 const ONE = {
   ...STAYS_BUSY,
   emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s',
@@ -15,7 +17,7 @@ const ONE = {
   preempt: []
 };
 
-/** A notebook at work with 4 GiB, and one that waits for 6 GiB. */
+/** Start a notebook that computes with 4 GiB, and one that waits for 6 GiB. */
 async function scene(
   lab: Lab,
   before: (beta: Notebook) => Promise<void> = () => Promise.resolve()
@@ -29,12 +31,13 @@ async function scene(
   await before(beta);
   await beta.run(`print("before")\n%gpu 6GiB${uses(64)}print("ran")`, false);
   await expect(beta.chip).toHaveText(/^Waiting/);
-  // Once its line is shown, the kernel says what an interrupt of the wait has done.
+  // Wait for this line: the kernel reports an interrupt of the wait only after it shows
+  // the line.
   await expect(beta.output).toContainText('Waiting for a GPU slice of 6 GiB');
   return [alpha, beta, work];
 }
 
-/** Note what the browser notifies from now on; returns all of it so far. */
+/** Record the browser's notifications from now on; the result returns all so far. */
 async function notified(lab: Lab): Promise<() => Promise<string[]>> {
   await lab.page.evaluate(() => {
     const told: string[] = [];
@@ -55,7 +58,7 @@ async function notified(lab: Lab): Promise<() => Promise<string[]>> {
   return () => lab.page.evaluate(() => (window as unknown as { told: string[] }).told);
 }
 
-test('start now with what is free, from the cell and by keyboard', async ({ lab }) => {
+test('the cell can start now with the free memory, by keyboard', async ({ lab }) => {
   const [, beta, work] = await scene(lab);
   const { page, popover } = lab;
   const start = beta.output.getByRole('button', { name: 'Start now with 4 GiB' });
@@ -78,7 +81,8 @@ test('start now with what is free, from the cell and by keyboard', async ({ lab 
   expect(await faults(page, '.jp-gpupool-Popover')).toEqual([]);
   await page.keyboard.press('Escape');
 
-  // From the first button, Tab and Enter belong to the buttons and not to the notebook.
+  // While a button has the focus, the buttons get Tab and Enter, and the notebook does
+  // not.
   await start.focus();
   await page.keyboard.press('Tab');
   await expect(beta.output.getByRole('button', { name: 'Stop waiting' })).toBeFocused();
@@ -90,7 +94,7 @@ test('start now with what is free, from the cell and by keyboard', async ({ lab 
   work.end();
 });
 
-test('the panel offers the same, by keyboard and at 300 px', async ({ lab }) => {
+test('the panel offers the same buttons, by keyboard, at 300 px', async ({ lab }) => {
   const [, beta, work] = await scene(lab);
   const { page, panel } = lab;
   await lab.execute('gpupool:show-panel');
@@ -114,9 +118,7 @@ test('the panel offers the same, by keyboard and at 300 px', async ({ lab }) => 
   await page.sidebar.close('right');
 });
 
-test('release the other notebook, and be told when this one starts', async ({
-  lab
-}) => {
+test('a user can release another notebook and get a notice', async ({ lab }) => {
   const [alpha, beta, work] = await scene(lab);
   const told = await notified(lab);
   await beta.output.getByRole('button', { name: 'Tell me when it starts' }).click();
@@ -173,7 +175,7 @@ for (const place of ['popover', 'panel'] as const) {
   });
 }
 
-test('stop waiting: one line says what has happened', async ({ lab }) => {
+test('after "stop waiting", one line says what happened', async ({ lab }) => {
   const [, beta, work] = await scene(lab);
   await beta.output.getByRole('button', { name: 'Stop waiting' }).click();
   await expect(beta.output).toContainText(
@@ -185,9 +187,7 @@ test('stop waiting: one line says what has happened', async ({ lab }) => {
   work.end();
 });
 
-test('every place tells the same time of a wait, from its first seconds', async ({
-  lab
-}) => {
+test('all places show the same time of a wait from the start', async ({ lab }) => {
   let said = (): Promise<string[]> => Promise.resolve([]);
   const [, beta, work] = await scene(lab, async notebook => {
     said = await notebook.listen();
@@ -197,7 +197,7 @@ test('every place tells the same time of a wait, from its first seconds', async 
   await page.sidebar.setWidth(300, 'right');
   await beta.chip.click();
   await expect(lab.popover).toContainText(/There is no estimate yet|there is no/);
-  /** The figure of each place, all of them read in one instant. */
+  /** The figures of all places, read at the same instant. */
   const look = (): Promise<Record<string, string>> =>
     page.evaluate(() => {
       const figure = (text: string): string =>
@@ -219,7 +219,7 @@ test('every place tells the same time of a wait, from its first seconds', async 
       );
     });
   const told = new Set<string>();
-  /** Look until all places are drawn: they are, one after another, within a frame or two. */
+  /** Look until all places show the same: the page draws them within a frame or two. */
   const agree = async (): Promise<string> => {
     let figures: string[] = [];
     await expect
@@ -233,7 +233,7 @@ test('every place tells the same time of a wait, from its first seconds', async 
       .toBe(1);
     return figures[0]!;
   };
-  // It is told from the first seconds, and counts in steps.
+  // The places show the time from the first seconds, and it counts in steps.
   await expect
     .poll(async () => told.add(await agree()).size, { intervals: [200] })
     .toBeGreaterThan(2);
@@ -243,7 +243,8 @@ test('every place tells the same time of a wait, from its first seconds', async 
     expect.stringMatching(/^Waiting: 1st, for [1-9] s, no estimate yet$/)
   );
 
-  // The command line, from the same figures: between two looks at the chip.
+  // The command line uses the same figures: its time is between two readings of the
+  // chip.
   const chip = async (): Promise<string> => (await look())['chip']!;
   const seconds = (figure: string): number =>
     parseInt(figure) * (figure.endsWith('min') ? 60 : 1);

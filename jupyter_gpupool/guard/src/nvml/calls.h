@@ -1,7 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * What the guard (nvml_calls.c) does for the NVML facade, which finds these functions by name in the process.
+ * The guard's functions for the NVML facade (nvml_calls.c). The facade finds them by name in the
+ * process.
  */
 #ifndef GPUPOOL_GUARD_NVML_CALLS_H
 #define GPUPOOL_GUARD_NVML_CALLS_H
@@ -11,15 +12,17 @@
 #define EXPORTED __attribute__((visibility("default")))
 
 enum nvml_call {
-    NVML_CALL_PASSES,  /* make it */
-    NVML_CALL_COUNTED, /* make it, then call gpupool_nvml_leave() */
-    NVML_CALL_FAILS,   /* the call would block, and the wait for the slice failed: it was interrupted, or no
-                        * broker answers */
-    NVML_CALL_ENDS,    /* the call would block, and the process is ending or `waits` is false */
+    NVML_CALL_PASSES,  /* make the call */
+    NVML_CALL_COUNTED, /* make the call, then call gpupool_nvml_leave() */
+    NVML_CALL_FAILS,   /* the call would block, and the wait for the slice failed: the wait was
+                        * interrupted, or no broker answers */
+    NVML_CALL_ENDS,    /* the call would block, and either the process is ending or `waits` is
+                        * false */
 };
 
-/* Before an NVML call of the main thread: if the process is suspended and `waits`, waits for the resume. `seen`: the
- * session's page, for a process in which the guard has not mapped it yet; or NULL. */
+/* Called before an NVML call of the main thread. If the process is suspended and `waits` is true,
+ * waits for the resume. `seen`: the session's page if the guard has not mapped it in this process
+ * yet, or NULL. */
 EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits);
 EXPORTED void gpupool_nvml_leave(void);
 

@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML's functions (x86-64, System V ABI), for the generated list of them. Each jumps to the driver's own, unless
- * facade.c has to load that first, or to ask the guard whether the call must wait.
+ * NVML's functions (x86-64, System V ABI); the generated list of them includes this file. Each
+ * function jumps to the driver's own. First it calls facade.c if the driver is not loaded yet, or
+ * if the guard must decide whether the call has to wait.
  */
     .hidden nvml_enter, nvml_leave, nvml_real, nvml_slow
     .text
@@ -20,7 +21,7 @@
     .size \name, . - \name
 .endm
 
-/* Only the C function uses its place in nvml_real. */
+/* This macro does not read nvml_real: only the C function does. */
 .macro NVML_WRAP name, index
     .globl \name
     .type \name, @function
@@ -81,12 +82,13 @@ nvml_through:
     cmpl $-1, %r10d
     je 1f
     jg 2f
-    /* Not counted: as if the caller had called the driver. */
+    /* The call is not counted: jump, as if the caller had called the driver. */
     leave
     .cfi_def_cfa %rsp, 8
     leaq nvml_real(%rip), %r10
     jmp *(%r10, %r11, 8)
-1:  /* Counted. No function of NVML has more than six arguments; two more are copied for one that may come. */
+1:  /* The call is counted. No function of NVML has more than six arguments. The code copies two
+     * more, for a later function that may have eight. */
     .cfi_restore_state
     .cfi_remember_state
     pushq 24(%rbp)
@@ -99,7 +101,7 @@ nvml_through:
     leave
     .cfi_def_cfa %rsp, 8
     ret
-2:  /* The driver is not called: this is the result. */
+2:  /* Do not call the driver: this is the result of the call. */
     .cfi_restore_state
     movl %r10d, %eax
     leave

@@ -1,10 +1,11 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML as a session sees it: of its own devices the memory of its slice, everything else as it is.
- * Not preloaded; a program that asks for NVML finds it by LD_LIBRARY_PATH. The driver's own is
- * opened at the first call. Without a page this library only passes on. Calls of a suspended process's main thread
- * wait for its slice, by the guard's gate (../nvml_calls.c).
+ * NVML as a session sees it. For its own devices the session sees the memory of its slice, and
+ * everything else is unchanged. The library is not preloaded: a program that asks for NVML finds it
+ * by LD_LIBRARY_PATH. It opens the driver's own library at the first call. Without a page it only
+ * passes calls on. In a suspended process the main thread's calls wait for the slice at the guard's
+ * gate (../nvml_calls.c).
  */
 #define NVML_NAMES
 #include "../find.h"
@@ -32,7 +33,8 @@ enum {
     NVML_ERROR_NOT_READY = 27, /* "System is not in ready state" */
 };
 
-/* Values of nvml_enter() that are not a result for the caller. nvml/entries.S has the same numbers. */
+/* Results of nvml_enter() that are not a result for the caller. nvml/entries.S has the same
+ * numbers. */
 enum { GO_ON = -2, GO_ON_COUNTED = -1 };
 
 typedef void *device;
@@ -51,9 +53,9 @@ const char gpupool_guard[] = FIND_MARK " nvml";
 
 #define HIDDEN __attribute__((visibility("hidden")))
 
-extern HIDDEN void *nvml_real[]; /* nvml_gen.S: filled by nvml_load() */
-/* The byte that entry points test: zero only once the driver is loaded, and only in a process without the
- * guard. */
+extern HIDDEN void *nvml_real[]; /* in nvml_gen.S; load() fills it */
+/* The entry points test this byte. It is zero only in a process without the guard, and only once
+ * the driver is loaded. */
 HIDDEN uint8_t nvml_slow = 1;
 static const struct page *page;
 static bool loaded;
@@ -87,7 +89,7 @@ static void find_page(void)
     close(fd);
 }
 
-/* The guard is preloaded, so its names are global. */
+/* The guard is preloaded, so dlsym finds its functions by name in the whole process. */
 static void find_guard(void)
 {
     *(void **)&guard.enter = dlsym(RTLD_DEFAULT, "gpupool_nvml_enter");
@@ -96,7 +98,7 @@ static void find_guard(void)
         __atomic_store_n(&nvml_slow, 0, __ATOMIC_RELEASE);
 }
 
-/* Threads that get here at the same time find and write the same. */
+/* Threads that get here at the same time find the same functions and write the same values. */
 static void load(void)
 {
     if (__atomic_load_n(&loaded, __ATOMIC_ACQUIRE))
@@ -111,7 +113,7 @@ static void load(void)
     __atomic_store_n(&loaded, true, __ATOMIC_RELEASE);
 }
 
-/* These calls last as long as their caller wants, so a suspend must not wait for them. */
+/* The caller chooses how long these calls wait, so a suspend must not wait for them. */
 static bool waits_for_events(int index)
 {
     return index == N_nvmlEventSetWait || index == N_nvmlEventSetWait_v2 || index == N_nvmlEventSetWait_v3 ||
@@ -123,12 +125,13 @@ HIDDEN void nvml_leave(void)
     guard.leave();
 }
 
-/* Before the driver's function: GO_ON; GO_ON_COUNTED, with nvml_leave() after it; or the result of the call. */
+/* Called before the driver's function. Returns GO_ON, or GO_ON_COUNTED (then nvml_leave() must
+ * follow the driver's function), or the result of the call. */
 HIDDEN int nvml_enter(int index)
 {
     load();
-    /* A shutdown in a suspended process does nothing: it often runs at the end of the process, which ends NVML
-     * anyway. */
+    /* A shutdown in a suspended process does nothing: it usually runs at the end of the process,
+     * and that end shuts NVML down anyway. */
     bool waits = index != N_nvmlShutdown;
     switch (guard.enter && guard.leave ? guard.enter(page, waits) : NVML_CALL_PASSES) {
     case NVML_CALL_COUNTED:
@@ -165,7 +168,8 @@ static int ordinal_of(device d)
     return -1;
 }
 
-/* Report what the session uses and what it may still use; tools expect that their sum is the total. */
+/* Report the bytes that the session uses and the bytes that it may still use. Tools expect that
+ * their sum is the total. */
 static bool slice(device d, unsigned long long real_total, struct memory *out)
 {
     struct slice_memory m;
@@ -205,8 +209,8 @@ int wrap_nvmlDeviceGetMemoryInfo_v2(device d, struct memory_v2 *out)
     return left(entered, result);
 }
 
-/* Returns a text, so it must not return the number of an error as the other functions do. It needs no device.
- * */
+/* This function returns a text, so it cannot return the number of an error as the other functions
+ * do. It needs no device. */
 const char *wrap_nvmlErrorString(int code)
 {
     load();

@@ -29,7 +29,7 @@ describe('rows', () => {
   const ids = (...args: Parameters<typeof rows>) =>
     rows(...args).map(found => found.session.id);
 
-  it('are sorted by waste: the slice times the time without CUDA', () => {
+  it('rows can be sorted by waste: slice times time without CUDA', () => {
     expect(ids(view([waits, session(), hog]), 'waste', false)).toEqual([
       'bb',
       'aa',
@@ -38,14 +38,14 @@ describe('rows', () => {
     expect(wasteText(trans, row(hog, NOW))).toBe('8 GiB for 12 min');
   });
 
-  it('have unknown figures last, in either order', () => {
+  it('rows with unknown figures come last in both orders', () => {
     const all = view([waits, session(), hog]);
     expect(ids(all, 'busy', false)).toEqual(['aa', 'bb', 'cc']);
     expect(ids(all, 'busy', true)).toEqual(['bb', 'aa', 'cc']);
     expect(ids(all, 'name', false)).toEqual(['bb', 'aa', 'cc']);
   });
 
-  it('show what is known, and nothing else', () => {
+  it('rows show only figures that are known', () => {
     const unknown = row(session({ busy_seconds: null, used_bytes: null }), NOW);
     expect([unknown.busy, unknown.waste, unknown.used]).toEqual([null, null, null]);
     expect(wasteText(trans, unknown)).toBe('not known');

@@ -1,7 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A usual session and view of an admin: tests set only the fields that matter to them. */
+/**
+ * An admin's default session and view. A test sets only the fields that matter to it.
+ */
 import { aDevice, GIB, NOW } from '../../__tests__/defaults';
 import type { IAdmin, IAdminSession } from '../../api';
 

@@ -19,11 +19,11 @@ import { Orders } from '../orders';
 import { AdminPage } from '../table';
 import { session, view } from './sessions';
 
-/** A busy machine takes its time. */
+/** A long time-out, because a busy machine is slow. */
 const PATIENCE = { timeout: 20_000 };
 jest.setTimeout(60_000);
 
-/** The dialog of JupyterLab, once it is in the page. */
+/** Wait for JupyterLab's dialog; return its element. */
 const dialog = () =>
   waitFor(() => {
     const found = document.querySelector<HTMLElement>('.jp-Dialog');
@@ -31,7 +31,10 @@ const dialog = () =>
     return found!;
   }, PATIENCE);
 
-/** Press a button of the dialog, which then goes, unless it `stays`. */
+/**
+ * Press a button of the dialog. Then wait until the dialog disappears, unless it
+ * `stays`.
+ */
 async function answer(accept: boolean, stays = false): Promise<void> {
   const shown = await dialog();
   const button = accept ? '.jp-mod-accept' : '.jp-mod-reject';
@@ -49,7 +52,7 @@ const sessions = () => [
   session({ id: 'bb', label: 'late.ipynb', recall_at: NOW + 60 })
 ];
 
-it('says how many have a GPU and wait, how busy each is, and what is emulated', () => {
+it('the admin’s page shows GPUs, waits, utilisation, emulation', () => {
   const found = view([
     session({ granted_bytes: 1 }),
     session({ id: 'bb', state: 'queued', granted_bytes: 0 })
@@ -111,7 +114,7 @@ const press = async (name: string) => {
 };
 
 describe('the page of admins', () => {
-  it('sorts by a click, and says so', () => {
+  it('a click on a header sorts the table and marks the column', () => {
     show();
     const header = (name: RegExp) => screen.getByRole('columnheader', { name });
     expect(header(/^Wasted/).getAttribute('aria-sort')).toBe('descending');
@@ -130,13 +133,13 @@ describe('the page of admins', () => {
     within(await dialog()).getByText(/^Type a whole number of minutes/);
     await answer(true, true);
     expect(asked).toEqual([]);
-    // It asks on, until there is a number or the admin gives up.
+    // The dialog stays open until it has a valid number, or the admin cancels.
     within(await dialog()).getByText(/^Type a whole number of minutes/);
     await answer(false);
     expect(asked).toEqual([]);
   });
 
-  it('sends an order after the question, and shows the answer', async () => {
+  it('the page asks, sends an order, and shows the answer', async () => {
     const { asked, refreshed } = show();
     await press('Take the slice of work.ipynb back');
     const fields = within(await dialog());
@@ -151,7 +154,7 @@ describe('the page of admins', () => {
     expect(refreshed()).toBe(1);
   });
 
-  it('drops a recall, and shows a refusal', async () => {
+  it('the page cancels a recall, and shows a refusal', async () => {
     const { asked } = show();
     screen.getByText(/^Taken back at /);
     await press('Let late.ipynb keep its slice');
@@ -162,19 +165,19 @@ describe('the page of admins', () => {
     await told('work.ipynb: Not allowed. Ask root.');
   });
 
-  it('forgets an answer when its time is over', async () => {
+  it('the page removes an answer when its time is over', async () => {
     show();
     await press('Let late.ipynb keep its slice');
     await told('late.ipynb: Done: keep bb');
     jest.useFakeTimers();
-    // The clock of the answer starts with it.
+    // The answer's timer starts with the answer, so order again with the fake timers.
     await press('Let late.ipynb keep its slice');
     act(() => jest.advanceTimersByTime(OLD));
     expect(screen.getByRole('status').textContent).toBe('');
     jest.useRealTimers();
   });
 
-  it('ends no kernel by the enter key alone', async () => {
+  it('the enter key alone does not end a kernel', async () => {
     const { asked } = show();
     await press('Shut down work.ipynb');
     const shown = await dialog();
@@ -184,7 +187,7 @@ describe('the page of admins', () => {
     expect(asked).toEqual([]);
   });
 
-  it('says why a kernel waits, for how long, and how long it will', () => {
+  it('a row says why a kernel waits, and for how long', () => {
     const { becomes } = show();
     const waits = {
       state: 'queued' as const,
@@ -204,7 +207,7 @@ describe('the page of admins', () => {
     expect(row()).toContain('Waits for 4 GiB · 5 to 10 s left');
   });
 
-  it('keeps the focus on the row of a button that goes', () => {
+  it('the focus stays on the row if its button disappears', () => {
     const { becomes } = show();
     const button = (name: string) => screen.getByRole('button', { name });
     button('GPU 0: Pause…').focus();
@@ -215,11 +218,11 @@ describe('the page of admins', () => {
     };
     becomes({ ...view(sessions()), maintenance: [order] });
     expect(document.activeElement).toBe(button('GPU 0: Put back…'));
-    // The button is another one, and the place is the same.
+    // The focus is on another button at the same place.
     button('Shut down late.ipynb').focus();
     becomes({ ...view(sessions().slice(0, 1)), maintenance: [order] });
     expect(document.activeElement?.className).toBe('jp-gpupool-adminPage');
-    // The admin works elsewhere: nothing draws the focus back.
+    // If the admin works elsewhere on the page, the focus stays there.
     button('Shut down work.ipynb').focus();
     const elsewhere = document.body.appendChild(document.createElement('button'));
     elsewhere.focus();

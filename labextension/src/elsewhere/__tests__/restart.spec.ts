@@ -22,22 +22,22 @@ function lost(more: Partial<ISession> | null): string[] {
   );
 }
 
-describe('a restart elsewhere names what is lost', () => {
-  it('with the bytes of the device, used and suspended', () => {
+describe('the question about a restart elsewhere', () => {
+  it('the question names the lost bytes, used and suspended', () => {
     expect(lost({ used_bytes: 2 * GIB, suspended_bytes: GIB })).toEqual([
       FIRST,
       'All variables of the kernel on gpu2 are lost, with their 3 GiB on its GPU or in its host memory.'
     ]);
   });
 
-  it.each([[NOTHING], [null]])('without bytes that are not there', more => {
+  it.each([[NOTHING], [null]])('names no bytes if there are none', more => {
     expect(lost(more && { ...more, footprint_bytes: 0 })).toEqual([
       FIRST,
       'All variables of the kernel on gpu2 are lost.'
     ]);
   });
 
-  it('and a kernel that cannot be ended', () => {
+  it('the question says that an unreachable kernel may still run', () => {
     expect(lost({ unreachable: 'gpu2 does not answer.' }).slice(2)).toEqual([
       'gpu2 does not answer, so its kernel cannot be ended now. It may still run, and change the same files.'
     ]);
@@ -53,14 +53,14 @@ describe('the restart', () => {
     }
   } as unknown as Widget;
 
-  it('is another kernel of the same name', async () => {
+  it('a restart starts another kernel of the same name', async () => {
     const runAgain = jest.fn(() => Promise.resolve());
     expect(await restart([widget], 'kernel-a', runAgain)).toBe(true);
     expect(runAgain).toHaveBeenCalledTimes(1);
     expect(changeKernel.mock.calls).toEqual([[{ name: 'gpupool-remote-python3' }]]);
   });
 
-  it('does nothing for a kernel without a document', async () => {
+  it('a restart does nothing for a kernel without a document', async () => {
     changeKernel.mockClear();
     const runAgain = jest.fn();
     expect(await restart([widget], 'kernel-b', runAgain)).toBe(false);

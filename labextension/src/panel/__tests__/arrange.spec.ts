@@ -8,7 +8,7 @@ import { device, GIB, mine, NOTHING, other, pool } from './fakes';
 const names = (id: string) => ({ name: `${id}.ipynb`, path: `a/${id}.ipynb` });
 
 describe('Arranger', () => {
-  it('returns unchanged parts as the same objects', () => {
+  it('the arranger returns unchanged parts as the same objects', () => {
     const arranger = new Arranger();
     const view = pool(
       [device(0), device(1)],
@@ -39,7 +39,7 @@ describe('Arranger', () => {
     expect(after.devices).toBe(before.devices);
   });
 
-  it('redraws a kernel for a new name or front document', () => {
+  it('a row is new if its name or the front document changes', () => {
     const arranger = new Arranger();
     const view = pool([device(0)], [mine('a'), mine('b')]);
     const before = arranger.arrange(view, () => null, null, true);
@@ -52,7 +52,7 @@ describe('Arranger', () => {
     expect(after.rows[0]!.slices.map(slice => slice.active)).toEqual([true, false]);
   });
 
-  it('keeps the number of a kernel and reuses it afterwards', () => {
+  it('a kernel keeps its number, which is reused after its end', () => {
     const arranger = new Arranger();
     const numbers = (...ids: string[]) =>
       arranger
@@ -79,7 +79,7 @@ describe('Arranger', () => {
     expect(kernels[0]!.number).toBe(3);
   });
 
-  it('counts slices and waiting kernels, in queue order', () => {
+  it('the arranger counts slices and waits, and sorts the queue', () => {
     const waits = { ...NOTHING, state: 'queued' } as const;
     const { having, waiting, queue, suspended } = new Arranger().arrange(
       pool(
@@ -99,7 +99,7 @@ describe('Arranger', () => {
     expect(queue.map(row => row.session.id)).toEqual(['a', 'x']);
   });
 
-  it('lists my kernels of other servers only on the devices', () => {
+  it('the arranger lists my kernels of other servers separately', () => {
     const { kernels, elsewhere, rows } = new Arranger().arrange(
       pool([device(0)], [mine('a', { here: false })]),
       () => null,
@@ -111,7 +111,7 @@ describe('Arranger', () => {
     expect(rows[0]!.slices[0]!.name).toBe('label of a');
   });
 
-  it('shows no own kernels if none runs', () => {
+  it('no kernel of this server is shown if the model is not live', () => {
     const view = pool(
       [device(0)],
       [
@@ -131,7 +131,7 @@ describe('Arranger', () => {
     expect(after.elsewhere).toBe(before.elsewhere);
   });
 
-  it('shows the bytes of a session on each device', () => {
+  it('the arranger shows the bytes of a session on each device', () => {
     const grown = mine('a', {
       granted_bytes: 10 * GIB,
       used_bytes: 7 * GIB,
@@ -149,7 +149,7 @@ describe('Arranger', () => {
     ).toEqual([[[8, 7 * GIB]], [[2, null]], []]);
   });
 
-  it('keeps the slices of a session on several devices apart', () => {
+  it('the slices of a session on several devices are separate', () => {
     const has = (first: number) =>
       mine('a', {
         devices: ['GPU-0', 'GPU-1'],
@@ -169,7 +169,7 @@ describe('Arranger', () => {
     expect(after.rows[1]!.slices[0]!.bytes).toBe(GIB);
   });
 
-  it('does not invent figures that an older server omits', () => {
+  it('the arranger adds no figures that an older server omits', () => {
     const { slices, ...old } = mine('a', { devices: ['GPU-0', 'GPU-1'] });
     expect(slices).toHaveLength(2);
     const view = pool([device(0), device(1)], [old as ISession]);
@@ -179,8 +179,8 @@ describe('Arranger', () => {
     ]);
   });
 
-  it('lists a kernel on another machine, but not in devices and queue here', () => {
-    // Machines of one model may give emulated devices the same UUID.
+  it('a kernel on another machine is only among my kernels', () => {
+    // Machines of the same model may give emulated devices the same UUIDs.
     const far = { machine: 'gpu2', suspended_bytes: GIB } as const;
     const view = pool(
       [device(0)],

@@ -55,7 +55,7 @@ describe('Documents', () => {
   };
   const both = ['docmanager:open', 'console:open'];
 
-  it('name kernels by the document that uses them', () => {
+  it('a kernel has the name of the document that uses it', () => {
     const { documents } = made(
       [],
       [session, { ...session, name: '', kernel: null }],
@@ -68,19 +68,19 @@ describe('Documents', () => {
     expect(documents.name('other')).toBeNull();
   });
 
-  it('without a name are called by their file', () => {
+  it('a document without a name has the name of its file', () => {
     const { documents } = made([], [{ ...session, name: '' }]);
     expect(documents.name('k')?.name).toBe('a.ipynb');
   });
 
-  it('know the kernel of the document in front', () => {
+  it('"active" is the kernel of the document in front', () => {
     expect(made([{ id: 'w', ...runs('k') }], []).documents.active).toBe('k');
     expect(made([{ id: 'w', context: runs('k') }], []).documents.active).toBe('k');
     expect(made([{ id: 'w' }], []).documents.active).toBeNull();
     expect(made([], []).documents.active).toBeNull();
   });
 
-  it('tell that one behind others was closed, and no resize', () => {
+  it('a signal reports a closed hidden document, but no resize', () => {
     const widgets = [{ id: 'launcher' }, { id: 'w', ...runs('k') }];
     const { documents, layoutModified } = made(widgets, [session]);
     const changed = jest.fn();
@@ -93,7 +93,7 @@ describe('Documents', () => {
     expect(documents.name('k')?.closed).toBe(true);
   });
 
-  it('come to the front if they are open', () => {
+  it('an open document comes to the front', () => {
     const { documents, activated, executed } = made(
       [{ id: 'launcher' }, { id: 'w', ...runs('k') }],
       [session],
@@ -103,14 +103,14 @@ describe('Documents', () => {
     expect([activated, executed]).toEqual([['w'], []]);
   });
 
-  it('are opened if they are not', () => {
+  it('a closed document is opened', () => {
     const { documents, executed } = made([], [session], ['docmanager:open']);
     documents.open('k');
     documents.open('unknown');
     expect(executed).toEqual([['docmanager:open', { path: 'x/a.ipynb' }]]);
   });
 
-  it('are opened by the command of their type; consoles are no files', () => {
+  it('a console is opened by the command of its type', () => {
     const { documents, executed } = made([], [prompt], both);
     expect(documents.name('c')).toEqual({
       ...{ name: 'Console 1', path: 'x/console-1' },
@@ -120,7 +120,7 @@ describe('Documents', () => {
     expect(executed).toEqual([['console:open', { path: 'x/console-1' }]]);
   });
 
-  it('have no path if no command opens them, unless they are open', () => {
+  it('a document has a path only if it is open or can be opened', () => {
     const odd = { ...session, type: 'odd' };
     const { documents, executed } = made(
       [],
@@ -138,7 +138,7 @@ describe('Documents', () => {
     expect(shown.activated).toEqual(['w']);
   });
 
-  it('signal changes', () => {
+  it('a signal reports a change of the running sessions', () => {
     const { documents, runningChanged } = made([], []);
     const told = jest.fn();
     documents.changed.connect(told);

@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A pool without a server: the interfaces that the panel draws. */
+/** Fakes of the interfaces that the panel draws, without a server. */
 import { DisposableDelegate } from '@lumino/disposable';
 import type { IDisposable } from '@lumino/disposable';
 import { Signal } from '@lumino/signaling';
@@ -73,7 +73,7 @@ export class FakeModel implements IPoolModel {
   time = NOW;
   refreshed = 0;
   readonly asked: string[] = [];
-  /** The broker's plan for any waiting kernel; null: it does not answer. */
+  /** The broker's plan for each waiting kernel; null means that it does not answer. */
   plan: IExplanation | null = null;
   answer: () => Promise<{ note: string }> = () => Promise.resolve({ note: 'Done.' });
   readonly changed: Signal<IPoolModel, Change> = new Signal(this);
@@ -104,7 +104,7 @@ export class FakeModel implements IPoolModel {
     }
   } as unknown as PoolClient;
 
-  /** Set a new view, as after a delta: parts that are not named stay the same objects. */
+  /** Set a new view and signal a change. */
   change(view: IPool | null): void {
     this.view = view;
     this.changed.emit({ all: true });
@@ -183,7 +183,7 @@ export class FakeDocuments implements IDocuments {
   }
 }
 
-/** Numbers that look random but are the same in each run. */
+/** Returns numbers that look random but are the same in each run. */
 export function random(seed: number): (below: number) => number {
   let state = seed;
   return below => {

@@ -20,7 +20,7 @@ function sum(values: readonly number[]): number {
 }
 
 describe('parts', () => {
-  it('are to scale of the whole memory, in the order of the bar', () => {
+  it('the parts are shares of the memory, in the bar’s order', () => {
     const on = device(0, { memory_foreign: GIB });
     const shown = parts(on, slicesOf(on, [mine('a'), other('b')]));
     expect(shown.map(part => [part.kind, part.bytes / GIB, part.share])).toEqual([
@@ -32,11 +32,11 @@ describe('parts', () => {
     ]);
   });
 
-  it('of an empty device are free memory and the reserve', () => {
+  it('an empty device has only free memory and the reserve', () => {
     expect(parts(device(0), []).map(part => part.kind)).toEqual(['free', 'reserved']);
   });
 
-  it('take from the reserve, then shrink, if figures contradict', () => {
+  it('the reserve shrinks first if the figures contradict', () => {
     const on = device(0, { memory_foreign: 4 * GIB });
     const tight = parts(on, slicesOf(on, [mine('a', { granted_bytes: 12 * GIB })]));
     expect(tight.map(part => part.kind)).toEqual(['mine', 'foreign']);
@@ -44,7 +44,7 @@ describe('parts', () => {
     expect(over.map(part => part.share)).toEqual([28 / 32, 4 / 32]);
   });
 
-  it('of a session on several devices have its size on each', () => {
+  it('a part has the size of the slice on its own device', () => {
     const two = [device(0), device(1)];
     const slices = [
       { device: 'GPU-0', granted_bytes: 8 * GIB, used_bytes: 6 * GIB },
@@ -59,7 +59,7 @@ describe('parts', () => {
     ]);
   });
 
-  it('of a device out of service show no free memory', () => {
+  it('a device out of service has no free memory', () => {
     const on = device(0, { drained_reason: 'The admin took it out.' });
     expect(parts(on, slicesOf(on, [mine('a')])).map(part => part.kind)).toEqual([
       'mine',
@@ -68,7 +68,7 @@ describe('parts', () => {
     ]);
   });
 
-  it('sum to the whole for any figures', () => {
+  it('the shares of the parts sum to 1 for any figures', () => {
     const next = random(4);
     const states = ['attaching', 'active', 'idle', 'detaching'] as const;
     for (let round = 0; round < 500; round++) {
@@ -111,11 +111,11 @@ describe('parts', () => {
 describe('fill', () => {
   const slice = slicesOf(device(0), [mine('a')])[0]!;
 
-  it('is unknown if the use is unknown', () => {
+  it('the fill is unknown if the use is unknown', () => {
     expect(fill({ ...slice, used: null })).toBeNull();
   });
 
-  it('is never more than the slice', () => {
+  it('the fill is never more than the slice', () => {
     expect(fill({ ...slice, used: 9 * GIB })).toBe(1);
     expect(fill({ ...slice, used: 0 })).toBe(0);
   });

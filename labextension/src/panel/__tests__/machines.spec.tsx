@@ -46,7 +46,7 @@ const rows = () =>
     .map(row => [...row.children].map(part => part.textContent));
 
 describe('the machines of a cluster', () => {
-  it('are not shown on a machine of its own', () => {
+  it('machines are not shown without a cluster', () => {
     const past = show(null);
     expect(screen.queryByRole('region')).toBeNull();
     act(() => {
@@ -56,7 +56,7 @@ describe('the machines of a cluster', () => {
     expect(screen.queryByRole('region')).toBeNull();
   });
 
-  it('show GPUs, free memory, queue and my kernels, in words', () => {
+  it('a machine shows GPUs, free memory, queue and my kernels', () => {
     const gpus = [
       { name: 'NVIDIA A100', free: 3 * GIB },
       { name: 'NVIDIA A100', free: 8 * GIB },
@@ -77,7 +77,7 @@ describe('the machines of a cluster', () => {
     ]);
   });
 
-  it('show a state of each that no colour alone tells', () => {
+  it('a machine shows its state in words, not only by a colour', () => {
     const states = ['unreachable', 'draining', 'left', 'gone'] as const;
     show(cluster(states.map(state => machine(state, { state, age: 42 }))));
     expect(rows().map(([head]) => head)).toEqual([
@@ -88,7 +88,7 @@ describe('the machines of a cluster', () => {
     ]);
   });
 
-  it('do not show what is unknown as 0', () => {
+  it('a machine does not show an unknown figure as 0', () => {
     const nothing = { devices: null, out: null, free: null, waiting: null, gpus: null };
     show(
       cluster([
@@ -102,14 +102,14 @@ describe('the machines of a cluster', () => {
     ]);
   });
 
-  it('say that the ledger does not answer, and how many are not shown', () => {
+  it('notes report a silent ledger and machines left out', () => {
     show(cluster([machine('gpu1', { here: true })], { connected: false, left_out: 2 }));
     within(screen.getByRole('status')).getByText(/ledger does not answer: only this/);
     screen.getByText('2 more machines are not shown.');
   });
 });
 
-describe('the requests for them', () => {
+describe('the requests for the machines', () => {
   beforeEach(() => void jest.useFakeTimers());
   afterEach(() => void jest.useRealTimers());
 
@@ -133,7 +133,7 @@ describe('the requests for them', () => {
     return { model, history, answer, asked: () => asked };
   }
 
-  it('are sent in a cluster only, and while a widget shows them', async () => {
+  it('requests are sent only in a cluster, for a shown widget', async () => {
     const { model, history, answer, asked } = watch(pool([]));
     const hold = history.hold();
     await jest.advanceTimersByTimeAsync(3 * INTERVAL);
@@ -162,7 +162,7 @@ describe('the requests for them', () => {
     history.dispose();
   });
 
-  it('are sent once with each view while no kernel is open', async () => {
+  it('one request is sent for each view while no kernel is open', async () => {
     const { model, history, answer, asked } = watch(pool([], [], { clustered: true }));
     model.live = false;
     answer.fails = true;

@@ -89,15 +89,15 @@ function show(
   };
 }
 
-/** The pictures of devices, among those of the last minutes. */
+/** Finds the pictures of devices among the pictures of the last minutes. */
 const BARS = { name: /^GPU \d+, / };
 const region = (name: string) => within(screen.getByRole('region', { name }));
-/** The time on this machine's clock in so many seconds. */
+/** The time of day on this machine's clock, `seconds` from now. */
 const clockAt = (seconds: number) =>
   words.timeOfDay(trans, new Date(Date.now() + seconds * 1000));
 const queued = { ...NOTHING, state: 'queued' } as const;
 
-/** The text of a time depends on the day and the minute. */
+/** A fixed time, because the text of a time depends on the day and the minute. */
 const NOON = new Date(2026, 10, 21, 12, 0, 30);
 
 beforeEach(() => {
@@ -124,7 +124,7 @@ afterEach(() => {
 });
 
 describe('the header', () => {
-  it('gives the state of the pool in one sentence', () => {
+  it('the header gives the state of the pool in one sentence', () => {
     const waits = mine('w', { ...queued, queue_position: 1 });
     show(pool([device(0), device(1)], [mine('a'), other('b'), waits]));
     screen.getByText('2 GPUs · 2 kernels have one · 1 waits');
@@ -132,7 +132,7 @@ describe('the header', () => {
     expect(screen.queryByRole('button', { name: 'Refresh' })).toBeNull();
   });
 
-  it('shows what is out of service, by whom, since when, and why', () => {
+  it('the header shows what is out of service, since when and why', () => {
     const more = {
       maintenance: [anOrder(), anOrder({ device: 'GPU-1', closed: false })]
     };
@@ -145,7 +145,7 @@ describe('the header', () => {
     expect(one!.textContent).toMatch(/^GPU 1 has been paused by .* finish their work/);
   });
 
-  it('shows the broker’s configuration if it is not the server’s', () => {
+  it('the header notes if broker and server configuration differ', () => {
     const configuration_notice = 'In force: c.GPUPool.idle_timeout is 5 s.';
     const { again } = show(pool([device(0)], [], { configuration_notice }));
     const notices = within(screen.getByRole('list', { name: 'Notices' }));
@@ -155,13 +155,13 @@ describe('the header', () => {
     expect(screen.queryByRole('list', { name: 'Notices' })).toBeNull();
   });
 
-  it('marks emulated devices', () => {
+  it('the header and the bars mark emulated devices', () => {
     show(pool([device(0, { emulated: true })], [], { emulated: true }));
     expect(screen.getAllByText('EMULATED')).toHaveLength(2);
     screen.getByRole('img', { name: /^GPU 0, NVIDIA A100, EMULATED, / });
   });
 
-  it('shows why the broker is away, what to do, and that it retries', () => {
+  it('the header says why the broker is away and what happens', () => {
     const broker = {
       status: 'away',
       message: 'It was stopped.',
@@ -174,7 +174,7 @@ describe('the header', () => {
     banner.getByText('Trying again by itself.');
     screen.getByText(`Shown as of ${clockAt(0)}.`);
     screen.getByRole('img', BARS);
-    // The toolbar announces it.
+    // The toolbar announces the absence, so the panel does not.
     expect(banner.queryByRole('status')).toBeNull();
     expect(screen.queryByRole('alert')).toBeNull();
     again(null);
@@ -182,16 +182,16 @@ describe('the header', () => {
     expect(screen.queryByRole('region')).toBeNull();
   });
 
-  it('promises no retry if nothing retries', () => {
+  it('the header promises no retry if nothing retries', () => {
     const broker = { status: 'away', message: 'Off.', nextStep: '' } as const;
     show(null, { broker, live: false });
-    // Here no other part announces it.
+    // Here no other part announces the absence.
     within(screen.getByRole('status')).getByText('GPU pool away');
     expect(screen.queryByText('Trying again by itself.')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });
   });
 
-  it('raises no alarm if no kernel needs a broker', () => {
+  it('the header raises no alarm if no kernel needs a broker', () => {
     const broker = {
       status: 'away',
       message: 'No GPU pool broker listens.',
@@ -205,7 +205,7 @@ describe('the header', () => {
     screen.getByRole('button', { name: 'Refresh' });
   });
 
-  it('raises an alarm if a needed broker is missing, or for another fault', () => {
+  it('the header raises an alarm for a missing broker or a fault', () => {
     const away = { status: 'away', message: '', nextStep: '' } as const;
     show(null, { broker: { ...away, code: 'no-broker' } });
     screen.getByText('GPU pool away');
@@ -214,7 +214,7 @@ describe('the header', () => {
     screen.getByText('GPU pool away');
   });
 
-  it('explains that there is no GPU', () => {
+  it('the header explains that there is no GPU', () => {
     show(pool([], [], { problem: 'No driver: `jupyter gpupool doctor`.' }));
     screen.getByText('No GPU found');
     expect(screen.getByText('jupyter gpupool doctor').tagName).toBe('CODE');
@@ -223,7 +223,7 @@ describe('the header', () => {
     screen.getByRole('region', { name: 'Host memory' });
   });
 
-  it('does not call the pool empty while a kernel runs on another machine', () => {
+  it('the header says that pooled kernels run on other machines', () => {
     const remote_kernels = { 'kernel-a': 'gpu2' };
     show(pool([], [], { problem: 'No driver.', remote_kernels }));
     screen.getByText('No GPU on this machine');
@@ -231,7 +231,7 @@ describe('the header', () => {
     expect(screen.queryByText('No GPU found')).toBeNull();
   });
 
-  it('explains it before the first request, from the page', () => {
+  it('the header explains a missing GPU before the first request', () => {
     show(null, {
       live: false,
       found: { found: false, reason: 'No /dev/nvidia0.', emulated: false }
@@ -239,7 +239,7 @@ describe('the header', () => {
     screen.getByText('No /dev/nvidia0.');
   });
 
-  it('explains the missing GPU instead of the missing broker', () => {
+  it('the header explains a missing GPU, not the missing broker', () => {
     const found = { found: false, reason: 'No /dev/nvidia0.', emulated: false };
     const broker = { status: 'away', message: 'No socket.', nextStep: '' } as const;
     show(null, { live: false, found, broker });
@@ -247,7 +247,7 @@ describe('the header', () => {
     expect(screen.queryByText('GPU pool away')).toBeNull();
   });
 
-  it('says that the user has no access, with or without a GPU', () => {
+  it('the header says that the user has no access to the pool', () => {
     const found = { found: false, reason: 'No /dev/nvidia0.', emulated: false };
     const broker = {
       status: 'away',
@@ -259,8 +259,8 @@ describe('the header', () => {
     screen.getByText('No access to the GPU pool');
   });
 
-  it('shows how old the view is, and fetches on demand', async () => {
-    // The view is a quarter of an hour old; the broker's clock runs on.
+  it('the header shows the view’s age, and fetches on demand', async () => {
+    // The view is a quarter of an hour old, and the broker's clock has continued.
     const { model } = show(pool([device(0)]), { live: false, time: NOW + 900 });
     screen.getByText(`Shown as of ${clockAt(-900)}.`);
     screen.getByText(/^No Pooled GPU kernel is open\./);
@@ -272,7 +272,7 @@ describe('the header', () => {
     expect(model.refreshed).toBe(1);
   });
 
-  it('shows that it fetches', () => {
+  it('the header shows that it fetches', () => {
     show(null);
     screen.getByText('Asking the pool…');
   });
@@ -306,7 +306,7 @@ describe('devices', () => {
     expect(opened).toEqual([]);
   });
 
-  it('of several kinds are in groups', () => {
+  it('devices are in groups, one for each kind', () => {
     const devices = Array.from({ length: 12 }, (_, i) =>
       device(i, i < 4 ? { name: 'NVIDIA H100' } : { memory_granted: GIB })
     );
@@ -317,7 +317,7 @@ describe('devices', () => {
     screen.getByText('8 in use of 8 · 16 GiB');
   });
 
-  it('get the focus by arrow keys in the grid', () => {
+  it('arrow keys move the focus between devices in the grid', () => {
     show(pool(Array.from({ length: 9 }, (_, i) => device(i))));
     const cells = region('Devices').getAllByRole('button', { name: /^GPU \d+,/ });
     act(() => cells[0]!.focus());
@@ -330,7 +330,7 @@ describe('devices', () => {
     expect([cells[0]!.tabIndex, cells[8]!.tabIndex]).toEqual([-1, 0]);
   });
 
-  it('are pictures, and list below who has how much', () => {
+  it('a device has a picture, and a line for each part below', () => {
     const memory = { memory_granted: 12 * GIB, memory_foreign: GIB };
     const on = device(0, { ...memory, memory_free: 2 * GIB });
     const idle = { state: 'idle', granted_bytes: 4 * GIB } as const;
@@ -364,7 +364,7 @@ describe('devices', () => {
     expect(opened).toEqual(['kernel-a']);
   });
 
-  it('name the owners of others’ slices to an admin', () => {
+  it('an admin sees the owners of others’ slices', () => {
     const named = other('b', { owner: 'bob', label: 'fit.ipynb' });
     show(pool([device(0)], [named, other('c', { owner: 'other' })]));
     const lines = within(screen.getByRole('list', { name: 'On GPU 0' }));
@@ -374,7 +374,7 @@ describe('devices', () => {
     ]);
   });
 
-  it('show drains and limits', () => {
+  it('a device shows that it is drained, and its limits', () => {
     show(
       pool([
         device(0, { drained_reason: 'The admin took it out.' }),
@@ -388,7 +388,7 @@ describe('devices', () => {
     screen.getByRole('img', { name: /^GPU 1,.*; Free: 15 GiB;/ });
   });
 
-  it('show on each what a session has there', () => {
+  it('each device shows the session’s slice on it', () => {
     const slices = [
       { device: 'GPU-0', granted_bytes: 8 * GIB, used_bytes: 6 * GIB },
       { device: 'GPU-1', granted_bytes: 2 * GIB, used_bytes: null }
@@ -402,7 +402,7 @@ describe('devices', () => {
     screen.getByRole('img', { name: /^GPU 1,.*; 1 kernel-a.ipynb: 2 GiB, in use/ });
   });
 
-  it('show no number for an unknown figure', () => {
+  it('a device shows no number for an unknown figure', () => {
     const { container } = show(
       pool([device(0, { utilisation: null })], [mine('a', { used_bytes: null })])
     );
@@ -417,7 +417,7 @@ describe('the queue', () => {
   const waits = (id: string, place: number) =>
     mine(id, { ...queued, queue_position: place, label: `${id}.ipynb` });
 
-  it('offers what can be done for my kernels that wait', async () => {
+  it('the queue offers buttons for my waiting kernels', async () => {
     const plan = {
       ...{ lines: [], standing: [], starts_with_bytes: 4 * GIB },
       holders: [{ session: 'a', own: true, bytes: 6 * GIB, use: 'busy' as const }]
@@ -439,7 +439,7 @@ describe('the queue', () => {
     region('Queue').getByRole('button', { name: /^Tell me when it starts/ });
   });
 
-  it('asks for no plan of others, of other servers, and of many of mine', async () => {
+  it('the queue asks for the plans of only a few of my kernels', async () => {
     const there = mine('x', { ...queued, queue_position: 6, here: false });
     const many = ['a', 'b', 'c'].map((id, i) => waits(id, i + 1));
     const { model } = show(
@@ -455,7 +455,7 @@ describe('the queue', () => {
     expect(more.getAttribute('aria-expanded')).toBe('true');
   });
 
-  it('names my kernels, and the class of others', () => {
+  it('the queue shows my kernels’ names and the others’ classes', () => {
     show(
       pool(
         [device(0)],
@@ -496,7 +496,7 @@ describe('the queue', () => {
     expect(row.querySelector('.jp-gpupool-why')?.textContent ?? '').toBe(said);
   });
 
-  it('says by which rule an idle slice was lost, and what brings the data back', () => {
+  it('the panel says why an idle slice was taken', () => {
     const lost = {
       state: 'detached',
       suspended_bytes: GIB,
@@ -508,14 +508,14 @@ describe('the queue', () => {
     );
   });
 
-  it('shows an unknown place as ?, and an unknown time as one', () => {
+  it('the queue shows an unknown place and time as unknown', () => {
     show(pool([device(0)], [mine('a', queued)]));
     expect(region('Queue').getByRole('listitem').textContent).toBe(
       '?1kernel-a.ipynb8 GiB · no estimate yetStop waitingTell me when it starts'
     );
   });
 
-  it('is short, and always has my kernels', () => {
+  it('the queue is short, but always lists my kernels', () => {
     const many = Array.from({ length: 50 }, (_, i) =>
       other(`${i}`, { ...queued, queue_position: i + 1 })
     );
@@ -524,14 +524,14 @@ describe('the queue', () => {
     region('Queue').getByText('30 more wait.');
   });
 
-  it('may be empty', () => {
+  it('the queue says that nobody waits', () => {
     show(pool([device(0)]));
     region('Queue').getByText('Nobody waits for a GPU.');
   });
 });
 
 describe('my kernels', () => {
-  it('show that one was preempted, and why', () => {
+  it('my kernel shows that it was preempted, and why', () => {
     const preempted = 'a kernel of a higher priority class needs the GPU';
     show(pool([device(0)], [mine('a', { ...queued, preempted, queue_position: 1 })]));
     const kernels = region('My kernels on this server');
@@ -540,14 +540,14 @@ describe('my kernels', () => {
   });
 
   const kernels = () => region('My kernels on this server');
-  /** Press a button, and let the answer come. */
+  /** Press a button, and wait for the answer. */
   const press = (name: RegExp) =>
     act(() => {
       fireEvent.click(kernels().getByRole('button', { name }));
       return Promise.resolve();
     });
 
-  it('show their state, and open their document', () => {
+  it('my kernel shows its state, and opens its document', () => {
     const { opened } = show(
       pool(
         [device(0)],
@@ -577,7 +577,7 @@ describe('my kernels', () => {
     expect(front.getAttribute('aria-current')).toBe('true');
   });
 
-  it('count down each second, and nothing else does', () => {
+  it('a count-down draws nothing else again', () => {
     jest.useFakeTimers({ now: NOON });
     try {
       const { model } = show(
@@ -598,7 +598,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('of another server are named, without actions', () => {
+  it('my kernel of another server has no buttons', () => {
     show(pool([device(0)], [mine('a', { here: false })]));
     kernels().getByText('No kernel of this server is in the pool.');
     kernels().getByText(/^Also yours, on another server/);
@@ -609,7 +609,7 @@ describe('my kernels', () => {
     screen.getByRole('img', { name: /in use \(yours, on another server\);/ });
   });
 
-  it('have no timer if nothing counts down', () => {
+  it('there is no timer if nothing counts down', () => {
     jest.useFakeTimers({ now: NOON });
     try {
       show(pool([device(0)], [mine('a')]));
@@ -619,7 +619,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('are released and kept, and show the answer', async () => {
+  it('my kernel shows the answer to a release and to a keep', async () => {
     const { model } = show(pool([device(0)], [mine('a')]));
     await press(/^Release/);
     expect(kernels().getByRole('status').textContent).toBe('Done.');
@@ -632,7 +632,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual(['release kernel-a', 'keep kernel-a 600']);
   });
 
-  it('are kept as long as the settings say, or until released', async () => {
+  it('a slice can be kept for the minutes of the settings', async () => {
     jest.useFakeTimers({ now: NOON });
     try {
       const view = pool([device(0)], [mine('a')]);
@@ -644,7 +644,7 @@ describe('my kernels', () => {
       expect(button().textContent).toBe('Keep for 25 minutes');
       expect(button().getAttribute('aria-label')).toContain('Keep for 25 minutes');
       await press(/^Keep for 25 minutes/);
-      // The answer disappears, and its timer with it.
+      // The answer and its timer disappear.
       act(() => jest.advanceTimersByTime(OLD));
 
       again(pool([device(0)], [mine('a', { keep_until: NOW + 1500 })]));
@@ -659,7 +659,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('are kept no longer than the pool allows', async () => {
+  it('a slice can be kept no longer than the pool allows', async () => {
     const view = pool([device(0)], [mine('a')]);
     const limits = { ...view.limits, max_keep: 300 };
     const { model } = show({ ...view, limits });
@@ -669,7 +669,7 @@ describe('my kernels', () => {
     expect(kernels().queryByRole('button', { name: /^Keep/ })).toBeNull();
   });
 
-  it('are no longer kept after a second click', async () => {
+  it('a second click ends a keep', async () => {
     const { model } = show(pool([device(0)], [mine('a', { keep_until: NOW + 60 })]));
     const button = kernels().getByRole('button', { name: /^Stop keeping/ });
     expect(button.textContent).toBe('Stop keeping');
@@ -677,7 +677,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual(['keep kernel-a 0']);
   });
 
-  it('show an answer while it is true and new', async () => {
+  it('my kernel shows an answer only while it is true and new', async () => {
     jest.useFakeTimers({ now: NOON });
     try {
       const { model, again } = show(pool([device(0)], [mine('a', { state: 'idle' })]));
@@ -701,7 +701,7 @@ describe('my kernels', () => {
     }
   });
 
-  it('show that a release is still to come', () => {
+  it('my kernel shows that a release is pending', () => {
     const { model } = show(pool([device(0)], [mine('a', { release_asked: true })]));
     kernels().getByText(
       'Goes back to the pool when its work on the GPU is done. Keeping it cancels that.'
@@ -712,7 +712,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual([]);
   });
 
-  it('send one request at a time', () => {
+  it('my kernel sends one request at a time', () => {
     const { model } = show(pool([device(0)], [mine('a')]), {
       answer: () => new Promise(() => undefined)
     });
@@ -723,7 +723,7 @@ describe('my kernels', () => {
     expect(model.asked).toHaveLength(1);
   });
 
-  it('without a slice cannot be released, but keep their buttons', async () => {
+  it('without a slice, the buttons only say why', async () => {
     const { model } = show(
       pool([device(0)], [mine('a', { ...NOTHING, state: 'detached' })])
     );
@@ -738,7 +738,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual([]);
   });
 
-  it('are shut down after a question, and say when an admin takes the slice', async () => {
+  it('my kernel can be shut down, and shows an admin’s recall', async () => {
     const { opened } = show(pool([device(0)], [mine('a', { recall_at: NOW + 300 })]));
     kernels().getByText(
       `The administrator takes its slice back at ${clockAt(300)}. Nothing is lost.`
@@ -748,7 +748,7 @@ describe('my kernels', () => {
     expect(kernels().getByRole('status').textContent).toBe('The kernel has ended.');
   });
 
-  it('show their last minutes if known', () => {
+  it('my kernel shows its last minutes, if these are known', () => {
     const { past } = show(pool([device(0)], [mine('a')]));
     expect(kernels().queryByRole('img')).toBeNull();
     const columns = { time: [NOW - 1, NOW], used: [GIB, 2 * GIB], busy: [0.2, null] };
@@ -763,7 +763,7 @@ describe('my kernels', () => {
 });
 
 describe('the totals', () => {
-  it('show host memory, mine and in all', () => {
+  it('the totals show my part of host memory, and the sum', () => {
     show(
       pool(
         [device(0)],
@@ -782,7 +782,7 @@ describe('the totals', () => {
     ]);
   });
 
-  it('never exceed the budget', () => {
+  it('the totals never show more than 100 % of the budget', () => {
     const host = { budget_bytes: GIB, used_bytes: 3 * GIB, available_bytes: GIB };
     show(pool([device(0)], [], { host }));
     expect(region('Host memory').getByRole('meter').getAttribute('aria-valuenow')).toBe(
@@ -790,7 +790,7 @@ describe('the totals', () => {
     );
   });
 
-  it('show the share of time in which kernels had a slice', () => {
+  it('the totals show the share of time with a slice', () => {
     const { past } = show(pool([device(0)]));
     region('Use').getByText('? Known while a Pooled GPU kernel is open.');
     act(() => past.change(history()));
@@ -806,7 +806,7 @@ describe('the totals', () => {
 });
 
 describe('the last hour', () => {
-  it('has a graph for each device and one for the queue', () => {
+  it('the last hour has one graph per device and one for the queue', () => {
     const { past } = show(pool([device(0)]));
     region('Last hour').getByText('Known while a Pooled GPU kernel is open.');
     past.hour = {
@@ -830,7 +830,7 @@ describe('the last hour', () => {
 });
 
 describe('the last hour of many devices', () => {
-  it('is one graph for all, and each on demand', () => {
+  it('many devices share one graph, and have their own on demand', () => {
     const devices = Array.from({ length: 9 }, (_, i) => device(i));
     const { past } = show(pool(devices));
     const one = { granted: [null, GIB], used: [], utilisation: [null, 50] };
@@ -856,7 +856,7 @@ describe('the last hour of many devices', () => {
 });
 
 describe('the links', () => {
-  it('lead to other places', () => {
+  it('the links open other places of the user interface', () => {
     const { gone } = show(pool([device(0)]));
     fireEvent.click(screen.getByRole('button', { name: 'All sessions' }));
     expect(gone).toEqual(['admin']);
@@ -870,7 +870,7 @@ describe('my share', () => {
   ];
   const budgets = [{ group: 'bio', seconds: 100, left: 70, spent: false }];
 
-  it('has the lines of the broker, and a meter for each budget', () => {
+  it('"My share" has the broker’s lines, and a meter per budget', () => {
     show(pool([device(0)], [mine('a'), mine('b', { standing, budgets })]));
     const share = region('My share');
     standing.forEach(line => share.getByText(line));
@@ -881,14 +881,14 @@ describe('my share', () => {
     expect(meter.getAttribute('aria-valuetext')).toBe('30 of 100 GPU-seconds');
   });
 
-  it('is left out where there are no groups and budgets', () => {
+  it('"My share" is not shown without groups and budgets', () => {
     show(pool([device(0)], [mine('a', { standing: [], budgets: [] })]));
     expect(screen.queryByRole('region', { name: 'My share' })).toBeNull();
   });
 });
 
 describe('a delta', () => {
-  it('draws only changed parts again', () => {
+  it('a delta draws only changed parts again', () => {
     const devices = Array.from({ length: 8 }, (_, i) => device(i));
     const sessions = Array.from({ length: 50 }, (_, i) =>
       i % 2 === 0
@@ -917,7 +917,7 @@ describe('a delta', () => {
     expect(say.mock.calls.map(([, session]) => session?.id)).toEqual(['4']);
   });
 
-  it('draws no lines; a history draws no bars', () => {
+  it('a delta draws no graphs again, and a history no bars', () => {
     const view = pool([device(0)], [mine('a')]);
     const { again, past } = show(view);
     const columns = { time: [NOW], used: [GIB], busy: [null] };
@@ -936,7 +936,7 @@ describe('a delta', () => {
 });
 
 describe('a section', () => {
-  it('is not drawn while folded', () => {
+  it('a section is not drawn while it is folded', () => {
     show(pool([device(0)]));
     const details = screen.getByRole('region', { name: 'Devices' }).firstElementChild!;
     (details as HTMLDetailsElement).open = false;
@@ -945,7 +945,7 @@ describe('a section', () => {
     screen.getByRole('heading', { name: 'Devices' });
   });
 
-  it('stays folded when the panel is drawn again', () => {
+  it('a section stays folded when the panel is drawn again', () => {
     const folded = new Set<string>();
     show(pool([device(0)]), {}, folded);
     const details = screen.getByRole('region', { name: 'Devices' }).firstElementChild!;

@@ -13,28 +13,28 @@ const now = 1000;
 const at = (...ago: number[]) => ago.map(seconds => now - seconds);
 
 describe('path', () => {
-  it('goes from the left edge to the right one, from 0 to the top', () => {
+  it('the path goes from left to right, and from 0 to the top', () => {
     expect(path(at(SPAN, 150, 0), [0, 5, 10], now, 10)).toBe(
       'M0 19.0h0L75 10.0L150 1.0'
     );
   });
 
-  it('breaks at unmeasured points', () => {
+  it('the path has a gap where nothing was measured', () => {
     const drawn = path(at(40, 30, 20, 10, 0), [1, 1, null, 1, 1], now, 2);
     expect(drawn.match(/M/g)).toHaveLength(2);
     expect(drawn.match(/L/g)).toHaveLength(2);
   });
 
-  it('draws nothing for nulls, and a dot for a single value', () => {
+  it('the path is empty for nulls, and a dot for a single value', () => {
     expect(path(at(2, 1), [null, null], now, 1)).toBe('');
     expect(path(at(20, 10, 0), [null, 1, null], now, 1)).toBe('M145 1.0h0');
   });
 
-  it('omits points older than the span', () => {
+  it('the path omits points older than the span', () => {
     expect(path(at(SPAN + 1, 0), [1, 1], now, 1)).toBe('M150 1.0h0');
   });
 
-  it('has at most one point for each column, and the last point', () => {
+  it('the path has at most one point per column, and the last one', () => {
     const time = Array.from({ length: 3001 }, (_, i) => now - 300 + i / 10);
     const drawn = path(
       time,
@@ -46,14 +46,14 @@ describe('path', () => {
     expect(drawn.endsWith('L150 1.0')).toBe(true);
   });
 
-  it('keeps the highest value of a column, whichever second it was', () => {
+  it('the path keeps the highest value of a column', () => {
     for (const peak of [0, 1, 2, 3]) {
       const values = [0, 0, 0, 0].map((zero, i) => (i === peak ? 1 : zero));
       expect(path(at(3, 2, 1, 0), values, now, 1)).toContain(' 1.0');
     }
   });
 
-  it('stays in its box', () => {
+  it('the path stays in its box', () => {
     for (const value of [-5, 0, 7, 1e9]) {
       const y = Number(/ ([\d.-]+)h0/.exec(path(at(0), [value], now, 7))![1]);
       expect(y).toBeGreaterThanOrEqual(1);
@@ -89,7 +89,7 @@ describe('Sparkline', () => {
       </Tools.Provider>
     );
 
-  it('names the least, the most and the present value', () => {
+  it('a sparkline names the least, the most and the present value', () => {
     draw([2, 5, 3]);
     expect(screen.getByRole('img').getAttribute('aria-label')).toBe(
       'Memory in the last 5 minutes: least 2 GiB, most 5 GiB, now 3 GiB'
@@ -97,7 +97,7 @@ describe('Sparkline', () => {
     expect(screen.getByText('3 GiB')).toBeTruthy();
   });
 
-  it('shows an unknown present value as ?, never as 0', () => {
+  it('a sparkline shows an unknown present value as ?, not as 0', () => {
     draw([2, null]);
     expect(screen.getByRole('img').getAttribute('aria-label')).toContain(
       'now not known'
@@ -105,7 +105,7 @@ describe('Sparkline', () => {
     expect(screen.getByText('?')).toBeTruthy();
   });
 
-  it('says if nothing is known', () => {
+  it('a sparkline says that nothing is known', () => {
     draw([null, null]);
     expect(screen.getByRole('img').getAttribute('aria-label')).toContain(': not known');
     expect(screen.getByText('?')).toBeTruthy();

@@ -42,7 +42,7 @@ describe('PanelWidget', () => {
     open = null;
   });
 
-  it('has a name and an icon', () => {
+  it('the panel has a name and an icon', () => {
     const { panel } = made();
     attach(panel);
     expect(panel.id).toBe('jp-gpupool-panel');
@@ -51,7 +51,7 @@ describe('PanelWidget', () => {
     screen.getByRole('region', { name: 'GPU Pool' });
   });
 
-  it('draws the data of the model and the documents', () => {
+  it('the panel draws the data of the model and the documents', () => {
     const { panel, model, documents } = made();
     attach(panel);
     screen.getByRole('button', { name: 'Release the slice of label of a' });
@@ -62,7 +62,7 @@ describe('PanelWidget', () => {
     expect(screen.getAllByRole('img', { name: / in slices, / })).toHaveLength(2);
   });
 
-  it('draws, fetches and counts nothing while hidden', () => {
+  it('the panel draws, fetches and counts nothing while hidden', () => {
     jest.useFakeTimers();
     try {
       const { panel, model, past } = made();
@@ -94,7 +94,7 @@ describe('PanelWidget', () => {
     }
   });
 
-  it('fetches each time it is shown, if nothing else does', () => {
+  it('without a kernel, the panel fetches each time it is shown', () => {
     const { panel, model, past } = made({ live: false });
     panel.hide();
     attach(panel);
@@ -107,12 +107,12 @@ describe('PanelWidget', () => {
     expect(past.holders).toBe(1);
   });
 
-  it('does not show a kernel after the last one has ended', () => {
+  it('the panel does not show a kernel after the last one ended', () => {
     const { panel, model } = made();
     attach(panel);
     screen.getByRole('button', { name: 'Release the slice of label of a' });
     screen.getByText('1 GPU · 1 kernel has one · 0 wait');
-    // Its end closes the connection, often before a message about it.
+    // The kernel's end closes the connection, often before a message reports the end.
     model.live = false;
     drawn(() => model.changed.emit({ all: true }));
     expect(screen.queryByText('label of a')).toBeNull();
@@ -121,24 +121,24 @@ describe('PanelWidget', () => {
     screen.getByText(/^No Pooled GPU kernel is open/);
   });
 
-  it('does not fetch while the model is live', () => {
+  it('the panel does not fetch while the model is live', () => {
     const { panel, model } = made();
     attach(panel);
     expect(model.refreshed).toBe(0);
   });
 
-  it('takes the focus when a command shows it', () => {
+  it('the panel takes the focus when a command shows it', () => {
     const { panel } = made();
     attach(panel);
     drawn(() => MessageLoop.sendMessage(panel, Widget.Msg.ActivateRequest));
     expect(document.activeElement).toBe(panel.node);
   });
 
-  it('releases everything when disposed', () => {
+  it('a disposed panel holds nothing and follows no signal', () => {
     const { panel, past, model, documents } = made();
     attach(panel);
     const update = jest.spyOn(panel, 'update').mockImplementation(() => undefined);
-    // A disposed widget is never visible and never draws, so check that it is not called.
+    // A disposed widget never draws, so check that the signals do not reach it at all.
     const asked = jest.spyOn(panel, 'isVisible', 'get').mockReturnValue(true);
     model.changed.emit({ all: true });
     documents.changed.emit();

@@ -62,11 +62,11 @@ const status = () =>
     .getAllByRole('status')
     .map(node => node.textContent)
     .join('');
-// A capacity that the driver reports: not a whole number of MiB.
+// The limit is a capacity as drivers report it, which is not a whole number of MiB.
 const burst = { ...session().request, limit: 12.04 * GIB };
 
-describe('the popover describes', () => {
-  it('an active slice: use, guarantee and limit', () => {
+describe('the popover', () => {
+  it('use, guarantee and limit of an active slice are shown', () => {
     card(new FakeModel(session({ request: burst })));
     screen.getByRole('heading', {
       name: 'This notebook has 6 of 8 GiB on GPU 1 (emulated).'
@@ -75,7 +75,7 @@ describe('the popover describes', () => {
     screen.getByText('EMULATED');
   });
 
-  it('a slice smaller than requested: what was granted', () => {
+  it('the granted size is shown if it is less than the request', () => {
     const request = { ...session().request, memory: 11 * GIB, limit: 11 * GIB };
     const granted_bytes = 5 * GIB;
     card(new FakeModel(session({ request, granted_bytes, used_bytes: GIB })));
@@ -109,12 +109,12 @@ describe('the popover describes', () => {
       { state: 'idle' as const, stays_reason: 'This GPU cannot be suspended.' },
       'This GPU cannot be suspended.'
     ]
-  ])('a session with %p', (changes, words) => {
+  ])('describes a session with %p', (changes, words) => {
     card(new FakeModel(session(changes)));
     screen.getByText(words);
   });
 
-  it('a paused pool: who paused it, and why', () => {
+  it('the popover says who paused the pool, and why', () => {
     const model = new FakeModel(session(queued));
     model.shows({ maintenance: [anOrder()] });
     card(model);
@@ -123,7 +123,7 @@ describe('the popover describes', () => {
     });
   });
 
-  it('a paused pool without the promise of a GPU for the next call', () => {
+  it('a paused pool promises no GPU for the next call', () => {
     const model = new FakeModel(session({ ...detached, suspended_bytes: 6 * GIB }));
     model.shows({ maintenance: [anOrder()] });
     card(model);
@@ -134,7 +134,7 @@ describe('the popover describes', () => {
     expect(screen.queryByText(/brings it back/)).toBeNull();
   });
 
-  it('a slice that stays by its reason only', () => {
+  it('a slice that stays shows only its reason', () => {
     card(
       new FakeModel(session({ state: 'idle', stays_reason: 'Host memory is full.' }))
     );
@@ -142,7 +142,7 @@ describe('the popover describes', () => {
     expect(screen.queryByText(/until somebody else needs it/)).toBeNull();
   });
 
-  it('two devices: the bytes on each, which grow one by one', () => {
+  it('the bytes on each of two devices are shown', () => {
     const model = new FakeModel(
       session({
         granted_bytes: 20 * GIB,
@@ -158,7 +158,7 @@ describe('the popover describes', () => {
     screen.getByText('GPU 1: 5 of 12 GiB · GPU 2: 8 GiB');
   });
 
-  it('a server that refuses access', () => {
+  it('the popover says that the server refuses access', () => {
     const model = new FakeModel(session());
     card(model);
     act(() => {
@@ -168,7 +168,7 @@ describe('the popover describes', () => {
     screen.getByRole('heading', { name: 'This page has no access to the GPU pool.' });
   });
 
-  it('a pool that is away: why, what to do, and the last state', () => {
+  it('the popover says why the pool is away, and the last state', () => {
     const model = new FakeModel(session());
     card(model);
     act(() => model.away('No broker at its socket.', 'Start it.'));
@@ -176,7 +176,7 @@ describe('the popover describes', () => {
     screen.getByText('Last known: 8 GiB on GPU 1.');
   });
 
-  it('a machine without a GPU: why there is none', () => {
+  it('the popover says why the machine has no GPU', () => {
     const model = new FakeModel(session(detached));
     model.shows({ devices: [], problem: 'There is no NVIDIA driver.' });
     card(model);
@@ -185,7 +185,7 @@ describe('the popover describes', () => {
     expect(screen.queryByRole('slider')).toBeNull();
   });
 
-  it('the side panel with a button, only if there is one', () => {
+  it('a button shows the side panel', () => {
     const show = jest.fn();
     card(new FakeModel(session()), show);
     press('Show the pool');
@@ -194,7 +194,7 @@ describe('the popover describes', () => {
 });
 
 describe('a request for memory', () => {
-  it('shows no answer any more once its request was granted', async () => {
+  it('the answer disappears once the request is granted', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     const request = { ...session().request, memory: 12 * GIB };
@@ -209,7 +209,7 @@ describe('a request for memory', () => {
     expect(status()).not.toContain('It waits for it.');
   });
 
-  it('does not blame the size while the pool is unreachable', async () => {
+  it('a size is not marked as wrong if the pool is unreachable', async () => {
     const model = new FakeModel(session());
     model.client.change.mockRejectedValue(
       new PoolError('No broker.', 'broker-unavailable', 'See the doctor.', 503)
@@ -226,7 +226,7 @@ describe('a request for memory', () => {
     expect(field().value).toBe('12');
   });
 
-  it('shows the present size and the new size in the same form', () => {
+  it('the present and the new size have the same notation', () => {
     const request = { ...session().request, memory: 8e9, limit: 8e9 };
     card(new FakeModel(session({ request })));
     expect(field().value).toBe('7.45');
@@ -240,7 +240,7 @@ describe('a request for memory', () => {
     expect(alerted()).toContain('is more than you may ask for: at most 24 GiB.');
   });
 
-  it('shows the bound and the present size', () => {
+  it('the form shows the bound and the present size', () => {
     card(new FakeModel(session({ request: burst })));
     expect(field().value).toBe('8');
     screen.getByText(
@@ -251,7 +251,7 @@ describe('a request for memory', () => {
     expect(slider().max).toBe('48');
   });
 
-  it('is bounded by two devices, not by one', () => {
+  it('a request for two devices has its own bound per GPU', () => {
     const request = { ...session().request, devices: 2 };
     const model = new FakeModel(session({ request, most_bytes: 12 * GIB }));
     card(model);
@@ -263,7 +263,7 @@ describe('a request for memory', () => {
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
-  it('sends a size from slider or field, and shows the answer', async () => {
+  it('the form sends a size and shows the answer', async () => {
     const model = new FakeModel(session());
     model.client.change.mockResolvedValue({
       request: { ...session().request, memory: 12 * GIB },
@@ -275,13 +275,13 @@ describe('a request for memory', () => {
     press('Ask for it');
     await waitFor(() => expect(status()).toContain('The slice is 12 GiB now.'));
     expect(model.client.change).toHaveBeenCalledWith('k1', { memory: 12 * GIB });
-    // The field follows the kernel's request again.
+    // The field shows the kernel's request again.
     act(() => model.becomes({ request: { ...burst, memory: 12 * GIB } }));
     act(() => model.becomes({ request: { ...burst, memory: 4 * GIB } }));
     expect(field().value).toBe('4');
   });
 
-  it('shows a refusal with its next step, and keeps the typed text', async () => {
+  it('the form shows a refusal, and keeps the typed text', async () => {
     const model = new FakeModel(session());
     model.client.change.mockRejectedValue(
       new PoolError('Your quota is 16 GiB.', 'over-quota', 'Ask for less.', 409)
@@ -296,7 +296,7 @@ describe('a request for memory', () => {
     expect(alerted()).toBe('');
   });
 
-  it('explains bad input and sends nothing', () => {
+  it('the form explains bad input and sends nothing', () => {
     const model = new FakeModel(session());
     card(model);
     type('lots');
@@ -309,7 +309,7 @@ describe('a request for memory', () => {
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
-  it('is not sent for the present size, in any notation', () => {
+  it('the form does not send the present size, in any notation', () => {
     const model = new FakeModel(session());
     card(model);
     type('8 GiB');
@@ -318,7 +318,7 @@ describe('a request for memory', () => {
     expect(model.client.change).not.toHaveBeenCalled();
   });
 
-  it('keeps input and focus while the kernel changes', () => {
+  it('the form keeps input and focus while the kernel changes', () => {
     const model = new FakeModel(session());
     card(model);
     const before = field();
@@ -344,7 +344,7 @@ describe('a request for memory', () => {
 });
 
 describe('a release or a keep', () => {
-  it('releases, and shows the answer', async () => {
+  it('the popover releases a slice, and shows the answer', async () => {
     const model = new FakeModel(session());
     model.client.release.mockResolvedValue({
       note: 'The slice goes back when the running cell is done.'
@@ -353,14 +353,14 @@ describe('a release or a keep', () => {
     press('Release now');
     await waitFor(() => expect(status()).toContain('when the running cell is done'));
     expect(model.client.release).toHaveBeenCalledWith('k1');
-    // The answer belongs to the old state: it disappears after the time to read it.
+    // The answer belongs to the old state, so it disappears after the time to read it.
     jest.useFakeTimers();
     act(() => model.becomes(detached));
     act(() => jest.advanceTimersByTime(READ));
     expect(status()).not.toContain('running cell');
   });
 
-  it('removes an old answer', async () => {
+  it('the popover removes an old answer', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     model.client.release.mockResolvedValue({ note: 'It stays.' });
@@ -373,7 +373,7 @@ describe('a release or a keep', () => {
     expect(status()).not.toContain('It stays.');
   });
 
-  it('shows a refusal long enough, but not once it is untrue', async () => {
+  it('the popover removes a refusal once it is read and untrue', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     model.client.release.mockRejectedValue(new PoolError('Not now.', 'busy', '', 409));
@@ -387,7 +387,7 @@ describe('a release or a keep', () => {
     expect(alerted()).toBe('');
   });
 
-  it('shows that a release is still to come, and how to cancel it', () => {
+  it('the popover shows a pending release and how to cancel it', () => {
     const model = new FakeModel(session());
     card(model);
     expect(screen.queryByText(/^Goes back/)).toBeNull();
@@ -403,7 +403,7 @@ describe('a release or a keep', () => {
     expect(screen.queryByText(/cancels that/)).toBeNull();
   });
 
-  it('shows no keep after its end', () => {
+  it('the popover does not show a keep that has ended', () => {
     jest.useFakeTimers();
     const model = new FakeModel(session({ keep_until: 1600 }));
     card(model);
@@ -414,7 +414,7 @@ describe('a release or a keep', () => {
     screen.getByRole('button', { name: 'Keep for 10 minutes' });
   });
 
-  it('says why there is nothing to release', () => {
+  it('the release button says why there is nothing to release', () => {
     const model = new FakeModel(session(detached));
     card(model);
     const button = screen.getByRole('button', { name: 'Release now' });
@@ -424,7 +424,7 @@ describe('a release or a keep', () => {
     expect(model.client.release).not.toHaveBeenCalled();
   });
 
-  it('keeps for as long as the settings say, and stops', async () => {
+  it('a keep has the minutes of the settings, and can be stopped', async () => {
     const model = new FakeModel(session());
     model.client.keep.mockResolvedValue({ note: 'Kept.' });
     card(model);
@@ -445,13 +445,13 @@ describe('a release or a keep', () => {
 });
 
 describe('a kernel without a slice', () => {
-  it('cannot keep one, and shows no keep of an earlier one', () => {
+  it('a kernel without a slice has no keep', () => {
     card(new FakeModel(session({ ...detached, keep_until: 5000 })));
     expect(screen.queryByRole('button', { name: /keep/i })).toBeNull();
     expect(screen.queryByText(/^Kept until/)).toBeNull();
   });
 
-  it('can get one now, and says why it did not', async () => {
+  it('a kernel without a slice can get one, or says why not', async () => {
     const context = new FakeContext();
     const requestExecute = jest.fn(() => ({
       done: Promise.resolve({ content: { status: 'error', evalue: 'No GPU.' } }),
@@ -467,7 +467,7 @@ describe('a kernel without a slice', () => {
     expect(requestExecute).toHaveBeenCalledTimes(1);
   });
 
-  it('does not offer it while the kernel waits, or has one', () => {
+  it('a kernel that waits or has a slice has no "Get a GPU now"', () => {
     const model = new FakeModel(session(queued));
     card(model);
     expect(screen.queryByRole('button', { name: 'Get a GPU now' })).toBeNull();
@@ -495,7 +495,7 @@ describe('a slice that is nearly full', () => {
 describe('the lines of the broker', () => {
   const lines = ['It is 2nd of 3 in the queue: all 39 GiB in use by running cells.'];
 
-  it('tell why a kernel waits', async () => {
+  it('the broker’s lines say why a kernel waits', async () => {
     const model = new FakeModel(session(queued));
     model.client.why.mockResolvedValue({ lines });
     card(model);
@@ -504,7 +504,7 @@ describe('the lines of the broker', () => {
     await screen.findByText(lines[0]!);
   });
 
-  it('tell what other machines have', async () => {
+  it('the broker’s lines say what other machines have', async () => {
     const model = new FakeModel(session(queued));
     const machines = ['gpu2: no, at most 3 GiB is free on a GPU (NVIDIA A100).'];
     model.client.why.mockResolvedValue({ lines, machines });
@@ -513,7 +513,7 @@ describe('the lines of the broker', () => {
     screen.getByText(machines[0]!);
   });
 
-  it('tell who may take a slice', async () => {
+  it('the broker’s lines say who may take a slice', async () => {
     const model = new FakeModel(session());
     model.client.why.mockResolvedValue({ lines: ['No kernel waits for this GPU.'] });
     card(model);
@@ -522,13 +522,13 @@ describe('the lines of the broker', () => {
     expect(screen.queryByRole('button', { name: 'Stop waiting' })).toBeNull();
   });
 
-  it('are not asked for without a slice and without a wait', () => {
+  it('the lines are not requested without a slice and a wait', () => {
     const model = new FakeModel(session(detached));
     card(model);
     expect(model.client.why).not.toHaveBeenCalled();
   });
 
-  it('are fetched again when the queue moves, and after a while', async () => {
+  it('the lines are fetched again when the queue moves, and later', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session(queued));
     model.client.why.mockResolvedValue({ lines });
@@ -548,7 +548,7 @@ describe('the lines of the broker', () => {
     expect(model.client.why).toHaveBeenCalledTimes(3);
   });
 
-  it('tell shares and budgets', () => {
+  it('the broker’s lines show shares and budgets', () => {
     const standing = [
       'Your group is bio.',
       'You have 70 of 100 GPU-seconds left today.'
@@ -558,7 +558,7 @@ describe('the lines of the broker', () => {
     standing.forEach(line => screen.getByText(line));
   });
 
-  it('of a preempted kernel: why, and that it goes on by itself', () => {
+  it('the popover says why a kernel was preempted', () => {
     const preempted = 'a kernel of a higher priority class needs the GPU';
     card(new FakeModel(session({ ...queued, preempted, suspended_bytes: GIB })));
     screen.getByRole('heading', {

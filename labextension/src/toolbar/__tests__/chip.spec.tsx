@@ -21,7 +21,7 @@ import {
   trans
 } from './fakes';
 
-// jsdom has no layout: every element that is not hidden counts as visible.
+// jsdom has no layout, so let every element that is not hidden count as visible.
 beforeEach(() => {
   jest.spyOn(Element.prototype, 'getClientRects').mockImplementation(function (
     this: Element
@@ -70,7 +70,7 @@ async function until(does: () => void, holds: () => void): Promise<void> {
   await waitFor(holds);
 }
 
-/** Opens it, and checks that the focus comes only after the label. */
+/** Open the popover; check that it gets the focus only after its label exists. */
 async function opened(from: HTMLElement): Promise<HTMLElement> {
   const focus = jest.spyOn(HTMLElement.prototype, 'focus');
   focus.mockImplementationOnce(function (this: HTMLElement) {
@@ -86,12 +86,12 @@ async function opened(from: HTMLElement): Promise<HTMLElement> {
 }
 
 describe('the chip', () => {
-  it('is a button with the state, in full in its name', async () => {
+  it('the chip is a button with the state in its text and name', async () => {
     const { widget, button } = await chip(new FakeModel(session()));
     expect(button().textContent).toBe('6 of 8 GiB on GPU 1');
     const full = 'GPU of this notebook: 6 of 8 GiB on GPU 1 (emulated)';
     expect(button().title).toBe(full);
-    // Its name begins with the visible text.
+    // The button's name begins with the visible text.
     expect(button().getAttribute('aria-label')).toBe(
       '6 of 8 GiB on GPU 1 (emulated), GPU of this notebook'
     );
@@ -99,7 +99,7 @@ describe('the chip', () => {
     expect(widget.isHidden).toBe(false);
   });
 
-  it('has in its tooltip why an idle slice stays', async () => {
+  it('the chip’s tooltip says why an idle slice stays', async () => {
     const idle = { state: 'idle', stays_reason: 'Host memory is full.' } as const;
     const { button } = await chip(new FakeModel(session(idle)));
     expect(button().textContent).toBe('Idle on GPU 1, stays');
@@ -108,7 +108,7 @@ describe('the chip', () => {
     );
   });
 
-  it('has a short form that is not in its name', async () => {
+  it('the chip has a short form that is not in its name', async () => {
     const { button } = await chip(new FakeModel(session(queued)));
     expect(button().textContent).toBe('Waiting: 2nd, 20 to 60 s left');
     const short = button().querySelector<HTMLElement>('.jp-gpupool-Chip-short')!;
@@ -116,7 +116,7 @@ describe('the chip', () => {
     expect(short.getAttribute('aria-hidden')).toBe('true');
   });
 
-  it('shows that the administrator has paused the pool', async () => {
+  it('the chip shows that the administrator has paused the pool', async () => {
     const model = new FakeModel(session(queued));
     model.shows({ maintenance: [anOrder()] });
     const { button } = await chip(model);
@@ -128,7 +128,7 @@ describe('the chip', () => {
     );
   });
 
-  it('says that the kernel was preempted, and why', async () => {
+  it('the chip says that the kernel was preempted, and why', async () => {
     const preempted = 'its time slice is over, and another kernel has its turn';
     const model = new FakeModel(session({ ...queued, preempted }));
     const { button } = await chip(model);
@@ -141,7 +141,7 @@ describe('the chip', () => {
     );
   });
 
-  it('has group, share and budget in its tooltip', async () => {
+  it('the chip has group, share and budget in its tooltip', async () => {
     const standing = [
       'Your group is bio.',
       'You have 70 of 100 GPU-seconds left today.'
@@ -150,7 +150,7 @@ describe('the chip', () => {
     expect(button().title.split('\n').slice(-2)).toEqual(standing);
   });
 
-  it('has in its name and tooltip that a release is still to come', async () => {
+  it('the chip’s name and tooltip say that a release is pending', async () => {
     const { button } = await chip(new FakeModel(session({ release_asked: true })));
     const back = 'Goes back to the pool when its work on the GPU is done.';
     expect(button().title.split('\n')[1]).toBe(back);
@@ -159,18 +159,18 @@ describe('the chip', () => {
     );
   });
 
-  it('is in the tab order again when its toolbar is shown', async () => {
+  it('the chip is in the tab order when its toolbar is shown again', async () => {
     const { widget, button } = await chip(new FakeModel(session()));
     const toolbar = document.createElement('jp-toolbar');
     document.body.append(toolbar);
     toolbar.append(widget.node);
-    // A toolbar that cannot check again.
+    // First, a toolbar that cannot check its items again.
     Object.assign(toolbar, { reduceFocusableElements: undefined });
     drawn(() => widget.hide());
     button().tabIndex = -1;
     drawn(() => widget.show());
     expect(button().tabIndex).toBe(0);
-    // A toolbar that can check again is asked to.
+    // Then, a toolbar that can: the chip asks it to check again.
     const looks = jest.fn();
     Object.assign(toolbar, { reduceFocusableElements: looks });
     drawn(() => widget.hide());
@@ -179,7 +179,7 @@ describe('the chip', () => {
     expect(looks).toHaveBeenCalledTimes(1);
   });
 
-  it('is absent for other kernels', async () => {
+  it('the chip is absent for kernels outside the pool', async () => {
     const { widget, context } = await chip(
       new FakeModel(session()),
       new FakeContext('python3')
@@ -198,7 +198,7 @@ describe('the chip', () => {
     expect(widget.isHidden).toBe(true);
   });
 
-  it('announces states, not figures and seconds', async () => {
+  it('the chip announces states, not figures and seconds', async () => {
     const model = new FakeModel(session());
     const { widget, button } = await chip(model);
     expect(heard(widget)).toBe('At work on GPU 1');
@@ -230,7 +230,7 @@ describe('the chip', () => {
 });
 
 describe('the popover', () => {
-  it('opens with a label and the focus, and closes with Escape', async () => {
+  it('the popover gets a label and the focus; Escape closes it', async () => {
     const { button } = await chip(new FakeModel(session()));
     const found = await opened(button());
     await waitFor(() => expect(document.activeElement).toBe(found));
@@ -243,7 +243,7 @@ describe('the popover', () => {
     await waitFor(() => expect(button().getAttribute('aria-expanded')).toBe('false'));
   });
 
-  it('closes with a second click, and with a click beside it', async () => {
+  it('the popover closes at a second click or a click outside', async () => {
     const { button } = await chip(new FakeModel(session()));
     await opened(button());
     drawn(() => button().click());
@@ -256,7 +256,7 @@ describe('the popover', () => {
     expect(document.activeElement).toBe(button());
   });
 
-  it('leaves the focus where a click beside it moved it', async () => {
+  it('the focus stays where a click outside the popover moved it', async () => {
     const { button } = await chip(new FakeModel(session()));
     const cell = document.body.appendChild(document.createElement('input'));
     await opened(button());
@@ -270,7 +270,7 @@ describe('the popover', () => {
     expect(document.activeElement).toBe(cell);
   });
 
-  it('keeps Tab in a circle', async () => {
+  it('the Tab key stays inside the popover', async () => {
     const { button } = await chip(new FakeModel(session()));
     const found = await opened(button());
     const all = [...found.querySelectorAll<HTMLElement>('button, input')];
@@ -282,7 +282,7 @@ describe('the popover', () => {
     expect(document.activeElement).toBe(all[0]);
   });
 
-  it('closes when its notebook is hidden or gets another kernel', async () => {
+  it('the popover closes if its notebook hides or changes kernel', async () => {
     const { widget, button, context } = await chip(new FakeModel(session()));
     await opened(button());
     drawn(() => widget.hide());
@@ -293,7 +293,7 @@ describe('the popover', () => {
     expect(dialog()).toBeNull();
   });
 
-  it('opens by command at the given notebook', async () => {
+  it('a command opens the popover of a given notebook', async () => {
     const { popovers, context } = await chip(new FakeModel(session()));
     let done = popovers.openFor(new FakeContext().asContext());
     expect(done).toBe(false);
@@ -310,7 +310,7 @@ describe('the status bar item', () => {
   const follow = (item: StatusItem, context: FakeContext | null) =>
     drawn(() => item.follow(context as unknown as Parameters<StatusItem['follow']>[0]));
 
-  it('follows one notebook and is inactive for others', async () => {
+  it('the status item is inactive for a plain kernel', async () => {
     const model = new FakeModel(session());
     const popovers = new PoolPopovers(new CommandRegistry(), null);
     const item = await show(new StatusItem(model.asModel(), popovers, trans));
@@ -330,7 +330,7 @@ describe('the status bar item', () => {
     expect(told).toEqual([true, true, false, false]);
   });
 
-  it('opens the popover, and closes it for another notebook', async () => {
+  it('the status item’s popover closes for another notebook', async () => {
     const popovers = new PoolPopovers(new CommandRegistry(), null);
     const item = await show(
       new StatusItem(new FakeModel(session()).asModel(), popovers, trans)

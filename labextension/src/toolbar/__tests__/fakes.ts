@@ -1,7 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A pool and a notebook in memory: their views are set, their signals emitted by hand. */
+/** A fake pool and a fake notebook. Tests set their views and emit their signals. */
 import { Signal } from '@lumino/signaling';
 
 import {
@@ -19,7 +19,7 @@ import type { Followed } from '../watch';
 
 export { anOrder, GIB, trans };
 
-/** The id of the notebook's kernel. */
+/** The session of the notebook's kernel. */
 export const session = (changes: Partial<ISession> = {}) =>
   aSession({
     id: 's1',
@@ -107,7 +107,7 @@ export class FakeModel {
   }
 }
 
-/** Act as a notebook's session context when its kernel changes. */
+/** A fake session context of a notebook, whose kernel can change. */
 export class FakeContext {
   constructor(name = 'gpupool-python3', id = 'k1') {
     this.session = { kernel: { name, id, isDisposed: false } };

@@ -42,7 +42,7 @@ describe('sizes', () => {
     expect(parseSize(text)).toBeNull();
   });
 
-  it('writes sizes that it reads back, rounded down', () => {
+  it('a written size is rounded down, and can be read back', () => {
     for (const size of [8 * GIB, 1.5 * GIB, 512 * MIB, 23.67891 * GIB, 100.5 * MIB]) {
       const read = parseSize(editable(size)) ?? 0;
       expect(read).toBeLessThanOrEqual(size);
@@ -52,13 +52,13 @@ describe('sizes', () => {
     expect(editable(512 * MIB)).toBe('512 MiB');
   });
 
-  it('writes the same in the field and in sentences', () => {
+  it('a size has the same form in the field and in sentences', () => {
     expect([editable(8e9), exact(8e9)]).toEqual(['7.45', '7.45 GiB']);
     expect([editable(8 * GIB), exact(8 * GIB)]).toEqual(['8', '8 GiB']);
     expect([editable(107374), exact(107374)]).toEqual(['0.102 MiB', '0.102 MiB']);
   });
 
-  it('reports a size beyond all bounds', () => {
+  it('a size beyond all bounds is reported', () => {
     const far = '999999999999';
     expect(readSize(trans, far, 24 * GIB).fault).toBe(
       `“${far}” is more than you may ask for: at most 24 GiB.`
@@ -66,13 +66,13 @@ describe('sizes', () => {
     expect(readSize(trans, far, null).fault).toBe(`“${far}” is more than any GPU has.`);
   });
 
-  it('steps by half a GiB, by less on a small device', () => {
+  it('the slider’s step is half a GiB, less on a small device', () => {
     expect(stepFor(24 * GIB)).toBe(GIB / 2);
     expect(stepFor(2 * GIB)).toBe(GIB / 4);
     expect(stepFor(64 * MIB)).toBe(16 * MIB);
   });
 
-  it('reaches the bound with the slider, and never zero', () => {
+  it('the slider reaches the bound, but never zero', () => {
     for (const most of [24 * GIB, 23.3 * GIB, 100 * MIB]) {
       const last = positionOf(most, most);
       expect(sizeAt(last, most)).toBe(most);
@@ -82,7 +82,7 @@ describe('sizes', () => {
     }
   });
 
-  it('explains an error', () => {
+  it('a wrong size is explained', () => {
     expect(readSize(trans, 'a lot', null).fault).toContain('“a lot” is not a size');
     expect(readSize(trans, ' ', null).fault).toContain('Write a size');
     expect(readSize(trans, '25', 24 * GIB).fault).toBe(
@@ -91,7 +91,7 @@ describe('sizes', () => {
     expect(readSize(trans, '25', null)).toEqual({ size: 25 * GIB, fault: '' });
   });
 
-  it('takes the shown bound for the exact bound', () => {
+  it('the shown bound counts as the exact bound', () => {
     const most = 23.68 * GIB;
     expect(readSize(trans, '23.7', most)).toEqual({ size: most, fault: '' });
   });

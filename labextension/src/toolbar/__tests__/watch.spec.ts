@@ -16,7 +16,7 @@ import {
 
 const made: KernelWatch[] = [];
 
-// All tickers have one timer, so none may run on into the next test.
+// All tickers share one timer, so end all of them before the next test.
 afterEach(() => made.splice(0).forEach(watch => watch.dispose()));
 
 function watching(
@@ -36,7 +36,7 @@ function watching(
 const idle = { state: 'idle', leaves_at: 1042 } as const;
 
 describe('KernelWatch', () => {
-  it('is silent about kernels outside the pool', () => {
+  it('a watch has no situation for a kernel outside the pool', () => {
     const { watch, context } = watching(
       new FakeModel(session()),
       new FakeContext('python3')
@@ -99,7 +99,7 @@ describe('KernelWatch', () => {
     expect(watch.situation?.headline).toBe(headline);
   });
 
-  it('reports that the pool is away, and keeps the last state', () => {
+  it('a watch reports an absent pool, and keeps the last state', () => {
     const model = new FakeModel(session());
     const { watch } = watching(model);
     model.away();
@@ -109,7 +109,7 @@ describe('KernelWatch', () => {
     expect(watch.situation?.said.text).toBe('6 of 8 GiB on GPU 1');
   });
 
-  it('distinguishes a machine without a GPU from a pool without one now', () => {
+  it('a machine without a GPU is not a kernel without a slice', () => {
     const model = new FakeModel();
     model.view = { ...model.view!, devices: [] };
     expect(watching(model).watch.situation?.said.text).toBe('No GPU found');
@@ -118,7 +118,7 @@ describe('KernelWatch', () => {
     expect(watching(new FakeModel()).watch.situation?.said.text).toBe('No GPU');
   });
 
-  it('ignores changes of other kernels', () => {
+  it('a watch ignores changes of other kernels', () => {
     const model = new FakeModel(session());
     const { changes } = watching(model);
     model.shows({ now: 1005 });
@@ -127,7 +127,7 @@ describe('KernelWatch', () => {
     expect(changes()).toBe(1);
   });
 
-  it('announces no seconds', () => {
+  it('a watch announces no seconds', () => {
     const model = new FakeModel(session(idle));
     const { watch } = watching(model);
     const before = watch.situation!;
@@ -149,7 +149,7 @@ describe('the count-down', () => {
     jest.useRealTimers();
   });
 
-  it('ticks only while a text counts down', () => {
+  it('the ticker ticks only while a text counts down', () => {
     const model = new FakeModel(session(idle));
     const { watch, ticker, changes } = watching(model);
     expect(ticker.running).toBe(true);
@@ -161,7 +161,7 @@ describe('the count-down', () => {
     expect(ticker.running).toBe(false);
   });
 
-  it('has one timer for all, and none after the last one', () => {
+  it('all watches share one timer, which ends with the last watch', () => {
     const ticker = new Ticker();
     const timer = jest.spyOn(window, 'setInterval');
     const model = new FakeModel(session(idle));
@@ -174,7 +174,7 @@ describe('the count-down', () => {
     expect(ticker.running).toBe(false);
   });
 
-  it('ticks at the same moment as a ticker that started later', () => {
+  it('two tickers tick at the same moment', () => {
     const ticks: string[] = [];
     const first = new Ticker().add(() => ticks.push('chip'));
     jest.advanceTimersByTime(700);
@@ -185,7 +185,7 @@ describe('the count-down', () => {
     second.dispose();
   });
 
-  it('stops while the page is hidden, and catches up', () => {
+  it('the ticker stops while the page is hidden, and catches up', () => {
     const model = new FakeModel(session(idle));
     const { watch, ticker } = watching(model);
     const visibility = jest.spyOn(document, 'visibilityState', 'get');
@@ -209,7 +209,7 @@ describe('a kernel on another machine', () => {
 
   function at(changes: object, more: object = {}) {
     const model = new FakeModel(session({ ...far, ...changes }));
-    // The server's own machine has no GPU, and its pool is paused.
+    // The machine of the server has no GPU, and its pool is paused.
     model.view = {
       ...model.view!,
       devices: [],
@@ -220,7 +220,7 @@ describe('a kernel on another machine', () => {
     return watching(model, new FakeContext('gpupool-python3', 'k1')).watch.situation!;
   }
 
-  it('has its slice there, whatever this machine has', () => {
+  it('a kernel elsewhere has its slice there, not here', () => {
     const it = at({});
     expect([it.kind, it.said.text, it.headline, it.emulated]).toEqual([
       'ours',
@@ -230,12 +230,12 @@ describe('a kernel on another machine', () => {
     ]);
   });
 
-  it('waits there, whatever an admin does here', () => {
+  it('a pause here does not concern a kernel elsewhere', () => {
     const it = at({ ...queued, devices: [], gpus: [] });
     expect(it.said.text).toBe('Waiting: 2nd, 20 to 60 s left');
   });
 
-  it('says that its machine is silent', () => {
+  it('a kernel elsewhere says that its machine does not answer', () => {
     const it = at({ unreachable: 'gpu2 does not answer: silent.' });
     expect([it.said.text, it.said.tone, it.headline]).toEqual([
       'gpu2 does not answer',
@@ -244,7 +244,7 @@ describe('a kernel on another machine', () => {
     ]);
   });
 
-  it('says that its machine has not answered yet', () => {
+  it('a kernel elsewhere shows that its machine has not answered', () => {
     const it = at({}, { sessions: [] });
     expect([it.kind, it.said.text]).toEqual(['asking', 'Asking gpu2…']);
   });
