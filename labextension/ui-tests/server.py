@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -31,6 +31,8 @@ sys.path.insert(0, str(ROOT))
 
 from jupyter_gpupool.client import Client  # noqa: E402
 from tests.broker import kit as brokers  # noqa: E402
+from tests.cluster import remotes  # noqa: E402
+from tests.cluster.identities import has_munge  # noqa: E402
 from tests.emulated import Faults  # noqa: E402
 from tests.server.kit import as_user, server_environment  # noqa: E402
 
@@ -175,6 +177,9 @@ class Stage:
             self.broker.socket = Path("/run") / self.folder.name / "broker.sock"
         self.labs = []
         self.neighbours = {}
+        #: Two machines, once a test has asked for them; and how they end.
+        self.cluster = None
+        self._machines = ExitStack()
         self._lock = threading.RLock()
 
     def open(self):
@@ -307,6 +312,47 @@ class Stage:
         lab = self._lab(f"visitor{len(self.labs)}", *self._options(), user=VISITOR)
         return {"url": lab.url(), "folder": str(lab.folder / "files")}
 
+    # ------------------------------------------------------------------ two machines
+
+    def do_lab_in_cluster(self):
+        """Start two machines, and a server on m0 whose kernels start on the machine with more room:
+        on m1. Return the server's address and folder; None if MUNGE is missing.
+        """
+        if not has_munge():
+            return None
+        self.cluster = self._machines.enter_context(remotes.identified(remotes.Pair))
+        self.cluster.wait_serving()
+        self.do_fill("m0")
+        folder = self.folder / "far"
+        # JUPYTER_PATH comes before the folder of the user.
+        remotes.write_remote_kernelspec(folder / "share/jupyter", memory="200MiB")
+        socket = self.cluster.brokers["m0"].socket
+        user = remotes.USER if remotes.ROOTS else None
+        self.labs.append(lab := Lab(folder, socket, user=user))
+        return {"url": lab.url(), "folder": str(lab.folder / "files")}
+
+    def do_fill(self, machine):
+        """Have a kernel of another server take 900 MiB of a machine, in place of the one before."""
+        self.cluster.end_kernels()
+        kernel = brokers.Kernel(self.cluster.brokers[machine], memory=900 << 20)
+        self.cluster.kernels.append(kernel)
+        kernel.attach()
+        brokers.wait_until(lambda: self._emptiest() != machine, "the ledger to know it")
+
+    def _emptiest(self):
+        """Return the machine with the most free memory, as the ledger knows it."""
+        nodes = self.cluster.order()["nodes"]
+        return max(nodes, key=lambda node: node["summary"]["free"])["name"]
+
+    def do_machine(self, name):
+        """Return what the broker of a machine itself says."""
+        return self.cluster.brokers[name].status()
+
+    def do_silence(self, name, ends=False):
+        """Have a machine answer no other one; with ``ends``, answer again."""
+        agent = self.cluster.agents[name]
+        agent.start() if ends else agent.kill()
+
     def do_log(self):
         """Return the logs and the journal's last rows, to find the cause of a failure."""
         texts = [lab.log.read_text()[-6000:] for lab in self.labs]
@@ -331,6 +377,7 @@ class Stage:
             neighbour.close()
         for lab in self.labs:
             lab.end()
+        self._machines.close()
         self.broker.close()
         kill_descendants()
         brokers.remove(self.folder)

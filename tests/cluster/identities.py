@@ -22,6 +22,11 @@ _DAEMON = shutil.which("munged") or next(
 )
 
 
+def has_munge():
+    """Return whether this machine can run daemons of MUNGE."""
+    return bool(_DAEMON)
+
+
 @contextmanager
 def munge_daemons(*names, keys=None):
     """Run a daemon for each name; yield their sockets. Daemons that are not in

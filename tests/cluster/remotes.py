@@ -22,6 +22,7 @@ from tests.broker.kit import PYTHONPATH, ROOT, Broker, remove, short_folder, wai
 from tests.users import as_user
 
 from .identities import NOBODY, munge_daemons
+from .kit import Cluster
 
 ROOTS = os.geteuid() == 0
 #: The users of two kernels. Only root can run kernels of two users.
@@ -36,6 +37,27 @@ class HostingBroker(Broker):
     """A broker that starts kernels for servers on other machines."""
 
     module = "tests.cluster.hosting_broker"
+
+
+class Pair(Cluster):
+    """Two machines, each with a MUNGE daemon. The user's server is on m0."""
+
+    names = ("m0", "m1")
+    make_broker = HostingBroker
+
+
+def write_remote_kernelspec(data, **config):
+    """Write the kernelspec of :data:`KERNEL` into Jupyter's folder ``data`` of a user, such that
+    its kernels start on the machine that the cluster chooses.
+    """
+    installed = Path(sys.prefix) / "share/jupyter/kernels" / KERNEL / "kernel.json"
+    spec = json.loads(installed.read_text())
+    spec["metadata"]["kernel_provisioner"] = {
+        "provisioner_name": "gpupool-remote-provisioner", "config": config,
+    }  # fmt: skip
+    folder = data / "kernels" / KERNEL
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps(spec))
 
 
 @contextmanager

@@ -9,8 +9,6 @@ import os
 import pwd
 import signal
 import socket
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -25,25 +23,18 @@ from tests.broker.kit import remove, short_folder, wait_until
 from tests.server.kit import USE_GPU
 from tests.server.kit import Server as JupyterServer
 
-from .kit import Cluster, is_alive
+from .kit import is_alive
 from .remotes import (
-    KERNEL,
     ROOTS,
     USER,
     USERS,
-    HostingBroker,
+    Pair,
     RemoteKernel,
     User,
     a_server,
     identified,
+    write_remote_kernelspec,
 )
-
-
-class Pair(Cluster):
-    """Two machines, each with a MUNGE daemon. The user's server is on m0."""
-
-    names = ("m0", "m1")
-    make_broker = HostingBroker
 
 
 @pytest.fixture(scope="module")
@@ -325,15 +316,7 @@ def test_a_server_uses_a_kernel_on_another_machine(cluster, server):
 def jupyter_server(cluster, server):
     """The user's Jupyter server on m0. Its Pooled GPU kernels start on other machines."""
     folder = short_folder()
-    spec = folder / "data/kernels" / KERNEL
-    spec.mkdir(parents=True)
-    own = json.loads(
-        (Path(sys.prefix) / "share/jupyter/kernels" / KERNEL / "kernel.json").read_text()
-    )
-    own["metadata"]["kernel_provisioner"] = {
-        "provisioner_name": "gpupool-remote-provisioner", "config": {"memory": "200MiB"}
-    }  # fmt: skip
-    (spec / "kernel.json").write_text(json.dumps(own))
+    write_remote_kernelspec(folder / "data", memory="200MiB")
     found = JupyterServer(folder, cluster.brokers["m0"].socket, user=USER if ROOTS else None)
     yield found
     found.end()
