@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The amounts of shared limits that this machine's sessions have, wait for and will use again.
 
-A GPU-second that is used up does not become free again. So the machine borrows the GPU-seconds of a
-day in parts, while its users have sessions. Shortly before the next day begins, it borrows
-GPU-seconds of that day.
+Sessions use up GPU-seconds. So the machine borrows the GPU-seconds of a budget in parts, while its
+users have sessions. Shortly before the next day begins, it borrows GPU-seconds of that day. Of a
+group's guarantee it borrows what the sessions of the group have and wait for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,15 @@ from typing import NamedTuple
 
 from ..cluster.budgets import Budgets, Demand
 from ..cluster.messages import Key
-from ..cluster.overlay import RESOURCES, budgets_of, keys_of, seconds_used, windows
+from ..cluster.overlay import (
+    RESOURCES,
+    budgets_of,
+    guarantees_of,
+    keys_of,
+    refills_of,
+    seconds_used,
+    windows,
+)
 from ..pool.model import Charge, PoolSettings
 from .core import Core
 
@@ -51,13 +59,16 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         # Leave out the many users who have used no GPU since the window began.
         since = core.now() - (now - found[0])
         spent = seconds_used(rules, core.pool.usage(core.now(), since), now)
-    #: For each key with a window: the number of GPUs that its sessions have.
+    #: For each key of GPU-seconds: the number of GPUs that its sessions have.
     gpus = Counter[Key]()
+    #: For each key of a guarantee: the bytes that sessions of the group have.
+    held = Counter[Key]()
     for session in core.sessions:
         if session.id not in core.pool:
             continue
         keys, daily = keys_of(rules, session.owner), budgets_of(rules, session.owner, now)
-        if not (keys or daily):
+        guaranteed = guarantees_of(rules, session.owner)
+        if not (keys or daily or guaranteed):
             continue
         request = core.pool.request(session.id)
         slices = leases.get(session.id, ((), None))[0]
@@ -78,6 +89,9 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         # Shortly before a window begins, the key for that window differs from the present key.
         for key in {*daily, *budgets_of(rules, session.owner, now + AHEAD)}:
             gpus[key] += len(slices)
+        for key in guaranteed:
+            held[key] += have[0]
+            keep[key] += have[0] + lacks[0]
         if not any(lacks):
             continue
         needs = {key: n for key in keys if (n := _of(key, lacks))}
@@ -93,6 +107,10 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         used[key] = spent.get(key, 0)
         more = PART + EACH * gpus[key] if key in gpus else 0
         keep[key] = -(-(used[key] + more) // STEP) * STEP if more else used[key]
+    keep.update(refills_of(rules, spent))
+    for key, amount in held.items():
+        # The guarantee covers no more than this machine's part of it, whatever the group has.
+        used[key] = min(amount, budgets.most(key, time.monotonic()))
     waits.sort(key=itemgetter(0))
     return Demands(
         {key: Demand(used[key], keep[key]) for key in keep},

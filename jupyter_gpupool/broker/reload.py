@@ -22,7 +22,7 @@ from typing import Callable
 
 from ..config import Fault, Timetable, WrongConfiguration
 from ..config.accounts import unknown_names
-from ..config.tree import check_sizes
+from ..config.tree import check_machine
 from ..errors import GPUPoolError
 from ..pool import events as e
 from ..pool.model import Owner, PoolSettings
@@ -179,11 +179,7 @@ class Reload:
 
     def _wrong_here(self, timetable: Timetable) -> list[Fault]:
         capacities = [view.capacity for view in self._core.view().devices]
-        if not any(capacities):
-            return []
-        return timetable.faults(
-            time.time(), lambda settings: check_sizes(settings.pool.groups, capacities)
-        )
+        return timetable.faults(time.time(), lambda settings: check_machine(settings, capacities))
 
     def _look_for_names(self) -> None:
         if self._naming is not None:

@@ -30,7 +30,7 @@ from ..config import (
 from ..config.accounts import doubly_in, knows_everybody, unknown_names
 from ..config.calendar import next_change
 from ..config.schedules import Schedule, machine_zone
-from ..config.tree import check_sizes, children, written
+from ..config.tree import check_machine, children, written
 from ..errors import Code, GPUPoolError, RefusedError
 from ..pool.groups import DAY, Daily, Portion
 from ..pool.residence import guessed_cost, slice_length
@@ -117,9 +117,7 @@ def examine(
     status = _status(socket, base)
     machine = given or _machine(base, status)
     settings = timetable.under(timetable.rules(now))
-    faults = timetable.faults(now, lambda one: check_sizes(one.pool.groups, machine.capacities))
-    if not machine.capacities:
-        faults = []
+    faults = timetable.faults(now, lambda one: check_machine(one, machine.capacities))
     names = [timetable.place(fault) for fault in unknown_names(base)]
     # GPUs given with ``--devices`` belong to another machine, which has its own users.
     certain = given is None and knows_everybody()

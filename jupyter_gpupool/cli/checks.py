@@ -22,7 +22,7 @@ from ..cgroups import Host
 from ..config import BrokerSettings
 from ..config.accounts import unknown_names
 from ..config.differences import differences
-from ..config.tree import check_sizes
+from ..config.tree import check_machine
 from ..devices import Finding, Verdict
 from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
@@ -67,7 +67,7 @@ def groups(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list
     if not tree:
         return []
     capacities = [int(device["memory_capacity"]) for device in found]
-    wrong = check_sizes(tree, capacities) if any(capacities) else []
+    wrong = check_machine(settings, capacities)
     if wrong:
         return [Finding("fail", "groups", fault.text, fault.next_step) for fault in wrong]
     unknown = unknown_names(settings)

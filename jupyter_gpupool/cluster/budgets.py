@@ -56,7 +56,7 @@ class Budgets:
     waits: tuple[Mapping[Key, int], ...] = ()
     #: Keys that other nodes wait for.
     wanted: frozenset[Key] = frozenset()
-    #: Keys with a window that all nodes together have used up.
+    #: Keys of GPU-seconds that all nodes together have used up.
     used_up: frozenset[Key] = frozenset()
     #: The ledger counts nothing of this node any more.
     has_left: bool = False
@@ -93,10 +93,10 @@ class Budgets:
     def most(self, key: Key, now: float) -> int:
         """Return how much of ``key`` the sessions of this node may use in all.
 
-        Sessions that have more keep it, but the node adds no session. The ledger counts a ceiling
-        with a window as used up from the offer on, so the node may use it up without the ledger.
+        Sessions that have more keep it, but the node adds no session. While the ledger is silent,
+        the ceilings of GPU-seconds and guarantees stay in force: see :attr:`Key.lasts`.
         """
-        if key.window:
+        if key.lasts:
             return self.ceilings.get(key, 0)
         if self.drains:
             return 0
@@ -105,8 +105,8 @@ class Budgets:
         return self.share.get(key.resource, 0) if self.on_loss == "min_share" else 0
 
     def parts(self) -> dict[Key, int]:
-        """Return the ceilings of keys with a window, which the broker keeps across its restart."""
-        return {key: amount for key, amount in self.ceilings.items() if key.window}
+        """Return the ceilings that last, which the broker keeps across its restart."""
+        return {key: amount for key, amount in self.ceilings.items() if key.lasts}
 
     # ------------------------------------------------------------------ events
 

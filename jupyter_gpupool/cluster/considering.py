@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..units import format_bytes, format_seconds
-from .messages import GPU_SECONDS
+from .messages import GPU_SECONDS, GUARANTEE, REFILL
 from .placing import PlacementRequest, lacks_model, lies_on
 
 #: Most folders that a sentence names; a kernel may work with 16.
@@ -33,11 +33,16 @@ def uses(node: Mapping[str, Any]) -> list[str]:
     """Return what each user and group may use on a machine, as one line for each."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for kind, name, resource, window, amount in node["counted"]:
-        noun = "GPU-seconds" if resource == GPU_SECONDS else resource
+        noun = "GPU-seconds" if resource in (GPU_SECONDS, REFILL) else resource
         what = noun.removesuffix("s") if amount == 1 else noun
-        text = format_bytes(amount) if resource == "memory" else f"{amount} {what}"
+        is_size = resource in ("memory", GUARANTEE)
+        text = format_bytes(amount) if is_size else f"{amount} {what}"
         if window:
             text += f" of {window}"
+        if resource == GUARANTEE:
+            text += " of its guarantee"
+        elif resource == REFILL:
+            text += " that come back in a day"
         by_name[f"{kind} {name}"].append(text)
     return [f"{name} may use {', '.join(parts)}" for name, parts in by_name.items()]
 

@@ -50,6 +50,7 @@ from __future__ import annotations
 import math
 from typing import Iterable, Mapping
 
+from ..pool.groups import DAY
 from .ledger_events import (
     Action,
     DrainAsked,
@@ -65,11 +66,14 @@ from .ledger_events import (
 )
 from .ledger_nodes import Node, NodeView
 from .ledger_usage import AllUsage
-from .messages import Epoch, Holding, Key, Loan, Report, recent
+from .messages import REFILL, Epoch, Holding, Key, Loan, Report, recent
 from .queues import Queues
 
 #: Most limits that the ledger remembers. Each day and each new user add keys.
 MOST_KNOWN = 100_000
+
+#: A budget that refills and was used up counts as available again when this part of it is back.
+BACK = 1 / 24
 
 NOTHING = Holding()
 
@@ -87,6 +91,8 @@ class Ledger:
         Seconds without an answer after which a node grants nothing more from its ceilings.
     margin:
         Seconds after ``ttl`` until the ceilings of a fenced node are free.
+    day:
+        Seconds in which a whole budget that refills comes back.
     """
 
     def __init__(
@@ -98,6 +104,7 @@ class Ledger:
         *,
         ttl: float = 8.0,
         margin: float = 2.0,
+        day: float = DAY,
     ) -> None:
         self.epoch = Epoch(1, name)
         self.nodes = {member: Node(member, seen=now) for member in members}
@@ -105,7 +112,7 @@ class Ledger:
         #: Nodes that are fenced, and whose ceilings are not yet free.
         self._fenced: dict[str, Node] = {}
         self.stopped = False
-        self.ttl, self.margin = ttl, margin
+        self.ttl, self.margin, self.day = ttl, margin, day
         self._limits = limits
         #: Limits that were looked up since the last change of the limits.
         self._known: dict[Key, int | None] = {}
@@ -120,8 +127,13 @@ class Ledger:
         self._holders: dict[Key, set[str]] = {}
         #: What all nodes would keep of each key.
         self._keeps: dict[Key, int] = {}
-        #: What the sessions of all nodes have used up of each key with a window.
+        #: What the sessions of all nodes have used up of each key of GPU-seconds.
         self._used: dict[Key, int] = {}
+        #: Keys of GPU-seconds that were used up when the ledger looked last.
+        self._used_up: set[Key] = set()
+        #: When GPU-seconds that nodes used before they were gone are back, for budgets that refill;
+        #: and what counts of each key until then.
+        self._leaking: list[tuple[float, dict[Key, int]]] = []
         self._queues = Queues(self._is_silent)
         self._usage = AllUsage()
 
@@ -151,20 +163,26 @@ class Ledger:
         if not self.stopped:
             for node in [node for node in self._fenced.values() if node.free_at <= self._now]:
                 actions += self._forget(node)
+            if self._leaking:
+                actions += self._refilled()
         return actions
 
     def next_wakeup(self) -> float:
         """Return when the ledger needs a :class:`Tick`; infinity if it needs none."""
-        return min((node.free_at for node in self._fenced.values()), default=math.inf)
+        times = [node.free_at for node in self._fenced.values()]
+        return min((*times, *(at for at, _ in self._leaking)), default=math.inf)
 
     @property
     def serving(self) -> bool:
-        """Whether the ledger lends: it has heard every member that is not gone.
+        """Whether the ledger lends: it has heard a member, and every other one that is not gone.
 
         It does not wait for a member that is added later, which has nothing of an earlier ledger.
         """
         if not self._serving:
-            self._serving = all(node.heard or node.gone for node in self.nodes.values())
+            nodes = self.nodes.values()
+            self._serving = all(node.heard or node.gone for node in nodes) and any(
+                node.heard for node in nodes
+            )
         return self._serving
 
     def limit_of(self, key: Key) -> int | None:
@@ -219,11 +237,13 @@ class Ledger:
         if report.epoch == self.epoch and report.spent is not None and not node.heard:
             node.heard = True
             self._learn(report.spent)
+            if not self._serving:
+                self._wait_for_fenced()
         if report.epoch < self.epoch or not node.heard:
             return [Send(self._answer(node))]
         node.version = report.version
         freed = self._count(node, report)
-        if report.leaves and not any(h.used for k, h in report.holdings.items() if not k.window):
+        if report.leaves and not any(h.used for k, h in report.holdings.items() if not k.lasts):
             return [*self._forget(node), Send(self._answer(node))]
         if not self.serving:
             return [Send(self._answer(node))]
@@ -238,19 +258,31 @@ class Ledger:
         self.epoch = Epoch(number, self.epoch.ledger)
         for node in self.nodes.values():
             node.heard = False
-            if node.name in self._members:
-                node.gone = False
-                self._unfence(node)
+        self._wait_for_fenced()
+        for node in self.nodes.values():
             node.serial = node.order_serial = 0
             node.version = -1
 
+    def _wait_for_fenced(self) -> None:
+        """Wait for the members that were fenced before this ledger has heard them.
+
+        While the nodes obeyed another ledger, such a member may have come back and borrowed there.
+        An admin who knows better fences it again.
+        """
+        for node in self.nodes.values():
+            if not node.heard and node.name in self._members:
+                node.gone = False
+                self._unfence(node)
+
     def _new_life(self, node: Node, report: Report) -> None:
         """Begin a node's new life; drop the offers to the earlier life: no node applies them."""
-        for key, amount in node.counted.items():
-            # A broker that has lost its journal does not know what it has used up.
-            now = report.holdings.get(key, NOTHING)
-            if key.window and amount > max(now.used, now.ceiling):
-                self._spend(key, amount - max(now.used, now.ceiling))
+        # A broker that has lost its journal does not know what it has used up.
+        lost = {
+            key: amount - max(now.used, now.ceiling)
+            for key, amount in node.counted.items()
+            if amount > max((now := report.holdings.get(key, NOTHING)).used, now.ceiling)
+        }
+        self._used_by_nobody(lost)
         node.life, node.number, node.serial, node.version = report.life, 0, 0, -1
         node.order_serial = 0
         node.gone = False
@@ -269,6 +301,31 @@ class Ledger:
             for old in all_spent.keys() - self._spent.keys():
                 self._add(old, -all_spent[old])
 
+    def _used_by_nobody(self, counted: Mapping[Key, int]) -> None:
+        """Count GPU-seconds as used up that a node may have used and will not report again."""
+        for key, amount in counted.items():
+            if key.window:
+                self._spend(key, amount)
+            elif key.is_seconds:
+                # They come back as fast as on that node: its part of the refill stays counted.
+                refill = key._replace(resource=REFILL)
+                part = counted.get(refill, 0)
+                rows = {key: amount, refill: part} if part else {key: amount}
+                for row, amount_of_row in rows.items():
+                    self._add(row, amount_of_row)
+                wait = self.day * amount / part if part else self.day
+                self._leaking.append((self._now + wait, rows))
+
+    def _refilled(self) -> list[Action]:
+        """Stop counting the GPU-seconds of nodes that are gone, once they have come back."""
+        over = [rows for at, rows in self._leaking if at <= self._now]
+        self._leaking = [(at, rows) for at, rows in self._leaking if at > self._now]
+        for rows in over:
+            for key, counted in rows.items():
+                self._add(key, -counted)
+        freed = [key for rows in over for key in rows]
+        return self._push_all(freed) if freed and self.serving else []
+
     # ------------------------------------------------------------------ counting
 
     def _count(self, node: Node, report: Report) -> list[Key]:
@@ -286,12 +343,12 @@ class Ledger:
             had = before.get(key, NOTHING)
             if more := held.keep - had.keep:
                 self._keep(key, more)
-            if key.window and held.used != had.used:
+            if key.is_seconds and held.used != had.used:
                 self._use(key, held.used - had.used)
         for key, held in before.items():
             if key not in report.holdings:
                 self._keep(key, -held.keep)
-                if key.window:
+                if key.is_seconds:
                     self._use(key, -held.used)
         for _, ceilings in node.offers:
             for key, amount in ceilings.items():
@@ -406,21 +463,22 @@ class Ledger:
                 keep, keeps = held.keep, self._keeps[key]
                 part = keep if keeps <= limit else -(-limit * keep // keeps)
                 found[key] = max(found[key], min(part, self._unused(node, key)))
-            if key.window:
+            if key.is_seconds:
                 # A session still uses GPU-seconds while it is being suspended. The limit here is
                 # what is free, so that the next session does not also use more.
                 found[key] = min(found[key], max(0, self._free(node, key)))
         return found
 
     def _needed(self, key: Key, need: int) -> int:
-        """Return how much a session waits for; of a window, at most what is left of it."""
-        if not key.window:
+        """Return how much a session waits for; of GPU-seconds, at most what is left of them."""
+        if not key.is_seconds:
             return need
-        return min(need, max(1, self._left_of_window(key)))
+        return min(need, max(1, self._left_of_budget(key)))
 
-    def _left_of_window(self, key: Key) -> int:
-        """Return how much of a key with a window is not used up yet by the nodes."""
-        return (self.limit_of(key) or 0) - self._used.get(key, 0) - self._spent.get(key, 0)
+    def _left_of_budget(self, key: Key) -> int:
+        """Return how many GPU-seconds of a budget are not used up yet by the nodes."""
+        gone = self._spent.get(key, 0) + sum(rows.get(key, 0) for _, rows in self._leaking)
+        return (self.limit_of(key) or 0) - self._used.get(key, 0) - gone
 
     def _left(self, node: Node, key: Key) -> int:
         """Return the most of a key that the sessions of a node may use."""
@@ -486,7 +544,8 @@ class Ledger:
     def _answer(self, node: Node, ceilings: Mapping[Key, int] = {}) -> Loan:
         node.serial += 1
         wanted = self._queues.wanted(node.counted, but=node.name)
-        used_up = frozenset(key for key in node.holdings if key.window and self._is_used_up(key))
+        seconds = [key for key in node.holdings if key.is_seconds]
+        used_up = frozenset(key for key in seconds if self._is_used_up(key))
         return Loan(
             node.name, node.life, node.number, self.epoch, node.serial, ceilings, wanted, self.ttl,
             self._version, self._spent if node.version != self._version else None, node.gone,
@@ -494,8 +553,14 @@ class Ledger:
         )  # fmt: skip
 
     def _is_used_up(self, key: Key) -> bool:
-        """Return whether the nodes have used up the whole limit of a key with a window."""
-        return self.limit_of(key) is not None and self._left_of_window(key) <= 0
+        """Return whether the nodes have used up all GPU-seconds of a budget."""
+        limit = self.limit_of(key)
+        left = 0 if limit is None else self._left_of_budget(key)
+        if limit is None or left > (0 if key.window else limit * BACK):
+            self._used_up.discard(key)
+        elif left <= 0:
+            self._used_up.add(key)
+        return key in self._used_up
 
     # ------------------------------------------------------------------ nodes that are gone
 
@@ -523,15 +588,14 @@ class Ledger:
         for key, amount in node.counted.items():
             self._add(key, -amount)
             self._drop_holder(key, node.name)
-            if key.window:
-                self._spend(key, amount)
-            else:
+            if not key.window:
                 freed.append(key)
         self._queues.drop(node.name)
         for key, held in node.holdings.items():
             self._keep(key, -held.keep)
-            if key.window:
+            if key.is_seconds:
                 self._use(key, -held.used)
+        self._used_by_nobody(node.counted)
         node.counted, node.holdings, node.waits = {}, {}, ()
         self._unfence(node)
         node.gone = True

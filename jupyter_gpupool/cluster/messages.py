@@ -3,8 +3,9 @@
 """The messages between nodes and ledger. Any message may be lost, late, repeated or overtaken.
 
 A *key* is one limit that all nodes share, and an amount of it is a whole number: bytes of device
-memory, devices, leases, or the GPU-seconds of one day. A *ceiling* is how much of a key a node may
-use. The sum of all ceilings of a key never exceeds the limit: this alone keeps the quota.
+memory, devices, leases, GPU-seconds, or bytes that a group is guaranteed. A *ceiling* is how much
+of a key a node may use. The sum of all ceilings of a key never exceeds the limit: this alone keeps
+the quota.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from typing import Any, Literal, Mapping, NamedTuple
 
 HolderKind = Literal["user", "group"]
 
-#: The resource of keys that have a window: the GPU-seconds of a day.
+#: The GPU-seconds of a budget. The key of a budget that is renewed once a day has a window; the key
+#: of a budget that refills has none: its amount in use decreases by itself.
 GPU_SECONDS = "gpu-seconds"
-
+#: Of a budget that refills, the GPU-seconds that come back in a day. Each node has a part of them.
+REFILL = "refill"
+#: The bytes of a group's guarantee.
+GUARANTEE = "guarantee"
 
 #: GPU-seconds by holder (user or group), decayed until the time of the report. The holder's order
 #: in fair shares depends on them.
@@ -29,10 +34,23 @@ class Key(NamedTuple):
 
     kind: HolderKind
     name: str
-    #: ``memory``, ``devices``, ``leases`` or ``gpu-seconds``.
+    #: ``memory``, ``devices``, ``leases``, ``gpu-seconds``, ``refill`` or ``guarantee``.
     resource: str
-    #: The day, for an amount that is used up; "" for an amount that comes back with the slice.
+    #: The day, for an amount that is used up; "" for an amount that comes back.
     window: str = ""
+
+    @property
+    def is_seconds(self) -> bool:
+        """Whether the amount is GPU-seconds that sessions use up."""
+        return self.resource == GPU_SECONDS
+
+    @property
+    def lasts(self) -> bool:
+        """Whether a node's ceiling stays in force while the ledger is silent.
+
+        The other ceilings are amounts that sessions hold. To these, ``on_ledger_loss`` applies.
+        """
+        return self.resource in (GPU_SECONDS, REFILL, GUARANTEE)
 
 
 class Epoch(NamedTuple):
@@ -143,7 +161,7 @@ class Loan:
     gone: bool = False
     #: The order of an admin, until the node has executed it: True to drain, False to come back.
     drains: bool | None = None
-    #: Those of the node's keys with a window that all nodes together have used up.
+    #: Keys of GPU-seconds, of those that the node has, of which all nodes have used up the whole.
     used_up: frozenset[Key] = frozenset()
     #: What the users and groups of a report's ``usage`` have used on other nodes.
     elsewhere: Usages | None = None

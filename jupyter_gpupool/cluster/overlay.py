@@ -7,12 +7,12 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Callable, Container, Iterable, Mapping, TypeGuard
+from typing import Callable, Container, Iterable, Mapping
 
 from ..pool.groups import DAY, EXACT, Daily, PoolUsage, Usage, path, window_began
 from ..pool.model import Charge, Owner, PoolSettings, Quota
 from .ledger_events import Limits
-from .messages import GPU_SECONDS, HolderKind, Key
+from .messages import GPU_SECONDS, GUARANTEE, REFILL, HolderKind, Key
 
 #: The limits on slices that machines share.
 RESOURCES = ("memory", "devices", "leases")
@@ -50,7 +50,7 @@ class Elsewhere(dict[str, Charge]):
 
 
 def limits_of(settings: PoolSettings) -> Limits:
-    """Return the limits that the ledger divides. Limits of GPU-seconds apply to each window."""
+    """Return what the ledger divides; limits of GPU-seconds hold for each window."""
     users, groups = {}, {}
     for name, quota in settings.quotas.items():
         users[name] = {
@@ -62,21 +62,49 @@ def limits_of(settings: PoolSettings) -> Limits:
         limits = _seconds(group.daily)
         if group.cap is not None and group.cap.bytes is not None:
             limits["memory"] = group.cap.bytes
+        if group.guarantee is not None and group.guarantee.bytes is not None:
+            limits[GUARANTEE] = group.guarantee.bytes
         if limits:
             groups[name] = limits
     return {"user": users, "group": groups}
 
 
 def _seconds(daily: Daily | None) -> dict[str, int]:
-    return {GPU_SECONDS: math.ceil(daily.seconds)} if _is_shared(daily) else {}
+    if daily is None:
+        return {}
+    limits = {GPU_SECONDS: math.ceil(daily.seconds)}
+    return limits | {REFILL: math.floor(daily.seconds)} if daily.rule == "refill" else limits
 
 
-def _is_shared(daily: Daily | None) -> TypeGuard[Daily]:
-    """Return whether machines share a budget. They do not share a budget that refills.
+def guarantees_of(settings: PoolSettings, owner: Owner) -> list[Key]:
+    """Return the keys of the guarantees that cover an owner and that machines share.
 
-    The parts of such a budget would never come back.
+    Machines share a guarantee in bytes. A percentage, or a number of devices, is guaranteed on each
+    machine by itself.
     """
-    return daily is not None and daily.rule == "window"
+    return [
+        Key("group", name, GUARANTEE)
+        for name in (path(settings.groups, owner.group) if settings.groups else ())
+        if (size := settings.groups[name].guarantee) is not None and size.bytes is not None
+    ]
+
+
+def refills_of(settings: PoolSettings, spent: Mapping[Key, int]) -> dict[Key, int]:
+    """Return how many GPU-seconds should come back here in a day, of each budget that refills.
+
+    That is the whole budget. If other machines have used the budget too, the ledger divides it.
+    ``spent`` is what is used up here.
+    """
+    found = {}
+    for key in spent:
+        if not key.window:
+            if key.kind == "user":
+                daily = settings.quota_of(key.name).daily
+            else:
+                daily = settings.groups[key.name].daily
+            if daily is not None:
+                found[key._replace(resource=REFILL)] = math.floor(daily.seconds)
+    return found
 
 
 def keys_of(settings: PoolSettings, owner: Owner) -> list[Key]:
@@ -93,11 +121,11 @@ def keys_of(settings: PoolSettings, owner: Owner) -> list[Key]:
 def budgets_of(settings: PoolSettings, owner: Owner, now: float) -> dict[Key, Daily]:
     """Return the shared budgets of an owner by their keys; ``now`` is the time of day."""
     found = {}
-    if _is_shared(daily := settings.quota_of(owner.name).daily):
-        found[_window("user", owner.name, daily, now)] = daily
+    if (daily := settings.quota_of(owner.name).daily) is not None:
+        found[_seconds_key("user", owner.name, daily, now)] = daily
     for name in path(settings.groups, owner.group) if settings.groups else ():
-        if _is_shared(daily := settings.groups[name].daily):
-            found[_window("group", name, daily, now)] = daily
+        if (daily := settings.groups[name].daily) is not None:
+            found[_seconds_key("group", name, daily, now)] = daily
     return found
 
 
@@ -105,12 +133,12 @@ def seconds_used(settings: PoolSettings, usage: PoolUsage, now: float) -> dict[K
     """Return what users and groups have used up of shared budgets here, in whole GPU-seconds."""
     found = {}
     for name, used in usage.users.items():
-        if _is_shared(daily := settings.quota_of(name).daily):
-            found[_window("user", name, daily, now)] = math.ceil(used.today - EXACT)
+        if (daily := settings.quota_of(name).daily) is not None:
+            found[_seconds_key("user", name, daily, now)] = math.ceil(used.today - EXACT)
     for name, used in usage.groups.items():
         group = settings.groups.get(name)
-        if group is not None and _is_shared(group.daily):
-            found[_window("group", name, group.daily, now)] = math.ceil(used.today - EXACT)
+        if group is not None and group.daily is not None:
+            found[_seconds_key("group", name, group.daily, now)] = math.ceil(used.today - EXACT)
     return {key: amount for key, amount in found.items() if amount > 0}
 
 
@@ -138,17 +166,23 @@ def usage_of(
 
 
 def windows(settings: PoolSettings, now: float) -> tuple[float, float] | None:
-    """Return when the first of the present windows of shared budgets began, and when the next one
-    begins; None if machines share no budget.
+    """Return when the first of the present windows of budgets began, and when the next one begins;
+    None if there is no budget. The window of a budget that refills has no begin.
     """
     dailies = [quota.daily for quota in settings.quotas.values()]
     dailies += [group.daily for group in settings.groups.values()]
-    began = [window_began(now, daily.renews) for daily in dailies if _is_shared(daily)]
-    return (min(began), min(began) + DAY) if began else None
+    budgets = [daily for daily in dailies if daily is not None]
+    if not budgets:
+        return None
+    began = [window_began(now, daily.renews) for daily in budgets if daily.rule == "window"]
+    refills = len(began) < len(budgets)
+    return -math.inf if refills else min(began), min(began, default=now) + DAY
 
 
-def _window(kind: HolderKind, name: str, daily: Daily, now: float) -> Key:
-    """Return the key of a budget's window. Its date is the day (UTC) on which the window began."""
+def _seconds_key(kind: HolderKind, name: str, daily: Daily, now: float) -> Key:
+    """Return the key of a budget; the date of its window is the day (UTC) on which it began."""
+    if daily.rule == "refill":
+        return Key(kind, name, GPU_SECONDS)
     began = datetime.fromtimestamp(window_began(now, daily.renews), timezone.utc)
     return Key(kind, name, GPU_SECONDS, began.date().isoformat())
 
@@ -171,12 +205,13 @@ def overlay(
     """
 
     def part(kind: HolderKind, name: str, daily: Daily | None) -> Daily | None:
-        if not _is_shared(daily):
-            return daily
-        key = _window(kind, name, daily, now)
+        if daily is None:
+            return None
+        key = _seconds_key(kind, name, daily, now)
         here = min(daily.seconds, float(most(key)))
         more = here < daily.seconds and key not in used_up
-        return replace(daily, here=here, more_elsewhere=more)
+        refill = float(most(key._replace(resource=REFILL))) if daily.rule == "refill" else math.inf
+        return replace(daily, here=here, more_elsewhere=more, refill_here=refill)
 
     elsewhere = Elsewhere(_whole(settings.quota_of("*")))
     quotas = dict(settings.quotas)
@@ -184,11 +219,11 @@ def overlay(
         if name != "*":
             quota = settings.quota_of(name)
             elsewhere[name] = _missing(quota, name, most)
-            if _is_shared(quota.daily):
+            if quota.daily is not None:
                 quotas[name] = replace(quota, daily=part("user", name, quota.daily))
-    if "*" in quotas and _is_shared(daily := quotas["*"].daily):
+    if "*" in quotas and (daily := quotas["*"].daily) is not None:
         # This applies to a user whom this machine has not reported to the ledger yet.
-        none = replace(daily, here=0.0, more_elsewhere=daily.seconds > 0)
+        none = replace(daily, here=0.0, more_elsewhere=daily.seconds > 0, refill_here=0.0)
         quotas["*"] = replace(quotas["*"], daily=none)
     missing, groups = {}, dict(settings.groups)
     for name, group in settings.groups.items():
@@ -196,8 +231,11 @@ def overlay(
             lacks = max(0, group.cap.bytes - most(Key("group", name, "memory")))
             if lacks:
                 missing[name] = lacks
-        if _is_shared(group.daily):
-            groups[name] = replace(group, daily=part("group", name, group.daily))
+        if group.daily is not None:
+            groups[name] = replace(groups[name], daily=part("group", name, group.daily))
+        if group.guarantee is not None and group.guarantee.bytes is not None:
+            here = min(group.guarantee.bytes, most(Key("group", name, GUARANTEE)))
+            groups[name] = replace(groups[name], guarantee_here=here)
     found = replace(
         settings, elsewhere=elsewhere, elsewhere_groups=missing, quotas=quotas, groups=groups
     )

@@ -223,10 +223,10 @@ class GPUPool(Configurable):
     )
     cluster_nodes = _option(
         List(Unicode()),
-        "The machines that share one set of limits: memory, devices and leases of quotas, and the "
-        "caps of groups, then count on all of them together. Every broker of the cluster and its "
-        "ledger read the same list, quotas and groups. A machine that never comes back must be "
-        "taken from the list. See docs/cluster.md.",
+        "The machines that share one set of limits: memory, devices, leases and GPU-seconds of "
+        "quotas, and caps, guarantees and GPU-seconds of groups, then count on all of them "
+        "together. Every broker of the cluster and its ledger read the same list, quotas and "
+        "groups. A machine that never comes back must be taken from the list. See docs/cluster.md.",
         unit="list of names of machines",
         default="[] (this machine alone)",
         example='cluster_nodes = ["gpu1", "gpu2"]',

@@ -18,6 +18,7 @@ from ..text import did_you_mean
 from ..units import format_bytes
 from .grouping import Groups, Members
 from .mistakes import Fault
+from .settings import BrokerSettings
 
 #: Rounding may add up to this many bytes to a sum, because a percentage of a machine is rarely a
 #: whole number of bytes.
@@ -117,6 +118,16 @@ _AS_WRITTEN = (
     _Scale(lambda p: p.devices, lambda size: f"{size:g} devices", None),
     _Scale(lambda p: p.bytes, lambda size: format_bytes(int(size)), None),
 )
+
+
+def check_machine(settings: BrokerSettings, capacities: Sequence[int]) -> list[Fault]:
+    """Return the mistakes in guarantees and caps on a machine with these GPUs.
+
+    The sizes of a cluster are those of all its machines together: one machine's GPUs bound none.
+    """
+    if settings.cluster_nodes or not any(capacities):
+        return []
+    return check_sizes(settings.pool.groups, capacities)
 
 
 def check_sizes(tree: Mapping[str, Group], capacities: Sequence[int]) -> list[Fault]:

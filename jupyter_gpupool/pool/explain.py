@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Collection, Iterable
+from typing import Collection, Iterable, NamedTuple
 
 from .draft import Draft
 from .facts import Facts
@@ -61,6 +61,17 @@ class HeldLease:
     ends_at: float | None = None
 
 
+class GroupGuarantee(NamedTuple):
+    """What the members of a group have, and what is guaranteed to the group. In bytes."""
+
+    group: str
+    held: int
+    #: On this machine.
+    guaranteed: int
+    #: On all machines together; None if this machine shares the guarantee with no other one.
+    of_all: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
     """The groups, shares, guarantees and budgets of an owner, and how much of them is used."""
@@ -72,8 +83,7 @@ class Standing:
     shares: tuple[tuple[str, float, float], ...]
     #: Whether the owner, or one of its groups, has used more than its fair share.
     above: bool
-    #: (group, bytes that its members have, bytes that are guaranteed to the group).
-    guarantees: tuple[tuple[str, int, int], ...]
+    guarantees: tuple[GroupGuarantee, ...]
     #: The groups whose guarantee covers the request of the waiting session.
     entitled: tuple[str, ...]
     budgets: tuple[Budget, ...]
@@ -259,12 +269,20 @@ def standing(shares: Shares, owner: Owner, now: float, entitled: Collection[str]
         shares=tuple(shares.parts(owner)),
         above=shares.above(owner),
         guarantees=tuple(
-            (name, held.get(name, 0), shares.tree.guarantees[name])
+            _guarantee(shares, name, held.get(name, 0))
             for name in path
             if name in shares.tree.guarantees
         ),
         entitled=tuple(name for name in path if name in entitled),
         budgets=tuple(budgets(facts, owner, now)),
+    )
+
+
+def _guarantee(shares: Shares, name: str, held: int) -> GroupGuarantee:
+    group = shares.tree.groups[name]
+    whole = group.guarantee if group.guarantee_here is not None else None
+    return GroupGuarantee(
+        name, held, shares.tree.guarantees[name], None if whole is None else whole.bytes
     )
 
 

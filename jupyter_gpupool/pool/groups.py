@@ -92,11 +92,19 @@ class Daily:
     #: Whether other machines may have an unused part of the budget, which this machine can still
     #: get.
     more_elsewhere: bool = False
+    #: With ``refill``: the GPU-seconds that come back here in a day, if several machines share the
+    #: budget.
+    refill_here: float = math.inf
 
     @property
     def most(self) -> float:
         """The GPU-seconds that sessions of this machine may use."""
         return min(self.seconds, self.here)
+
+    @property
+    def refill(self) -> float:
+        """The GPU-seconds that come back on this machine in a day, under the rule ``refill``."""
+        return min(self.seconds, self.refill_here)
 
     @property
     def is_shared(self) -> bool:
@@ -138,6 +146,8 @@ class Group:
     weight: float = 1.0
     cap: Portion | None = None
     daily: Daily | None = None
+    #: The bytes of the guarantee that this machine may count, if several machines share it.
+    guarantee_here: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
@@ -180,6 +190,8 @@ class Tree:
         self._budgets: dict[str, tuple[str, ...]] = {}
         self.guarantees = {
             name: group.guarantee.of(capacities)
+            if group.guarantee_here is None
+            else group.guarantee_here
             for name, group in groups.items()
             if group.guarantee
         }

@@ -100,11 +100,11 @@ class Meter:
         rate, seconds = self.rate, max(0.0, now - self.at)
         if daily is not None and daily.rule == "refill":
             # The rate has not changed since ``at``.
-            today = self.today + (rate - daily.seconds / DAY) * seconds
+            today = self.today + (rate - daily.refill / DAY) * seconds
             today = min(daily.seconds, max(0.0, today))
-            if today >= daily.seconds - EXACT:
+            if today >= daily.most - EXACT:
                 return today, True
-            return today, self.spent and today > daily.seconds * (1 - BACK) + EXACT
+            return today, self.spent and today > daily.most * (1 - BACK) + EXACT
         renews = daily.renews if daily is not None else 0.0
         began = window_began(now + self.ahead, renews) - self.ahead
         today = rate * (now - began) if began > self.at else self.today + rate * seconds
@@ -160,11 +160,11 @@ class Meter:
             if spent:
                 return window_began(now + self.ahead, daily.renews) + DAY - self.ahead
             return now + (daily.most - today) / self.rate if self.rate > 0 else math.inf
-        slope = self.rate - daily.seconds / DAY
+        slope = self.rate - daily.refill / DAY
         if spent:
-            back = daily.seconds * (1 - BACK)
+            back = daily.most * (1 - BACK)
             return now + max(0.0, today - back) / -slope if slope < 0 else math.inf
-        return now + (daily.seconds - today) / slope if slope > 0 else math.inf
+        return now + (daily.most - today) / slope if slope > 0 else math.inf
 
 
 class LeaseInUse(NamedTuple):

@@ -497,8 +497,8 @@ class Budget:
         """Return when a spent budget is available again if nothing uses it from ``now`` on."""
         if self.until < math.inf or self.none:
             return self.until
-        seconds = self.daily.seconds
-        return now + max(0.0, self.used - seconds * (1 - BACK)) * DAY / seconds
+        refill, most = self.daily.refill, self.daily.most
+        return now + max(0.0, self.used - most * (1 - BACK)) * DAY / refill if refill else math.inf
 
 
 def budgets(facts: Facts, owner: Owner, now: float) -> list[Budget]:

@@ -16,7 +16,7 @@ from typing import Iterable, Mapping
 from ..units import format_bytes, format_range, format_seconds, format_waited
 from .estimate import ESTIMATED
 from .evidence import Expected
-from .explain import Explanation, HeldLease, Standing, explain
+from .explain import Explanation, GroupGuarantee, HeldLease, Standing, explain
 from .facts import Facts
 from .groups import DailyEnd
 from .model import Owner
@@ -124,11 +124,19 @@ def _beyond_lines(found: Explanation) -> Iterable[str]:
     where, rule = found.standing, found.reason.rule if found.reason else ""
     if not where.guarantees or rule == "class-closed" or any(b.spent for b in where.budgets):
         return
-    name, _, guaranteed = where.guarantees[-1]
+    last = where.guarantees[-1]
     yield (
-        f"With this request group {name} would have more than the {format_bytes(guaranteed)} that "
-        "is guaranteed to it, so the guarantee does not put it first."
+        f"With this request group {last.group} would have more than the "
+        f"{format_bytes(last.guaranteed)} that is guaranteed to it{_where(last)}, so the guarantee "
+        "does not put it first."
     )
+
+
+def _where(found: GroupGuarantee) -> str:
+    """Return on which machine a guarantee counts, if several machines share it."""
+    if found.of_all is None:
+        return ""
+    return f" on this machine, of the {format_bytes(found.of_all)} on all machines"
 
 
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
@@ -354,10 +362,14 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
     if found.groups:
         *outer, inner = found.groups
         yield f"Your group is {inner}" + (f", a part of {outer[-1]}." if outer else ".")
-    for name, held, guaranteed in found.guarantees:
+    for row in found.guarantees:
+        held, guaranteed = row.held, row.guaranteed
         where = "below" if held < guaranteed else "above" if held > guaranteed else "just"
         size = format_bytes(guaranteed)
-        yield f"Group {name} has {format_bytes(held)}, {where} the {size} that is guaranteed to it."
+        yield (
+            f"Group {row.group} has {format_bytes(held)}, {where} the {size} that is guaranteed to "
+            f"it{_where(row)}."
+        )
     whole = "the pool"
     for name, used, due in found.shares:
         group = name.startswith("group ")
@@ -385,8 +397,10 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
             # A budget that refills does not recover while its kernels use as much as comes back.
             at = _when(budget.until, now)
             if budget.until == math.inf:
-                soonest = _when(budget.soonest(now), now)
-                at = f"when {whose} kernels use less, {soonest} at the earliest"
+                soonest = budget.soonest(now)
+                at = f"when {whose} kernels use less"
+                if soonest < math.inf:
+                    at += f", {_when(soonest, now)} at the earliest"
             line += f"; {what} {at}"
             when = "Until then" if budget.spent else "From then on"
             line += f". {when} {whose} kernels {_END_WORDS[budget.daily.then]}"

@@ -130,10 +130,10 @@ def in_words(facts: Facts, why: Reason) -> str:
         if not why.most:
             return f"{whose} {'gets' if why.group else 'get'} no GPU-seconds"
         if why.text:
-            return (
-                f"{whose} used up the GPU-seconds of today that this machine has, and {why.text}; "
-                f"all come back {_clock(facts, why.at)}"
-            )
+            text = f"{whose} used up the GPU-seconds of today that this machine has, and {why.text}"
+            if why.at < math.inf:
+                text += f"; there are more {_clock(facts, why.at)} at the latest"
+            return text
         return f"{whose} used up the GPU-seconds of today; {_again(facts, why)}"
     return why.text or _SENTENCES[why.rule]
 
@@ -188,10 +188,12 @@ def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
         step = "Ask the administrator of the pool for some."
     elif spent.until == math.inf:
         kernels = f"Kernels of the group {spent.group}" if spent.group else "Your other kernels"
-        step = (
-            f"{kernels} use as many as come back. If they stop now, there are more "
-            f"{_clock(facts, soonest)}."
-        )
+        step = "Try again later: what comes back of this budget comes back on other machines now."
+        if soonest < math.inf:
+            step = (
+                f"{kernels} use as many as come back. If they stop now, there are more "
+                f"{_clock(facts, soonest)}."
+            )
     else:
         step = f"Try again later: there are more {_clock(facts, soonest)}."
     ahead = facts.meters.ahead

@@ -23,7 +23,18 @@ from jupyter_gpupool.cluster.budgets import Budgets, Demand
 from jupyter_gpupool.cluster.ledger import Ledger
 from jupyter_gpupool.cluster.messages import Epoch, Holding, Key, Loan, Report, recent
 
-from .world import LIMITS, SECONDS, USERS, Node, World, keys_of
+from .world import (
+    BUCKET,
+    DAY,
+    GUARANTEE,
+    LIMITS,
+    REFILL,
+    SECONDS,
+    USERS,
+    Node,
+    World,
+    keys_of,
+)
 
 ADA, LAB = keys_of("ada")
 
@@ -486,6 +497,120 @@ def test_cost_depends_on_the_free_memory_not_on_the_queue():
     assert wait(60) == wait(8)
 
 
+# --------------------------------------------------------------------------- budgets that refill
+
+
+def levels(world):
+    return {name: node.level for name, node in world.nodes.items()}
+
+
+def test_a_budget_that_refills_is_used_up_by_all_nodes_together(world):
+    world.settle(1)
+    for name in ("n0", "n1", "n2"):
+        for _ in range(7):
+            world.use_bucket(name, 2)
+            world.settle(1)
+    assert 10 <= sum(levels(world).values()) <= 12
+    # What one node does not use any more comes back, and another one may use it.
+    world.advance(DAY / 2)
+    world.settle(4)
+    assert sum(levels(world).values()) == pytest.approx(6, abs=1.5)
+    before = levels(world)["n2"]
+    for _ in range(4):
+        world.use_bucket("n2", 1)
+        world.settle(1)
+    assert levels(world)["n2"] > before + 2
+
+
+def test_the_whole_refill_is_at_the_only_node_that_used_any(world):
+    for _ in range(8):
+        world.use_bucket("n1", 1)
+        world.settle(1)
+    level = world.nodes["n1"].level
+    assert level > 7
+    assert world.nodes["n1"].budgets.most(REFILL, world.now) == 12
+    world.settle(1)
+    for _ in range(20):
+        world.advance(1.0)
+        world.settle(1)
+    # 20 s and what the settling took, at 12 in 40 s.
+    assert world.nodes["n1"].level < level - 5.9
+
+
+def test_what_a_dead_node_used_comes_back_as_fast_as_before(world):
+    for _ in range(7):
+        world.use_bucket("n0", 2)
+        world.settle(1)
+    used = world.nodes["n0"].level
+    assert used > 7  # each of the others keeps 2
+    world.crash("n0")
+    world.do(world.current, ev.Fenced(now=world.now, node="n0"))
+    world.settle(1)
+    world.advance(11)
+    world.settle(3, silent=["n0"])
+    assert world.ledger.nodes["n0"].gone
+    for _ in range(12):
+        world.use_bucket("n1", 1)
+        world.settle(1, silent=["n0"])
+    assert 0 < world.nodes["n1"].level <= 12 - int(used)
+    world.advance(DAY)
+    world.settle(3, silent=["n0"])
+    for _ in range(12):
+        world.use_bucket("n1", 1)
+        world.settle(1, silent=["n0"])
+    assert world.nodes["n1"].level > 8
+
+
+def test_a_node_that_left_does_not_wait_for_its_gpu_seconds(world):
+    world.use_bucket("n0", 2)
+    world.settle(2)
+    world.order("n0", True)
+    world.settle(3)
+    assert world.nodes["n0"].budgets.has_left
+    assert world.ledger.counted(BUCKET) >= 2
+
+
+# --------------------------------------------------------------------------- guarantees
+
+
+def claims(world):
+    return {n: node.budgets.most(GUARANTEE, world.now) for n, node in world.nodes.items()}
+
+
+def test_the_node_with_the_groups_sessions_has_its_guarantee(world):
+    world.ask("n1", "ada", 4)
+    world.settle(2)
+    assert claims(world) == {"n0": 0, "n1": 4, "n2": 0}
+    world.ask("n2", "bob", 5)
+    world.settle(3)
+    # What is in use stays, the rest is for the other node.
+    assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
+    world.end("n1")
+    world.settle(3)
+    assert claims(world) == {"n0": 0, "n1": 0, "n2": 5}
+
+
+def test_a_guarantee_lasts_while_the_ledger_is_silent(world):
+    world.ask("n1", "ada", 4)
+    world.settle(2)
+    world.advance(60)
+    assert not world.nodes["n1"].budgets.is_connected(world.clock(world.nodes["n1"]))
+    assert claims(world)["n1"] == 4
+
+
+def test_a_guarantee_that_nobody_needs_bars_nobody():
+    """It is a wish, not a wait: a session never waits in the ledger for a guarantee."""
+    world = World()
+    world.settle()
+    for name in ("n0", "n1", "n2"):
+        world.ask(name, "ada", 2)
+        world.settle(2)
+    assert sum(claims(world).values()) == 6
+    world.ask("n0", "bob", 4)
+    world.settle(3)
+    assert sizes(world)["n0"] == 6
+
+
 # --------------------------------------------------------------------------- everything at once
 
 
@@ -534,6 +659,11 @@ class Cluster(RuleBasedStateMachine):
         if node.alive:
             node.consume(amount, self.world.clock(node))
 
+    @rule(name=names, amount=st.integers(1, 9))
+    def use_bucket(self, name, amount):
+        if self.world.nodes[name].alive:
+            self.world.use_bucket(name, amount)
+
     @rule(name=names)
     def stop_waiting(self, name):
         self.world.nodes[name].waiting.clear()
@@ -565,6 +695,9 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(ends=st.booleans())
     def start_ledger(self, ends):
+        # It does not know what nodes had used that were gone before.
+        rows = [row for ledger in self.world.ledgers.values() for _, row in ledger._leaking]
+        self.world.forgotten += sum(row.get(BUCKET, 0) for row in rows)
         if ends:
             self.world.kill_ledger()
         elif len(self.world.ledgers) < 3:
@@ -580,6 +713,10 @@ class Cluster(RuleBasedStateMachine):
     @rule(name=names, keeps=st.booleans())
     def restart_broker(self, name, keeps):
         node = self.world.nodes[name]
+        if not node.alive:
+            # Until the ledger answers, it goes on with parts that others may have by now.
+            self.world.claims_of_fenced += node.budgets.ceilings.get(GUARANTEE, 0)
+            self.world.forgotten += node.budgets.ceilings.get(BUCKET, 0)
         node.begin(max(node.life, node.budgets.life) + 1, keeps=keeps)
         node.alive = True
 
@@ -587,10 +724,13 @@ class Cluster(RuleBasedStateMachine):
     def lose_power(self, name):
         """The kernels of the node are gone, and an admin tells every ledger."""
         self.world.crash(name)
+        node = self.world.nodes[name]
+        if not node.budgets.ceilings.get(REFILL, 0):
+            self.world.forgotten += max(node.level, node.budgets.ceilings.get(BUCKET, 0))
         for ledger in [*self.world.ledgers]:
             if not self.world.ledgers[ledger].nodes[name].heard:
-                node = self.world.nodes[name]
                 self.world.lost += max(node.consumed, node.budgets.ceilings.get(SECONDS, 0))
+                self.world.forgotten += max(node.level, node.budgets.ceilings.get(BUCKET, 0))
             self.world.do(ledger, ev.Fenced(now=self.world.now, node=name))
 
     @invariant()
@@ -601,11 +741,13 @@ class Cluster(RuleBasedStateMachine):
     @invariant()
     def the_ledgers_sums_are_right(self):
         for ledger in self.world.ledgers.values() if hasattr(self, "world") else ():
-            for key in (ADA, LAB, SECONDS):
+            for key in (ADA, LAB, SECONDS, BUCKET, REFILL, GUARANTEE):
                 parts = [node.counted.get(key, 0) for node in ledger.nodes.values()]
-                assert ledger.counted(key) == sum(parts) + ledger._spent.get(key, 0)
-            used = sum(node.used(SECONDS) for node in ledger.nodes.values())
-            assert ledger._used.get(SECONDS, 0) == used
+                gone = ledger._spent.get(key, 0) + sum(r.get(key, 0) for _, r in ledger._leaking)
+                assert ledger.counted(key) == sum(parts) + gone
+            for key in (SECONDS, BUCKET):
+                used = sum(node.used(key) for node in ledger.nodes.values())
+                assert ledger._used.get(key, 0) == used
 
     def teardown(self):
         """After the network works again, every waiting session gets a slice in the end."""

@@ -2,18 +2,22 @@
 # Distributed under the terms of the Modified BSD License.
 from __future__ import annotations
 
+import math
+
 from jupyter_gpupool.cluster.messages import Key
 from jupyter_gpupool.cluster.overlay import (
     DRAINS,
     SILENT,
     budgets_of,
+    guarantees_of,
     keys_of,
     limits_of,
     overlay,
+    refills_of,
     seconds_used,
     windows,
 )
-from jupyter_gpupool.pool.groups import DAY, Daily, PoolUsage, Usage
+from jupyter_gpupool.pool.groups import DAY, Daily, PoolUsage, Tree, Usage
 from jupyter_gpupool.pool.model import Group, Owner, PoolSettings, Portion, Quota
 
 RULES = PoolSettings(
@@ -75,10 +79,11 @@ DAILY = PoolSettings(
 )
 BOB = Key("user", "bob", "gpu-seconds", "2026-11-23")
 LAB = Key("group", "lab", "gpu-seconds", "2026-11-22")
+ADA, REFILL = Key("user", "ada", "gpu-seconds"), Key("user", "ada", "refill")
 
 
 def shared(used_up=(), **lent):
-    most = {BOB: lent.get("bob", 0), LAB: lent.get("lab", 0)}
+    most = {BOB: lent.get("bob", 0), LAB: lent.get("lab", 0), ADA: 30, REFILL: 45}
     return overlay(
         DAILY, ["bob"], lambda key: most.get(key, 0), connected=True, drains=False,
         now=NOON, used_up=used_up,
@@ -87,17 +92,21 @@ def shared(used_up=(), **lent):
 
 def test_a_budget_counts_for_the_day_on_which_its_window_began():
     assert budgets_of(DAILY, Owner("bob", "bio"), NOON) == {BOB: Daily(60), LAB: NIGHT}
-    assert budgets_of(DAILY, Owner("ada"), NOON) == {}
+    assert [*budgets_of(DAILY, Owner("ada"), NOON)] == [ADA]
     later = budgets_of(DAILY, Owner("bob", "bio"), NOON + DAY / 2)
     assert [key.window for key in later] == ["2026-11-24", "2026-11-23"]
-    assert windows(DAILY, NOON) == (NOON - 3 * DAY / 4, NOON + DAY / 4)
+    # One that refills counts what was used at any time before.
+    assert windows(DAILY, NOON) == (-math.inf, NOON + DAY / 4)
+    lab = PoolSettings(groups=DAILY.groups)
+    assert windows(lab, NOON) == (NOON - 3 * DAY / 4, NOON + DAY / 4)
     assert windows(RULES, NOON) is None
 
 
-def test_the_ledger_divides_only_windows_in_whole_seconds():
+def test_the_ledger_divides_whole_seconds():
     assert limits_of(DAILY) == {
-        "user": {"*": {"gpu-seconds": 60}, "ada": {}}, "group": {"lab": {"gpu-seconds": 601}},
-    }  # fmt: skip
+        "user": {"*": {"gpu-seconds": 60}, "ada": {"gpu-seconds": 90, "refill": 90}},
+        "group": {"lab": {"gpu-seconds": 601}},
+    }
 
 
 def test_a_machine_uses_only_the_part_of_a_budget_lent_to_it():
@@ -105,7 +114,8 @@ def test_a_machine_uses_only_the_part_of_a_budget_lent_to_it():
     bob, lab = found.quota_of("bob").daily, found.groups["lab"].daily
     assert (bob.most, bob.more_elsewhere, bob.is_shared) == (20, True, True)
     assert (lab.most, lab.more_elsewhere) == (600.5, False)
-    assert found.quota_of("ada").daily == Daily(90, rule="refill")
+    ada = found.quota_of("ada").daily
+    assert (ada.most, ada.refill, ada.more_elsewhere) == (30, 45, True)
     eve = found.quota_of("eve").daily
     assert (eve.most, eve.more_elsewhere) == (0, True)
 
@@ -119,4 +129,28 @@ def test_used_seconds_are_reported_rounded_up():
     usage = PoolUsage(
         {"bob": Usage(today=5.2), "ada": Usage(today=9)}, {"lab": Usage(today=7.0005)}
     )
-    assert seconds_used(DAILY, usage, NOON) == {BOB: 6, LAB: 7}
+    found = seconds_used(DAILY, usage, NOON)
+    assert found == {BOB: 6, LAB: 7, ADA: 9}
+    assert refills_of(DAILY, found) == {REFILL: 90}
+
+
+# --------------------------------------------------------------------------- guarantees
+
+SIZED = PoolSettings(
+    groups={
+        "lab": Group(guarantee=Portion(bytes=8)),
+        "bio": Group("lab", guarantee=Portion(percent=50.0)),
+    },
+)
+
+
+def test_machines_share_a_guarantee_that_is_a_size():
+    key = Key("group", "lab", "guarantee")
+    assert limits_of(SIZED)["group"] == {"lab": {"guarantee": 8}}
+    assert guarantees_of(SIZED, Owner("ada", "bio")) == [key]
+    assert guarantees_of(SIZED, Owner("ada")) == []
+    found = overlay(SIZED, [], {key: 3}.__getitem__, connected=True, drains=False)
+    tree = Tree(found.groups, [10, 10])
+    # A percentage is one of each machine by itself.
+    assert tree.guarantees == {"lab": 3, "bio": 10}
+    assert Tree(SIZED.groups, [10, 10]).guarantees == {"lab": 8, "bio": 10}

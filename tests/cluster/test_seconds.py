@@ -19,9 +19,9 @@ def cluster():
     """Return a function that starts machines whose users have this many GPU-seconds a day."""
     made = []
 
-    def start(seconds):
+    def start(seconds, rule="window"):
         folder = short_folder()
-        daily = {"seconds": seconds, "then": "stop"}
+        daily = {"seconds": seconds, "then": "stop", "rule": rule}
         found = Cluster(folder, quotas={"*": {"gpu_seconds_per_day": daily}})
         made.append((found, folder))
         found.start().wait_serving()
@@ -96,7 +96,7 @@ def test_a_machine_continues_with_its_part_without_the_ledger(cluster):
     other.wait_state("queued")
     assert reason(other).startswith(
         "you used up the GPU-seconds of today that this machine has, and the ledger of the "
-        "cluster does not answer, so this machine gets no more of it now; all come back in "
+        "cluster does not answer, so this machine gets no more of it now; there are more in "
     )
     cluster.ledger.start()
     other.do("got", hold="cell")
@@ -137,3 +137,39 @@ def test_usage_on_other_machines_counts_for_fair_shares(cluster):
 
     # The usage takes hours to decay by half; a machine reports its usage every half minute.
     wait_until(lambda: counts() > 1.5, "the usage of the first machine")
+
+
+def refills(cluster):
+    """Return by machine the GPU-seconds that come back there in a day, as the ledger counts."""
+    rows = {n["name"]: [r[-1] for r in n["counted"] if r[2] == "refill"]
+            for n in cluster.order()["nodes"]}  # fmt: skip
+    return {name: sum(found) for name, found in rows.items()}
+
+
+def test_machines_share_a_budget_that_refills(cluster):
+    cluster = cluster(FEW, rule="refill")
+    first, second, third = (cluster.kernel(name) for name in cluster.names)
+    first.attach()
+    second.attach()
+    wait_until(lambda: sum(used(cluster).values()) >= FEW - 0.1, "all GPU-seconds to be used")
+    wait_until(lambda: not cluster.attached(), "the kernels to stop")
+    counted = used(cluster)
+    assert FEW - 1 <= sum(counted.values()) < 2 * FEW, counted
+    wait_until(lambda: not knows_of_more(third), "the third machine to know that")
+    third.do("ask", hold="cell")
+    assert third.refused("got", hold="cell") == "budget"
+
+
+def test_what_a_machine_used_refills_at_the_rate_of_the_whole(cluster):
+    cluster = cluster(MANY, rule="refill")
+    first, other = cluster.kernel("m0"), cluster.kernel("m1")
+    first.attach()
+    # It uses 1 GPU-second in a second, and 5 of 12 come back meanwhile.
+    wait_until(lambda: used(cluster)["m0"] > 2, "some use")
+    first.do("drop", hold="cell")
+    first.server.call("release", session=first.session)
+    wait_until(lambda: first.state() == "detached", "the release")
+    wait_until(lambda: refills(cluster)["m0"] == MANY, "the whole refill")
+    assert refills(cluster)["m1"] == 0
+    wait_until(lambda: used(cluster)["m0"] == 0, "the GPU-seconds to come back")
+    assert other.state() == "detached"

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -22,9 +23,15 @@ from jupyter_gpupool.cluster.messages import (
 
 TODAY = "2026-11-23"
 LIMITS = {
-    "user": {"ada": {"memory": 8, "gpu-seconds": 20}, "*": {"memory": 5}},
-    "group": {"lab": {"memory": 10}},
+    "user": {
+        "ada": {"memory": 8, "gpu-seconds": 20},
+        "bob": {"memory": 5, "gpu-seconds": 12, "refill": 12},
+        "*": {"memory": 5},
+    },
+    "group": {"lab": {"memory": 10, "guarantee": 6}},
 }
+#: Seconds in which bob's whole budget comes back.
+DAY = 40.0
 USERS = ("ada", "bob")
 
 
@@ -34,6 +41,9 @@ def keys_of(user):
 
 
 SECONDS = Key("user", "ada", "gpu-seconds", TODAY)
+#: Of a budget that refills.
+BUCKET, REFILL = Key("user", "bob", "gpu-seconds"), Key("user", "bob", "refill")
+GUARANTEE = Key("group", "lab", "guarantee")
 
 
 @dataclass
@@ -54,6 +64,8 @@ class Node:
     running: list[Session] = field(default_factory=list)
     waiting: list[Session] = field(default_factory=list)
     consumed: int = 0
+    #: What it has used of bob's budget and has not come back.
+    level: float = 0.0
     #: Slices of users without a limit.
     others: int = 0
     #: How much of each key the node would keep beyond what is in use.
@@ -84,12 +96,21 @@ class Node:
             for key in keys_of(session.user):
                 found[key] += session.size
         found[SECONDS] = self.consumed
+        found[BUCKET] = math.ceil(self.level)
         return found
 
     def tell(self):
         used = self.used()
         uses = {key: Demand(used[key], used[key] + self.spare) for key in used}
         uses[SECONDS] = Demand(self.consumed, min(20, self.consumed + 2))
+        if self.level:
+            uses[BUCKET] = Demand(used[BUCKET], min(12, used[BUCKET] + 2))
+            uses[REFILL] = Demand(0, 12)
+        elif not self.budgets.drains:
+            uses[BUCKET] = Demand(0, 2)
+        held = used[Key("group", "lab", "memory")]
+        more = sum(session.size for session in self.waiting)
+        uses[GUARANTEE] = Demand(min(held, self.budgets.most(GUARANTEE, 0.0)), held + more)
         waits = [dict.fromkeys(keys_of(s.user), s.size) for s in self.waiting]
         self.budgets.use(uses, waits, is_empty=not self.running and not self.others)
 
@@ -114,6 +135,19 @@ class Node:
         self.consumed += max(0, min(amount, left))
         self.tell()
 
+    def use_bucket(self, amount, now):
+        """Use some of bob's budget, as far as it is lent; return how much."""
+        left = self.budgets.most(BUCKET, now) - math.ceil(self.level)
+        used = max(0, min(amount, left))
+        self.level += used
+        self.tell()
+        return used
+
+    def refill(self, seconds, now):
+        """Let bob's budget come back for so long by this node's clock."""
+        part = self.budgets.most(REFILL, now)
+        self.level = max(0.0, self.level - part * seconds * self.rate / DAY)
+
 
 class World:
     """Everything happens only when a test calls for it; ``now`` is the true time."""
@@ -130,6 +164,12 @@ class World:
         self.sent = 0
         #: GPU-seconds of nodes that a ledger has fenced without a report from them.
         self.lost = 0
+        #: What an auditor counts of bob's budget: all uses, and all that comes back of one budget.
+        self.level = 0.0
+        #: Guarantees of nodes that were fenced and live.
+        self.claims_of_fenced = 0
+        #: What a ledger may have forgotten of it.
+        self.forgotten = 0.0
 
     # ------------------------------------------------------------------ ledgers
 
@@ -138,8 +178,9 @@ class World:
         self.starts += 1
         name = f"l{self.starts}"
         self.ledgers[name] = Ledger(
-            name, LIMITS, self.nodes if members is None else members, self.now, **self.options
-        )
+            name, LIMITS, self.nodes if members is None else members, self.now,
+            day=DAY, **self.options,
+        )  # fmt: skip
         self.current = name
         return name
 
@@ -170,6 +211,11 @@ class World:
 
     def advance(self, seconds):
         self.now += seconds
+        # The fastest clock of a node may let its part come back so much sooner.
+        fastest = max(node.rate for node in self.nodes.values())
+        self.level = max(0.0, self.level - 12 * seconds * fastest / DAY)
+        for node in self.nodes.values():
+            node.refill(seconds, self.clock(node))
         for name in [*self.ledgers]:
             if self.ledgers[name].next_wakeup() <= self.now:
                 self.do(name, ev.Tick(now=self.now))
@@ -216,6 +262,10 @@ class World:
             node.tell()
             node.serve(self.clock(node))
 
+    def use_bucket(self, name, amount):
+        node = self.nodes[name]
+        self.level += node.use_bucket(amount, self.clock(node))
+
     def end(self, name, at=0):
         node = self.nodes[name]
         if node.running:
@@ -248,7 +298,9 @@ class World:
                 self.end(name, random.randrange(4))
             elif what < 0.3 and node.alive:
                 node.consume(random.randint(1, 3), self.clock(node))
-            elif what < 0.33:
+            elif what < 0.32 and node.alive:
+                self.use_bucket(name, random.randint(1, 4))
+            elif what < 0.35:
                 node.spare = random.choice((0, 0, 3))
                 node.waiting.clear()
                 node.tell()
@@ -280,3 +332,11 @@ class World:
             limit = LIMITS[kind].get(name) or LIMITS[kind]["*"]
             assert used <= limit["memory"] + over, (kind, name, used)
         assert seconds <= 20 + lost, seconds
+        assert self.level <= 12 + self.forgotten + 1e-6, self.level
+        # A guarantee is a right, and no limit: what a node may claim of it counts.
+        claims = [
+            n.budgets.ceilings.get(GUARANTEE, 0)
+            for n in self.nodes.values()
+            if n.alive and not n.budgets.has_left
+        ]
+        assert sum(claims) <= 6 + self.claims_of_fenced, claims

@@ -230,7 +230,7 @@ def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence
     own = path(groups, naive.sessions[name].owner.group)
     for victim in in_use:
         v = naive.sessions[victim]
-        for group, held, guaranteed in look.told[victim].standing.guarantees:
+        for group, held, guaranteed, _ in look.told[victim].standing.guarantees:
             others = (naive.sessions[n] for n in everybody if n != victim)
             gone = sum(naive.charge(o) for o in others if group in path(groups, o.owner.group))
             spent = any(budget.spent for budget in look.told[victim].standing.budgets)

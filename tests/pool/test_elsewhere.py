@@ -9,7 +9,7 @@ import dataclasses
 import pytest
 
 from jupyter_gpupool.pool import events as ev
-from jupyter_gpupool.pool.groups import Daily
+from jupyter_gpupool.pool.groups import DAY, Daily
 from jupyter_gpupool.pool.model import Group, Owner, Portion, Quota
 
 from .builders import all_of, device, got
@@ -106,9 +106,13 @@ def test_use_on_other_machines_is_no_error_in_the_accounts(lab):
 # --------------------------------------------------------------------------- GPU-seconds of a day
 
 
-def budget(lab, here, *, more=True, then="stop", seconds=100.0, **rules):
-    """Set how many GPU-seconds of ann's daily budget this machine may use."""
-    daily = Daily(seconds, then=then, here=here, more_elsewhere=more)
+def budget(lab, here, *, more=True, then="stop", seconds=100.0, refill=None, **rules):
+    """Set how many GPU-seconds of ann's daily budget this machine may use.
+
+    With ``refill``, so many of a budget that refills come back here in a day.
+    """
+    rule = {} if refill is None else {"rule": "refill", "refill_here": refill}
+    daily = Daily(seconds, then=then, here=here, more_elsewhere=more, **rule)
     found = dataclasses.replace(
         lab.pool.settings, quotas={"ann": Quota(daily=daily)}, groups={}, **rules
     )
@@ -122,7 +126,7 @@ def test_a_session_waits_for_gpu_seconds_of_other_machines(lab, then):
     assert attaches(lab.hold("a")) == []
     assert lab.reason("a").startswith(
         "you used up the GPU-seconds of today that this machine has, and kernels on other "
-        "machines use the rest; all come back in "
+        "machines use the rest; there are more in "
     )
     budget(lab, 0.0, then=then, elsewhere_reason="the ledger is silent")
     assert "the ledger is silent" in lab.reason("a")
@@ -157,3 +161,54 @@ def test_session_with_a_spent_part_may_borrow_free_memory(lab):
     budget(lab, 0.0, then="borrow")
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == ["a"]
+
+
+def test_a_machine_without_a_part_of_the_refill_names_no_time(lab):
+    budget(lab, 0.0, refill=0.0)
+    lab.open("a", 8, owner=ANN)
+    assert attaches(lab.hold("a")) == []
+    assert lab.reason("a") == (
+        "you used up the GPU-seconds of today that this machine has, and kernels on other "
+        "machines use the rest"
+    )
+    assert attaches(budget(lab, 20.0, refill=0.0)) == ["a"]
+
+
+def test_a_refusal_names_no_time_at_which_nothing_comes_back(lab):
+    budget(lab, 0.0, refill=0.0, then="refuse")
+    lab.open("a", 8, owner=ANN)
+    lab.hold("a")
+    spent = budget(lab, 0.0, refill=0.0, then="refuse", more=False)
+    refused = got(spent, ev.HoldRefused).refusal
+    assert refused.next_step == (
+        "Try again later: what comes back of this budget comes back on other machines now."
+    )
+    assert refused.details["soonest"] is None
+
+
+def test_a_budget_refills_here_at_the_rate_of_this_machines_part(lab):
+    budget(lab, 1000.0, seconds=DAY, refill=DAY / 2)
+    lab.running("a", 32, owner=ANN)
+    lab.after(40)
+    # It uses one GPU-second in a second, and half a GPU-second comes back.
+    assert lab.pool.usage(lab.now).users["ann"].today == pytest.approx(20, abs=1)
+    before = lab.pool.usage(lab.now).users["ann"].today
+    lab.send(ev.SessionEnded, session="a", reason="closed")
+    assert lab.pool.usage(lab.now + 4).users["ann"].today == pytest.approx(before - 2, abs=0.1)
+
+
+# --------------------------------------------------------------------------- guarantees
+
+
+def test_the_guarantee_of_a_group_is_this_machines_part_of_it(lab):
+    group = Group(guarantee=Portion(bytes=12), guarantee_here=4)
+    rules = dataclasses.replace(lab.pool.settings, quotas={}, groups={"lab": group})
+    lab.send(ev.SettingsChanged, settings=rules)
+    lab.open("a", 8, owner=ANN)
+    standing, lines = lab.pool.standing(ANN, lab.now)
+    assert [tuple(row) for row in standing.guarantees] == [("lab", 0, 4, 12)]
+    shown = (
+        "Group lab has 0 B, below the 4 B that is guaranteed to it on this machine, of the 12 B on "
+        "all machines."
+    )
+    assert shown in lines

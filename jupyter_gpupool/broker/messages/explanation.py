@@ -78,8 +78,8 @@ def _standing(found: Standing) -> dict[str, Any]:
         "share": shares(found.shares),
         "above_share": found.above,
         "guarantees": [
-            {"group": name, "held_bytes": held, "guaranteed_bytes": guaranteed}
-            for name, held, guaranteed in found.guarantees
+            {"group": row.group, "held_bytes": row.held, "guaranteed_bytes": row.guaranteed}
+            for row in found.guarantees
         ],
         "entitled": [*found.entitled],
         "budgets": [budget(b) for b in found.budgets],

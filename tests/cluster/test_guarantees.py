@@ -1,0 +1,84 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Real brokers that share a group's guarantee: it puts sessions first on one machine at a time."""
+
+from __future__ import annotations
+
+import os
+import pwd
+
+import pytest
+
+from tests.broker.kit import Kernel, MiB, remove, short_folder, wait_until
+
+from .kit import Cluster
+
+ME = pwd.getpwuid(os.geteuid()).pw_name
+GROUPS = {
+    # More than a machine has: the sizes are those of all machines together.
+    "lab": {"users": [ME], "guarantee": "300MiB", "cap": "3GiB"},
+    "rest": {"users": "*"},
+}
+FIRST = (
+    "Its group lab is guaranteed what it asks for, so it goes before all kernels without a "
+    "guarantee."
+)
+BEYOND = (
+    "With this request group lab would have more than the 0 B that is guaranteed to it on this "
+    "machine, of the 300 MiB on all machines, so the guarantee does not put it first."
+)
+
+
+class Member(Kernel):
+    """A session that uses the share of a group."""
+
+    def __init__(self, cluster, machine, group, mib):
+        self.group = group
+        super().__init__(cluster.brokers[machine], memory=mib * MiB)
+        cluster.kernels.append(self)
+
+    def open_fields(self):
+        return {"group": self.group}
+
+    def wait(self):
+        self.do("ask", hold="cell")
+        self.wait_state("queued")
+        return self
+
+    def lines(self):
+        with self.broker.client() as client:
+            return client.call("why", session=self.session)["lines"]
+
+
+@pytest.fixture
+def cluster():
+    folder = short_folder()
+    found = Cluster(folder, quotas={}, groups=GROUPS, preempt=[])
+    found.start().wait_serving()
+    yield found
+    found.close()
+    print(found.logs())
+    remove(folder)
+
+
+def fill(cluster, machine):
+    """Fill a machine, and have a session wait there."""
+    Member(cluster, machine, "rest", 900).attach()
+    Member(cluster, machine, "rest", 300).wait()
+
+
+def test_machines_together_guarantee_a_group_its_size_once(cluster):
+    for machine in ("m0", "m1"):
+        fill(cluster, machine)
+    first = Member(cluster, "m0", "lab", 300).wait()
+    wait_until(lambda: FIRST in first.lines(), "the guarantee on the first machine")
+    second = Member(cluster, "m1", "lab", 300).wait()
+    wait_until(lambda: BEYOND in second.lines(), "the reason on the second machine")
+    assert FIRST in first.lines()
+    # The guarantee goes where it is needed.
+    first.close()
+    wait_until(lambda: FIRST in second.lines(), "the guarantee on the second machine")
+    # It stays in force while no ledger answers.
+    cluster.ledger.kill()
+    wait_until(lambda: cluster.losses()["m1"], "the loss to be noticed")
+    assert FIRST in second.lines()
