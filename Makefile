@@ -205,7 +205,8 @@ cluster: $(CLUSTER_VENV)/.ready
 
 test-cluster: $(CLUSTER_VENV)/.ready munge redis
 	$(CLUSTER_VENV)/bin/python -m pytest -m "not long" tests/cluster/test_brokers.py tests/cluster/test_ray.py \
-	  tests/cluster/test_ray_kernels.py tests/cluster/test_head.py tests/cluster/test_trial.py
+	  tests/cluster/test_ray_kernels.py tests/cluster/test_head.py tests/cluster/test_trial.py \
+	  tests/cluster/test_hosts.py
 
 # The proxy is a program of Node.js. Version 5.3 is the one that the tests were run with.
 $(HUB_VENV)/.ready: pyproject.toml hatch_build.py requirements/lock.txt $(SOURCES) | $(VENV)/.lab

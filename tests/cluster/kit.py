@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from tests.broker import kit as broker_kit
@@ -109,9 +109,16 @@ class Cluster:
         if ledger:
             self.ledger.start()
         for name in self.names:
-            assert self.brokers[name].started
+            self.start_broker(name)
             self.agents[name].start()
         return self
+
+    def at(self, name):
+        """Return a context in which processes start on a machine. Here all are on one host."""
+        return nullcontext()
+
+    def start_broker(self, name):
+        assert self.brokers[name].started
 
     def kernel(self, name, label=""):
         kernel = broker_kit.Kernel(self.brokers[name], label)

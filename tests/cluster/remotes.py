@@ -61,15 +61,24 @@ def write_remote_kernelspec(data, **config):
 
 
 @contextmanager
-def identified(make):
-    """Run a cluster of the class ``make``, with a MUNGE daemon for each machine."""
+def identified(make, addresses=None):
+    """Run a cluster of the class ``make``, with a MUNGE daemon for each machine.
+
+    ``addresses`` has the address of each machine, if they are not on one host.
+    """
     with munge_daemons(*make.names) as daemons:
         folder = short_folder()
         sockets = Path("/run") / folder.name if ROOTS else folder
         found = make(
             folder, sockets=sockets,
-            of_node={n: {"cluster_identity": f"munge:{path}"} for n, path in daemons.items()},
-            cluster_address="127.0.0.1", cluster_min_uid=1, quotas={"*": {"leases": 2}},
+            of_node={
+                n: {
+                    "cluster_identity": f"munge:{path}",
+                    "cluster_address": (addresses or {}).get(n, "127.0.0.1"),
+                }
+                for n, path in daemons.items()
+            },
+            cluster_min_uid=1, quotas={"*": {"leases": 2}},
             cluster_data=["/srv/data"],
         )  # fmt: skip
         found.daemons = daemons
@@ -92,12 +101,13 @@ class User:
 
     def __init__(self, cluster, uid=USER):
         self.cluster, self.uid = cluster, uid
-        self.process = subprocess.Popen(
-            [*running_as(uid), sys.executable, "-m", "tests.cluster.remote_user",
-             str(cluster.brokers["m0"].socket)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        )  # fmt: skip
+        with cluster.at("m0"):
+            self.process = subprocess.Popen(
+                [*running_as(uid), sys.executable, "-m", "tests.cluster.remote_user",
+                 str(cluster.brokers["m0"].socket)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": PYTHONPATH},
+            )  # fmt: skip
 
     def call(self, kind, **fields):
         self.process.stdin.write(json.dumps([kind, fields]) + "\n")
@@ -216,7 +226,7 @@ class Server:
     def __init__(self, cluster, folder):
         self.log = cluster.folder / "manager.log"
         os.chown(folder, USER, -1)
-        with self.log.open("wb") as log:
+        with self.log.open("wb") as log, cluster.at("m0"):
             self.process = subprocess.Popen(
                 [*running_as(USER), sys.executable, "-m", "tests.cluster.remote_manager",
                  str(cluster.brokers["m0"].socket), str(folder)],

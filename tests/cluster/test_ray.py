@@ -39,7 +39,7 @@ class RayNode:
         cluster, broker = self.cluster, self.cluster.brokers[self.name]
         head = self.name == cluster.names[0]
         where = ["--head", "--port", str(cluster.port)] if head else ["--join", cluster.ray]
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as log, cluster.at(self.name):
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jupyter_gpupool.cli", "node", *where, "--token",
                  str(cluster.token), "--config", str(broker.config_file), "--socket",
@@ -70,15 +70,18 @@ class RayCluster(Cluster):
         with socket.socket() as free:
             free.bind(("", 0))
             self.port = free.getsockname()[1]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(("10.255.255.255", 1))  # this sends no packet
-            self.ray = f"{probe.getsockname()[0]}:{self.port}"
+        self.ray = f"{self.head_address()}:{self.port}"
         self.token = self.folder / "token"
         self.agents = {name: RayNode(self, name) for name in self.names}
 
+    def head_address(self):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("10.255.255.255", 1))  # this sends no packet
+            return probe.getsockname()[0]
+
     def start(self):
         for name in self.names:
-            assert self.brokers[name].started
+            self.start_broker(name)
         self.agents["m0"].start()
         wait_until(lambda: self.view() is not None, "the head and its ledger", 120)
         for name in self.names[1:]:
@@ -87,12 +90,13 @@ class RayCluster(Cluster):
         return self
 
     def command(self, *words):
-        return subprocess.Popen(
-            [sys.executable, "-m", "jupyter_gpupool.cli", "cluster", *words, "--address", self.ray,
-             "--token", str(self.token)],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=broker_kit.ROOT,
-            env=broker_kit.environment(self.folder),
-        )  # fmt: skip
+        with self.at("m0"):
+            return subprocess.Popen(
+                [sys.executable, "-m", "jupyter_gpupool.cli", "cluster", *words,
+                 "--address", self.ray, "--token", str(self.token)],
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                cwd=broker_kit.ROOT, env=broker_kit.environment(self.folder),
+            )  # fmt: skip
 
     def view(self):
         done = self.command("status", "--json")

@@ -1,0 +1,96 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Machines that have networks of their own: network namespaces on one bridge. They need root.
+
+A process in a namespace reaches the others through the bridge only, as a host does through a
+switch. A cut cable loses packets: no connection is reset, and no process learns of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+from contextlib import contextmanager
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NEWNET = 0x40000000
+
+
+def can_have_hosts():
+    """Return whether this process may create network namespaces, and has the program for it."""
+    return os.geteuid() == 0 and shutil.which("ip") is not None
+
+
+def ip(*words, check=True):
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, (words, done.stderr)
+
+
+class Hosts:
+    """A network of machines. ``address`` has the address of each."""
+
+    def __init__(self, names):
+        self.names = names
+        # Two runs at once have other networks.
+        self._id = os.getpid() % 250
+        self._bridge = f"gpb{self._id}"
+        self._own = f"10.213.{self._id}.254"
+        self.address = {name: f"10.213.{self._id}.{n + 1}" for n, name in enumerate(names)}
+
+    def __enter__(self):
+        self.close()  # what a killed run has left
+        ip("link", "add", self._bridge, "type", "bridge")
+        ip("addr", "add", f"{self._own}/24", "dev", self._bridge)
+        ip("link", "set", self._bridge, "up")
+        for name, address in self.address.items():
+            space, cable = self._space(name), self._cable(name)
+            ip("netns", "add", space)
+            ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", space)
+            ip("link", "set", cable, "master", self._bridge, "up")
+            ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", space, "link", "set", "lo", "up")
+            ip("-n", space, "link", "set", "eth0", "up")
+            # By its default route a machine finds its own address.
+            ip("-n", space, "route", "add", "default", "via", self._own)
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def close(self):
+        for name in self.names:
+            ip("netns", "del", self._space(name), check=False)
+            ip("link", "del", self._cable(name), check=False)
+        ip("link", "del", self._bridge, check=False)
+
+    @contextmanager
+    def at(self, name):
+        """Be on a machine: processes that start meanwhile stay there."""
+        with open("/proc/thread-self/ns/net") as before:
+            with open(f"/run/netns/{self._space(name)}") as space:
+                _enter(space.fileno())
+            try:
+                yield
+            finally:
+                _enter(before.fileno())
+
+    def cut(self, name):
+        """Cut the cable of a machine."""
+        ip("link", "set", self._cable(name), "down")
+
+    def mend(self, name):
+        ip("link", "set", self._cable(name), "up")
+
+    def _space(self, name):
+        return f"{self._bridge}-{name}"
+
+    def _cable(self, name):
+        return f"{self._bridge}c{name}"
+
+
+def _enter(space):
+    if _LIBC.setns(space, _NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
