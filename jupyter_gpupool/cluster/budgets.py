@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Mapping, Sequence
 
-from .messages import Epoch, Holding, Key, Loan, Report, larger
+from .messages import GUARANTEE, Epoch, Holding, Key, Loan, Report, larger
 
 #: What a node does when the ledger is silent for longer than the time-out. ``closed``: its sessions
 #: keep what they have, and get no more. ``min_share``: each user and group may have a fixed share
@@ -96,7 +96,8 @@ class Budgets:
         Sessions that have more keep it, but the node adds no session. While the ledger is silent,
         the ceilings of GPU-seconds and guarantees stay in force: see :attr:`Key.lasts`.
         """
-        if key.lasts:
+        # A node that leaves claims no guarantee: others may have it before this node knows.
+        if key.lasts and not (self.drains and key.resource == GUARANTEE):
             return self.ceilings.get(key, 0)
         if self.drains:
             return 0

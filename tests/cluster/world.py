@@ -334,9 +334,5 @@ class World:
         assert seconds <= 20 + lost, seconds
         assert self.level <= 12 + self.forgotten + 1e-6, self.level
         # A guarantee is a right, and no limit: what a node may claim of it counts.
-        claims = [
-            n.budgets.ceilings.get(GUARANTEE, 0)
-            for n in self.nodes.values()
-            if n.alive and not n.budgets.has_left
-        ]
+        claims = [n.budgets.most(GUARANTEE, self.clock(n)) for n in self.nodes.values() if n.alive]
         assert sum(claims) <= 6 + self.claims_of_fenced, claims
