@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Start of a kernel on another machine, from the request to its first answer, against one here.
 
-Kernels of both kinds are pooled, belong to the same user and server, and start in turns. The
-machines are brokers and agents on this host, with MUNGE daemons. With Ray in the environment, Ray
+The baselines are a kernel on this machine of the cluster, and one of a machine in no cluster. All
+kernels are pooled, belong to the same user, and start in turns. The machines of the cluster are
+brokers and agents on this host, with MUNGE daemons. With Ray in the environment, Ray
 carries the orders. Otherwise a ledger that listens on a unix socket carries them.
 """
 
@@ -12,13 +13,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.common import budget, percentile, summary
-from tests.broker.kit import remove, short_folder
+from tests.broker.kit import Broker, remove, short_folder
 from tests.cluster.kit import family
-from tests.cluster.remotes import HostingBroker, Server, identified
+from tests.cluster.remotes import ROOTS, HostingBroker, Server, identified
+
+#: Where a kernel starts: on a machine in no cluster, on the server's machine, on another one.
+ALONE, HERE, AWAY = "no cluster", "here", "another machine"
 
 #: The most milliseconds that a start may take beyond a start of a pooled kernel on this machine.
 BUDGET_MS = 300.0
@@ -44,6 +51,23 @@ def cluster_class() -> tuple[str, Any]:
     return "a unix socket", Pair
 
 
+@contextmanager
+def machine_alone() -> Iterator[Any]:
+    """Run a broker that is in no cluster; yield it as the machine m0."""
+    folder = short_folder()
+    sockets = Path("/run") / folder.name if ROOTS else folder
+    broker = Broker(folder, emulate="1x1GiB,context=32MiB", default_memory="100MiB")
+    broker.socket = sockets / "broker.sock"
+    try:
+        if not broker.start()["ok"]:
+            raise RuntimeError(broker.tail())
+        yield SimpleNamespace(folder=folder, brokers={"m0": broker}, at=lambda _: nullcontext())
+    finally:
+        broker.close()
+        remove(folder)
+        remove(sockets)
+
+
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     """Run, and return starts in milliseconds, and their difference."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -51,10 +75,10 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=0)
     options = parser.parse_args(argv)
     rounds = options.rounds or (5 if options.quick else 30)
-    took: dict[bool, list[float]] = {False: [], True: []}
-    spent: dict[bool, list[float]] = {False: [], True: []}
+    took: dict[str, list[float]] = {ALONE: [], HERE: [], AWAY: []}
+    spent: dict[str, list[float]] = {ALONE: [], HERE: [], AWAY: []}
     carrier, make = cluster_class()
-    with identified(make) as cluster:
+    with identified(make) as cluster, machine_alone() as alone:
         kept = cluster.kernel("m0")
         kept.attach()
         # A remote kernel asks for all the free memory of m1. m0 has less, so it starts on m1.
@@ -62,33 +86,40 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         memory = device["memory_free"]
         processes = [*cluster.brokers.values(), *cluster.agents.values(), cluster.ledger]
         beside = [p for one in processes if one.process for p in family(one.process.pid)]
-        home = short_folder()
-        server = Server(cluster, home)
+        home, other = short_folder(), short_folder()
+        server, single = Server(cluster, home), Server(alone, other)
+        own = family(alone.brokers["m0"].process.pid)
         try:
             order, dice = list(took), random.Random(0)
             for number in range(rounds + 1):
                 dice.shuffle(order)
-                for remote in order:
-                    seconds, processor, node = server.do("timed", remote, memory, beside)
-                    if remote and node != "m1":
+                for where in order:
+                    chosen, near = (single, own) if where == ALONE else (server, beside)
+                    found = chosen.do("timed", where == AWAY, memory, near)
+                    seconds, processor, node = found
+                    if where == AWAY and node != "m1":
                         raise RuntimeError(f"the kernel started on {node}")
                     if number:  # the first start of each kind warms the file cache
-                        took[remote].append(seconds * 1000)
-                        spent[remote].append(processor * 1000)
+                        took[where].append(seconds * 1000)
+                        spent[where].append(processor * 1000)
         finally:
             server.close()
+            single.close()
             remove(home)
-    more = percentile(took[True], 50) - percentile(took[False], 50)
+            remove(other)
+    here = percentile(took[HERE], 50)
+    more = percentile(took[AWAY], 50) - here
     return {
         "what": "milliseconds from the request to the kernel's first answer",
         "rounds": rounds,
         "emulated": True,
         "carried_by": carrier,
-        "kernels": {"here": summary(took[False]), "another machine": summary(took[True])},
+        "kernels": {where: summary(times) for where, times in took.items()},
         "difference_p50_ms": more,
+        "difference_of_the_cluster_p50_ms": here - percentile(took[ALONE], 50),
         # Processor time of kernel, server, brokers, agents and ledger. On a busy machine, only this
         # figure is useful.
-        "processor_ms": {"here": summary(spent[False]), "another machine": summary(spent[True])},
-        "processor_difference_p50_ms": percentile(spent[True], 50) - percentile(spent[False], 50),
+        "processor_ms": {where: summary(times) for where, times in spent.items()},
+        "processor_difference_p50_ms": percentile(spent[AWAY], 50) - percentile(spent[HERE], 50),
         "budgets": [budget("kernel start on another machine, p50", more, BUDGET_MS, "ms")],
     }

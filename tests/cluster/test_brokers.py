@@ -272,8 +272,15 @@ def test_a_slice_that_moves_between_readings_counts_once(readings, attached):
     assert found.attached() == attached
 
 
+#: Bytes of each kernel of a :class:`Churn`.
+BYTES = 4 << 20
+
+
 class Churn:
-    """Takes and drops slices on all machines, and kills the processes that enforce the quota."""
+    """Takes and drops slices on all machines, and kills the processes that enforce the quota.
+
+    Each kernel has bytes of its own on the GPU, which it reads back with each slice.
+    """
 
     #: Steps between two kills.
     STEPS = 40
@@ -282,7 +289,8 @@ class Churn:
         self.cluster, self.chance = cluster, random.Random(seed)
         self.kernels = [cluster.kernel(name) for name in cluster.names for _ in range(2)]
         self.waiting, self.holding = {}, {}
-        self.granted = self.asked = self.kills = 0
+        self.granted = self.asked = self.kills = self.read = 0
+        self.filled = set()
 
     def step(self):
         """Let a kernel ask or stop, take what was granted, and count all slices."""
@@ -307,6 +315,11 @@ class Churn:
         for kernel in served:
             self.holding[kernel] = self.waiting.pop(kernel)
             kernel.do("got", hold=self.holding[kernel])
+            if kernel in self.filled:
+                self.read += kernel.do("check")
+            else:
+                kernel.do("alloc", bytes=BYTES, byte=1 + self.kernels.index(kernel))
+                self.filled.add(kernel)
         self.granted += len(served)
         return bool(served)
 
@@ -341,17 +354,20 @@ class Churn:
 
 @pytest.mark.long
 def test_ten_thousand_leases_with_kills_exceed_no_quota(cluster):
-    granted = kills = 0
+    granted = kills = read = 0
     for seed in range(100):
         churn = Churn(cluster, seed)
         while churn.granted < 100:
             for _ in range(churn.STEPS):
                 churn.step()
             churn.kill()
-        granted, kills = granted + churn.granted, kills + churn.kills
+        granted, kills, read = granted + churn.granted, kills + churn.kills, read + churn.read
+        # One session for each kernel: no kill has started a second one.
+        assert set(cluster.sessions()) == {kernel.session for kernel in churn.kernels}
         cluster.end_kernels()
-        print(f"{granted} leases, {kills} kills")
+        print(f"{granted} leases, {kills} kills, {read >> 20} MiB read back")
     assert granted >= 10_000
+    assert read > 9_000 * BYTES
 
 
 def test_only_the_agent_may_lend():

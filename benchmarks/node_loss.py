@@ -1,0 +1,101 @@
+# Copyright (c) jupyter_gpupool developers.
+# Distributed under the terms of the Modified BSD License.
+"""Time until the cluster shows that a machine is dead or hung, against the age of its reports.
+
+A machine dies when all processes of its part of the cluster are killed, and hangs when all of them
+are stopped. Another machine's broker then shows the machine as silent. The baseline is from the
+same run: how old the machine's last report is while all is well. With Ray in the environment, Ray
+carries the reports. Otherwise a ledger listens on a unix socket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from benchmarks.common import summary
+from benchmarks.node_memory import carrier_and_class
+from tests.broker.kit import remove, short_folder, wait_until
+from tests.cluster.kit import Cluster, family
+
+#: The machine that is lost, and the one whose broker is asked.
+LOST, ASKED = "m1", "m2"
+
+#: Seconds between two questions: a broker shows a view again for a second.
+BETWEEN = 0.2
+
+
+def node(cluster: Cluster) -> dict[str, Any]:
+    """Return what another machine's broker shows of the machine; {} without the ledger."""
+    with cluster.brokers[ASKED].client() as client:
+        view = client.call("cluster", timeout=30)["view"]
+    rows = view["nodes"] if view else []
+    return next((row for row in rows if row["name"] == LOST), {})
+
+
+def seconds_until(cluster: Cluster, state: str) -> float:
+    """Return how many seconds it takes until the machine is shown in a state."""
+    began = time.monotonic()
+
+    def is_shown() -> bool:
+        time.sleep(BETWEEN)
+        return bool(node(cluster).get("state") == state)
+
+    wait_until(is_shown, f"{LOST} to be {state}", 180)
+    return time.monotonic() - began
+
+
+def send(cluster: Cluster, number: int) -> None:
+    """Send a signal to all processes of the machine's part of the cluster, the eldest first."""
+    for pid in family(cluster.agents[LOST].process.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def ages(cluster: Cluster, looks: int) -> Iterator[float]:
+    """Yield the age of the machine's last report, in milliseconds."""
+    for _ in range(looks):
+        time.sleep(1.1)  # the next view is a new one
+        if found := node(cluster):
+            yield found["age"] * 1000
+
+
+def main(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Run, and return milliseconds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round")
+    options = parser.parse_args(argv)
+    rounds = 1 if options.quick else 3
+    carrier, make = carrier_and_class()
+    folder = short_folder()
+    cluster = make(folder)
+    took: dict[str, list[float]] = {"dead": [], "hung": [], "back": []}
+    try:
+        cluster.start()
+        agent = cluster.agents[LOST]
+        seconds_until(cluster, "present")
+        well = list(ages(cluster, 5 * rounds))
+        for _ in range(rounds):
+            for how, number in (("dead", signal.SIGKILL), ("hung", signal.SIGSTOP)):
+                send(cluster, number)
+                took[how].append(seconds_until(cluster, "silent") * 1000)
+                send(cluster, signal.SIGKILL)
+                agent.kill()
+                agent.start()
+                took["back"].append(seconds_until(cluster, "present") * 1000)
+    finally:
+        cluster.close()
+        remove(folder)
+    return {
+        "what": "milliseconds until a broker shows that another machine is silent, or back",
+        "rounds": rounds,
+        "emulated": True,
+        "carried_by": carrier,
+        "age_of_reports_ms": summary(well),
+        "notices": {how: summary(times) for how, times in took.items()},
+    }
