@@ -334,9 +334,10 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # slice), connected (whether the ledger answers)
     "leave": ({}, {}),
     # ---- any client
-    # on a machine of a cluster: where would a kernel start that needs ``memory`` bytes on each of
-    # ``devices`` GPUs of this model, and works with these folders? ok: node, considered (the name
-    # of each machine, and what it lacks), identity (c.GPUPool.cluster_identity)
+    # on a machine of a cluster: on which machine would a kernel start? The kernel needs ``memory``
+    # bytes on each of ``devices`` GPUs of the model ``model``, and uses the folders ``data``. ok:
+    # node, considered (the name of each machine, and what it lacks), identity
+    # (c.GPUPool.cluster_identity)
     "place": (
         {},
         {"memory": _COUNT, "devices": _COUNT, "model": Text(), "data": Items(Text(4096), 17)},

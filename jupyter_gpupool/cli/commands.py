@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The commands of ``jupyter gpupool``, one function each. Only this module prints errors.
 
-A command is a function with the decorator :func:`registry.command`, which has its description and
-its arguments. Longer code is in modules that are imported only when their command runs, so that
-``status``, for example, does not wait for the import of jupyter_client.
+A command is a function with the decorator :func:`registry.command`. The description and the
+arguments of the command are arguments of the decorator. Longer code is in modules that are imported
+only when their command runs, so that ``status``, for example, does not wait for the import of
+jupyter_client.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ from typing import Any, Iterator
 from ..config import GPUPool
 
 _HEAD = """\
-# Configuration of the GPU pool, for jupyter_server_config.py in one of the folders that
-# `jupyter --paths` lists under "config", or in /etc/jupyter for the whole machine.
+# Configuration of the GPU pool. Put these lines into jupyter_server_config.py, in one of the
+# folders that `jupyter --paths` lists under "config", or in /etc/jupyter for the whole machine.
 # Every line shows an example; take away the '# ' before c.GPUPool to use it.
-# `jupyter gpupool check-config` checks the result. A running broker reads it again on SIGHUP.
+# `jupyter gpupool check-config` checks the file. A running broker reads the file on SIGHUP.
 
 c = get_config()  # noqa: F821
 """

@@ -37,7 +37,7 @@ def node_called(name: str, view: Mapping[str, Any]) -> Mapping[str, Any]:
     nodes = {node["name"]: node for node in view["nodes"]}
     if name not in nodes:
         raise RefusedError(
-            f"No machine of this cluster is called {name[:60]}; it has: {', '.join(nodes)}.",
+            f"No machine of this cluster is called {name[:60]}. It has: {', '.join(nodes)}.",
             code=Code.BAD_REQUEST,
         )
     found: Mapping[str, Any] = nodes[name]

@@ -91,12 +91,12 @@ class SuspendOutcome:
 
     status: SuspendStatus
     message: str = ""
-    #: Freed device bytes, by device: the footprint that a resume must reserve. They come from
-    #: NVML's process lists if these show the session's processes, else from the increase of free
-    #: memory. That increase is too small if other processes took memory meanwhile, so reserve the
-    #: grant if the grant is larger. The mapping is empty if NVML did not answer, or if a process
-    #: was already suspended (a broker died meanwhile), so that its memory is unknown. Then reserve
-    #: the grant, too.
+    #: Freed device bytes, by device. A resume must reserve them. NVML's process lists give the
+    #: bytes, if the lists show the session's processes. Otherwise the bytes are the increase of
+    #: free memory, which is too small if other processes took memory meanwhile: a resume must then
+    #: reserve the grant, if the grant is larger. The mapping is empty if NVML did not answer, or if
+    #: an earlier broker had suspended a process, whose memory is therefore unknown. In these two
+    #: cases a resume must reserve the grant.
     freed: Mapping[str, int] = field(default_factory=dict)
     #: Whether the session has called cuInit and is bound to its devices; None: unknown.
     cuda: bool | None = None

@@ -119,7 +119,7 @@ def _check(path: Path) -> None:
     writable = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
     if not stat.S_ISDIR(found.st_mode) or found.st_uid not in (os.geteuid(), 0) or writable:
         raise GuardFolderError(
-            f"{path} is not a folder that only this user can write to; kernels would load "
+            f"{path} must be a folder that only this user can write to, because kernels load "
             "libraries from it.",
             next_step=f"Remove it: rm -rf {path}",
         )

@@ -290,7 +290,9 @@ def holder_level(s: Session, facts: Facts) -> int:
 
 
 def rate(s: Session, shares: Shares) -> float:
-    """Return how many devices ``s`` uses: the larger of its parts of memory and of compute."""
+    """Return how much of a device ``s`` uses: its share of the memory or its share of the compute,
+    whichever is larger.
+    """
     account = shares.facts.meters.users.get(s.owner.name)
     return max(account.parts.get(s.id, (0.0, 0.0))) if account is not None else 0.0
 

@@ -109,7 +109,8 @@ class Side:
     used: float
     #: The usage ``RECHECK`` seconds later, if the rates stay as they are now.
     then: float
-    #: Whether memory is the larger usage at one end of this period, and compute at the other end.
+    #: Whether the larger usage changes within ``RECHECK`` seconds: from memory to compute, or from
+    #: compute to memory.
     bends: bool
 
 

@@ -488,7 +488,9 @@ def make_room(
 
 
 def _lack(found: Collection[HostLack]) -> HostLack:
-    """Return the lack that probably ends first, if several choices failed."""
+    """Return which lack of host memory probably ends first. Several choices may have failed, each
+    for another lack.
+    """
     return next(lack for lack in LACKS if lack in found)
 
 

@@ -344,9 +344,9 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
 
 _CLAIM_WORDS = {
     "burst": "it has grown beyond what it is guaranteed",
-    "guarantee": "the other one's group is guaranteed it",
-    "budget": "the GPU-seconds of today of this one are used up",
-    "class": "the other one's class is higher",
+    "guarantee": "it is guaranteed to the other kernel's group",
+    "budget": "this kernel's GPU-seconds of today are used up",
+    "class": "the other kernel's class is higher",
 }
 
 
@@ -354,7 +354,7 @@ def _turn_words(facts: Facts, s: Session, asker: Owner, later: bool) -> str:
     over = _rule_words("turns", later)
     if asker == s.owner or facts.settings.half_life <= 0:
         return over
-    return f"{over}, and the other one has used less for its weight"
+    return f"{over}, and the other kernel's user has used less, by weight"
 
 
 def standing_lines(found: Standing, now: float) -> Iterable[str]:

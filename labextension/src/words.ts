@@ -262,7 +262,7 @@ export type Tone = 'none' | 'wait' | 'move' | 'busy' | 'idle' | 'host' | 'away';
 export interface ISaid {
   readonly text: string;
   readonly tone: Tone;
-  /** The text without its count-down, for a name, which must not change each second. */
+  /** The text without its count-down, for `aria-label`: a label must not change each second. */
   readonly still: string;
   /** Only the figure, for narrow places. */
   readonly short: string;

@@ -282,7 +282,9 @@ def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
 
 
 def test_kernel_that_cannot_move_waits_for_its_gpu(ready, made):
-    """migration-refused, although the self-test could move: the reason names the old GPU."""
+    """The self-test could move between GPUs, but now the driver refuses to move the kernel (fault
+    migration-refused). The reason of the wait names the old GPU.
+    """
     broker = ready()
     one, busy = made(broker, "one"), made(broker, "busy")
     one.attach()

@@ -96,7 +96,7 @@ def test_an_interrupted_drain_says_that_the_order_stays_in_force(monkeypatch, ca
 
 
 def test_an_order_for_an_unknown_machine_names_the_others(monkeypatch):
-    with pytest.raises(RefusedError, match="No machine of this cluster is called m9; it has: m1"):
+    with pytest.raises(RefusedError, match=r"No machine of this cluster is called m9\. It has: m1"):
         Orders("present").carry_out(monkeypatch, "drain", "left", "m9")
 
 
@@ -124,7 +124,7 @@ LEDGERS = []
 @pytest.mark.parametrize(
     ("machine", "code", "said", "asked"),
     [
-        ("m9", 1, "No machine of this cluster is called m9; it has: m1.", [("view",)]),
+        ("m9", 1, "No machine of this cluster is called m9. It has: m1.", [("view",)]),
         ("m1", 0, "m1: fenced", [("view",), ("fence", "m1"), ("view",)]),
     ],
 )

@@ -41,7 +41,7 @@ def refused(**options) -> str:
 # ------------------------------------------------------------------ valid values
 
 
-def test_defaults_are_the_pools_defaults():
+def test_options_have_the_defaults_of_the_pool_settings():
     pool = settings().pool
     default = PoolSettings()
     for name in PoolSettings.__slots__:

@@ -22,7 +22,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "containers"
 
 @pytest.fixture
 def hub(monkeypatch):
-    """The Hub's configuration, and the names in its file."""
+    """The Hub's configuration, and the global variables that the configuration file defines."""
     config = Config()
     found = runpy.run_path(str(EXAMPLES / "jupyterhub_config.py"), {"get_config": lambda: config})
     return config, found

@@ -24,7 +24,7 @@ def swap(pool):
     return statistics.median(out) + statistics.median(back)
 
 
-def test_short_cells_in_turns_wait_only_for_the_move(pool):
+def test_users_with_short_cells_wait_only_for_the_move(pool):
     """When the cell has ended and no call runs, the kernel is idle at once, with any
     ``quiet_after``.
 

@@ -141,7 +141,7 @@ def test_nvml_in_a_suspended_notebook_brings_it_back(pooled, notebook, neighbour
 
     async def scenario():
         without = await notebook.cell(cell)
-        assert notebook.session["state"] == "detached"  # this question needs no slice
+        assert notebook.session["state"] == "detached"  # this NVML call needs no slice
         await notebook.begin()
         await notebook.put("small", size, 8)
         assert await notebook.cell(cell) == without

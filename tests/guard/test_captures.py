@@ -82,7 +82,9 @@ def test_recording_ends_with_its_context(session, child):
 
 
 def test_recording_ends_with_the_only_thread_that_can_end_it(session, child, until):
-    """Only the ended thread could end its recording. In the relaxed mode any thread may."""
+    """Recording a ends with its thread, because no other thread can end it. Recording b is in the
+    relaxed mode, so any thread can end it.
+    """
     assert child.do("_ = elsewhere(lambda: (begin(a, 1), begin(b, 2)))") == (0, 0)
     until(lambda: captures(session) == 1)
     assert child.do("_ = end(b)") == (0, True)

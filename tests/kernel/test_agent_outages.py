@@ -320,7 +320,7 @@ def test_out_of_memory_error_is_followed_by_one_line_of_advice(
     assert added["text"].count("\n") == 1
 
 
-def test_out_of_memory_at_the_limit_offers_no_larger_size(
+def test_error_at_the_limit_suggests_no_larger_size(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     broker.limits = {"memory": 4 * GiB}

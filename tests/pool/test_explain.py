@@ -258,7 +258,7 @@ def test_lines_name_the_time_at_which_a_time_slice_ends(make):
     lab.open("w", 16, owner="bob")
     lab.hold("w")
     words = "when its time slice is over"
-    used = "the other one has used less for its weight"
+    used = "the other kernel's user has used less, by weight"
     assert may_take(lab, "a").endswith(f" s, {words}, and {used}.")
     assert any(line.endswith(f" s ({words}).") for line in lab.pool.why("w").lines)
 

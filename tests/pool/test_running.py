@@ -663,7 +663,7 @@ def test_temporary_lack_of_host_memory_gives_no_warning(make):
     none(lab.past, ev.Warn)
 
 
-def test_first_time_slice_depends_on_the_resident_bytes(make):
+def test_length_of_the_first_turn_depends_on_resident_bytes(make):
     """A move of all granted bytes would take 128 times as long as a move of the resident bytes."""
     gib = 1 << 30
     lab = make(

@@ -194,9 +194,7 @@ os._exit(6)
 
 
 def test_pipeline_keeps_the_terminal(terminal):
-    """Another command of the pipeline may read the terminal while ``run`` is in
-    the same pipeline.
-    """
+    """If ``run`` is a part of a pipeline, another part of it can still read the terminal."""
     line = " ".join([*CLI, "run", "--", "echo", "data"])
     reader = f"{sys.executable} -c 'print(open(0).read(), open(\"/dev/tty\").readline())'"
     screen = terminal(["/bin/sh", "-c", f"{line} | {reader}"])

@@ -116,7 +116,7 @@ def test_the_newest_session_of_a_kernel_counts():
     assert views.session_of(view, "k-a")["id"] == "b"
 
 
-def test_a_share_and_a_budget_are_published_in_steps():
+def test_small_changes_of_a_share_or_budget_are_not_published():
     def at(left, used, spent=False):
         budgets = [{"group": "", "seconds": 3600, "left": left, "spent": spent, "until": None}]
         share = [{"of": "ada", "used": used, "due": 0.5}]

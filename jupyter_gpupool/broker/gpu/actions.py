@@ -172,7 +172,7 @@ class DeviceActions:
             now=now,
             session=name,
             epoch=epoch,
-            message=message or "The driver did not resume it.",
+            message=message or "The driver did not resume the process.",
             lost=lost,
             stay=outcome.stay,
         )

@@ -179,7 +179,7 @@ class Maintenance:
         there = ", ".join(f"{d.index} ({d.uuid})" for d in self._health.devices.values())
         what = "names several GPUs" if found else "is no GPU of this pool"
         raise RefusedError(
-            f"{name[:60]!r} {what}; it has: {there or 'none'}.", code=Code.UNKNOWN_DEVICE
+            f"{name[:60]!r} {what}. The pool has: {there or 'none'}.", code=Code.UNKNOWN_DEVICE
         )
 
     def _order(self, kind: OrderKind, device: str, reason: str, by: str) -> str:

@@ -237,8 +237,8 @@ class Claim:
                 probe.connect(str(self.path))
             except OSError as error:
                 if error.errno != errno.EAGAIN:  # EAGAIN: a broker listens, and its queue is full
-                    # No broker listens at this file. A socket that systemd gave to this broker no
-                    # longer has a file.
+                    # No broker listens at this file. If systemd gave this broker a socket, the file
+                    # is not the file of that socket, so the socket is useless.
                     self._drop_given()
                     self.path.unlink()
                     return

@@ -132,8 +132,10 @@ class UserSockets:
                 if problem != self._refused.get(name, ""):
                     self._refused[name] = problem
                     if problem:
-                        self._log.error("The folder %s of containers is not served: it %s",
-                                        self._folder / name, problem)  # fmt: skip
+                        self._log.error(
+                            "There is no socket for containers in %s, because the folder %s",
+                            self._folder / name, problem,
+                        )  # fmt: skip
 
     def _is_revoked(self, name: str) -> bool:
         folder = self._revoked.get(name)

@@ -177,7 +177,7 @@ describe('the commands', () => {
     expect(Notification.manager.notifications[0]!.options.autoClose).toBe(REFUSAL);
   });
 
-  test('the notice of a missing answer is removed at an answer', async () => {
+  test('the notice that the broker is silent goes away when it answers', async () => {
     services.start('a');
     followPool(model);
     FakeSocket.one.snapshot();

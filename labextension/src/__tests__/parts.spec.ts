@@ -121,7 +121,7 @@ describe('the idle warning', () => {
     expect(shown().find(n => n.type === 'success')?.message).toBe('As you wish.');
   });
 
-  test('the warning’s button shows a refusal with its next step', async () => {
+  test('a refusal after a click in the warning is shown with its next step', async () => {
     await warn();
     answer.status = 409;
     answer.body = { code: 'quota', message: 'Too long.', next_step: 'Ask for less.' };

@@ -135,7 +135,7 @@ describe('a session', () => {
   test.each([
     [{ leaves_at: NOW + 42 }, 'Idle, back to the pool in 0:42', true],
     [{ leaves_at: NOW }, 'Idle, back to the pool in 0:00', true],
-    // This much is allowed for the difference of two clocks and the delay of a message.
+    // Up to 2 s late still counts: two clocks may differ, and a message takes time.
     [{ leaves_at: NOW - 2 }, 'Idle, back to the pool in 0:00', true],
     [{ leaves_at: NOW - 2.1 }, 'Idle on GPU 0, about to leave', false],
     [{ leaves_at: null }, 'Idle on GPU 0', false],
