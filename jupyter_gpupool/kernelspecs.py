@@ -191,16 +191,15 @@ def _find(manager: Any, name: str) -> Path:
 def _native_or_read(folder: Path) -> dict[str, Any]:
     """Return the kernelspec in ``folder``, with the command that starts its kernel.
 
-    The folder of the native kernel (ipykernel) does not contain that command. Its ``argv`` must
-    name the interpreter of this environment, so that a twin that is installed elsewhere finds the
-    interpreter.
+    Where nobody has installed a kernelspec for the native kernel, Jupyter names a folder of
+    ipykernel, which has no kernel.json. The ``argv`` must then name the interpreter of this
+    environment, so that a twin that is installed elsewhere finds the interpreter.
     """
-    spec = _read(folder)
     try:
         from ipykernel.kernelspec import RESOURCES, get_kernel_dict
     except ImportError:
-        return spec
-    return dict(get_kernel_dict()) if Path(RESOURCES) == folder else spec
+        return _read(folder)
+    return dict(get_kernel_dict()) if Path(RESOURCES) == folder else _read(folder)
 
 
 def _read(folder: Path) -> dict[str, Any]:

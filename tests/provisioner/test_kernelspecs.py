@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ipykernel.kernelspec import RESOURCES
 from jupyter_client import KernelManager
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.provisioning import KernelProvisionerFactory
@@ -82,6 +83,16 @@ def test_a_twin_of_the_native_kernel_runs(prefix: str, broker: ScriptedBroker) -
         broker.wait_for("hello")
     finally:
         manager.shutdown_kernel(now=True)
+
+
+def test_the_native_kernel_needs_no_kernelspec(prefix: str, monkeypatch) -> None:
+    folder = Path(RESOURCES)
+    assert not (folder / "kernel.json").exists()
+    monkeypatch.setattr(KernelSpecManager, "find_kernel_specs", lambda _: {"python3": str(folder)})
+    monkeypatch.setattr(KernelSpecManager, "_find_spec_directory", lambda *_: str(folder))
+    twin = json.loads((wrap("python3", prefix=prefix) / "kernel.json").read_text())
+    assert twin["argv"][0] == sys.executable
+    assert "ipykernel_launcher" in twin["argv"]
 
 
 def test_a_remote_twin_starts_through_the_remote_provisioner(prefix: str) -> None:
