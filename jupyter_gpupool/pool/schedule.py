@@ -96,13 +96,7 @@ from .reach import Reach
 from .running import REASONS, RECALLED, STOPPED, free_from, rule_of
 from .session import Session
 from .shares import Shares
-from .victims import (
-    Offer,
-    Trial,
-    attempt,
-    make_room,
-    reservation,
-)
+from .victims import Offer, Trial, attempt, make_room, reservation
 
 SPENT = "the GPU-seconds of today are used up"
 CLOSED = "kernels of its priority class get no GPU at this time"
