@@ -24,6 +24,7 @@ from typing import Any
 
 from ..cluster.budgets import Budgets
 from ..cluster.messages import (
+    Epoch,
     Usages,
     loan_from_json,
     parts_from_json,
@@ -63,10 +64,13 @@ TELL, LEAST_TELL = 30.0, 1.0
 #: Keys in the journal's metadata. LIFE: the number of this broker's life, for the ledger. DRAINS:
 #: "1" while this machine drains and leaves the cluster.
 LIFE, DRAINS = "cluster-life", "cluster-drains"
-#: Another key: the GPU-seconds of each day that the ledger has lent to this machine. A broker that
-#: starts again uses them before the ledger answers, so that no session is suspended for lack of
-#: them.
+#: Another key: the GPU-seconds and guarantees that the ledger has lent to this machine. A broker
+#: that starts again uses them before the ledger answers, so that no session is suspended for lack
+#: of them.
 PARTS = "cluster-parts"
+#: Another key: the fencing token of the ledger that this machine obeys, as JSON. Without it, a
+#: broker that starts again could obey an earlier ledger, which does not know what a later one lent.
+TOKEN = "cluster-token"
 
 #: The reason for the drain of the GPUs while this machine leaves.
 LEAVES = "this machine leaves the cluster"
@@ -95,22 +99,24 @@ class LentLimits:
             settings.cluster_node or socket.gethostname(), life,
             on_loss=settings.on_ledger_loss, share=share, drains=journal.meta(DRAINS) == "1",
             ceilings=parts_from_json(journal.meta(PARTS)),
+            epoch=Epoch(*json.loads(journal.meta(TOKEN) or "[]")),
         )  # fmt: skip
         self._remember = journal.remember
-        self._parts = self.budgets.parts()
+        self._written = self.budgets.parts(), self.budgets.epoch
 
-    def remember_parts(self) -> bool:
-        """Let the next commit write the parts if they have changed; return whether they have
-        changed.
+    def remember(self) -> bool:
+        """Let the next commit write the parts and the token if they have changed; return whether
+        they have changed.
 
         This commit must come before the next report. After the report, the ledger may lend to other
         machines what this machine has given back.
         """
-        parts = self.budgets.parts()
-        if parts == self._parts:
+        now = parts, epoch = self.budgets.parts(), self.budgets.epoch
+        if now == self._written:
             return False
-        self._parts = parts
+        self._written = now
         self._remember(PARTS, parts_to_json(parts))
+        self._remember(TOKEN, json.dumps(epoch))
         return True
 
     def limits(self, settings: PoolSettings) -> PoolSettings:
@@ -257,7 +263,7 @@ class SharedLimits:
         self._budgets.answered(answer)
         if answer.elsewhere is not None:
             self._used_elsewhere(answer.elsewhere)
-        if self._lent.remember_parts():
+        if self._lent.remember():
             self._core.commit()
         if self._budgets.drains != before:
             self._drains_now("the cluster")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Mapping, Sequence
 
-from .messages import GUARANTEE, Epoch, Holding, Key, Loan, Report, larger
+from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, larger
 
 #: What a node does when the ledger is silent for longer than the time-out. ``closed``: its sessions
 #: keep what they have, and get no more. ``min_share``: each user and group may have a fixed share
@@ -221,5 +221,6 @@ class Budgets:
 
     def _holding(self, key: Key) -> Holding:
         use = self.uses.get(key, Demand())
-        keep = 0 if self.drains else use.keep
+        # What is used up comes back also while the node drains.
+        keep = 0 if self.drains and key.resource != REFILL else use.keep
         return Holding(self.ceilings.get(key, 0), use.used, keep)

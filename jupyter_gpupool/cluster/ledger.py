@@ -48,7 +48,7 @@ the most unused give up what the waiting node lacks.
 from __future__ import annotations
 
 import math
-from typing import Iterable, Mapping
+from typing import Iterable, Mapping, NamedTuple
 
 from ..pool.groups import DAY
 from .ledger_events import (
@@ -76,6 +76,17 @@ MOST_KNOWN = 100_000
 BACK = 1 / 24
 
 NOTHING = Holding()
+
+
+class Leak(NamedTuple):
+    """GPU-seconds of a budget that refills, which a node used before it was gone."""
+
+    #: They are back at this time. Without a part, the ledger then looks for one again.
+    at: float
+    key: Key
+    amount: int
+    #: How much of the refill counts for them.
+    part: int
 
 
 class Ledger:
@@ -131,9 +142,7 @@ class Ledger:
         self._used: dict[Key, int] = {}
         #: Keys of GPU-seconds that were used up when the ledger looked last.
         self._used_up: set[Key] = set()
-        #: When GPU-seconds that nodes used before they were gone are back, for budgets that refill;
-        #: and what counts of each key until then.
-        self._leaking: list[tuple[float, dict[Key, int]]] = []
+        self._leaking: list[Leak] = []
         self._queues = Queues(self._is_silent)
         self._usage = AllUsage()
 
@@ -170,7 +179,7 @@ class Ledger:
     def next_wakeup(self) -> float:
         """Return when the ledger needs a :class:`Tick`; infinity if it needs none."""
         times = [node.free_at for node in self._fenced.values()]
-        return min((*times, *(at for at, _ in self._leaking)), default=math.inf)
+        return min((*times, *(leak.at for leak in self._leaking)), default=math.inf)
 
     @property
     def serving(self) -> bool:
@@ -308,22 +317,35 @@ class Ledger:
                 self._spend(key, amount)
             elif key.is_seconds:
                 # They come back as fast as on that node: its part of the refill stays counted.
-                refill = key._replace(resource=REFILL)
-                part = counted.get(refill, 0)
-                rows = {key: amount, refill: part} if part else {key: amount}
-                for row, amount_of_row in rows.items():
-                    self._add(row, amount_of_row)
-                wait = self.day * amount / part if part else self.day
-                self._leaking.append((self._now + wait, rows))
+                part = counted.get(key._replace(resource=REFILL), 0)
+                self._add(key, amount)
+                self._leaking.append(self._leak(key, amount, part))
+
+    def _leak(self, key: Key, amount: int, part: int) -> Leak:
+        """Return GPU-seconds that count until they have come back by ``part`` of the refill."""
+        refill = key._replace(resource=REFILL)
+        self._add(refill, part)
+        if part:
+            return Leak(self._now + self.day * amount / part, key, amount, part)
+        # The nodes give up some of the refill for it.
+        self._keep(refill, amount)
+        return Leak(self._now + self.day * BACK, key, amount, 0)
 
     def _refilled(self) -> list[Action]:
         """Stop counting the GPU-seconds of nodes that are gone, once they have come back."""
-        over = [rows for at, rows in self._leaking if at <= self._now]
-        self._leaking = [(at, rows) for at, rows in self._leaking if at > self._now]
-        for rows in over:
-            for key, counted in rows.items():
-                self._add(key, -counted)
-        freed = [key for rows in over for key in rows]
+        over = [leak for leak in self._leaking if leak.at <= self._now]
+        self._leaking = [leak for leak in self._leaking if leak.at > self._now]
+        freed: list[Key] = []
+        for _, key, amount, part in over:
+            refill = key._replace(resource=REFILL)
+            if part:
+                self._add(key, -amount)
+                self._add(refill, -part)
+                freed += key, refill
+            else:
+                self._keep(refill, -amount)
+                free = max(0, (self.limit_of(refill) or 0) - self.counted(refill))
+                self._leaking.append(self._leak(key, amount, min(free, amount)))
         return self._push_all(freed) if freed and self.serving else []
 
     # ------------------------------------------------------------------ counting
@@ -477,7 +499,8 @@ class Ledger:
 
     def _left_of_budget(self, key: Key) -> int:
         """Return how many GPU-seconds of a budget are not used up yet by the nodes."""
-        gone = self._spent.get(key, 0) + sum(rows.get(key, 0) for _, rows in self._leaking)
+        leaking = sum(leak.amount for leak in self._leaking if leak.key == key)
+        gone = self._spent.get(key, 0) + leaking
         return (self.limit_of(key) or 0) - self._used.get(key, 0) - gone
 
     def _left(self, node: Node, key: Key) -> int:

@@ -696,8 +696,8 @@ class Cluster(RuleBasedStateMachine):
     @rule(ends=st.booleans())
     def start_ledger(self, ends):
         # It does not know what nodes had used that were gone before.
-        rows = [row for ledger in self.world.ledgers.values() for _, row in ledger._leaking]
-        self.world.forgotten += sum(row.get(BUCKET, 0) for row in rows)
+        leaks = [leak for ledger in self.world.ledgers.values() for leak in ledger._leaking]
+        self.world.forgotten += sum(leak.amount for leak in leaks)
         if ends:
             self.world.kill_ledger()
         elif len(self.world.ledgers) < 3:
@@ -725,8 +725,6 @@ class Cluster(RuleBasedStateMachine):
         """The kernels of the node are gone, and an admin tells every ledger."""
         self.world.crash(name)
         node = self.world.nodes[name]
-        if not node.budgets.ceilings.get(REFILL, 0):
-            self.world.forgotten += max(node.level, node.budgets.ceilings.get(BUCKET, 0))
         for ledger in [*self.world.ledgers]:
             if not self.world.ledgers[ledger].nodes[name].heard:
                 self.world.lost += max(node.consumed, node.budgets.ceilings.get(SECONDS, 0))
@@ -743,7 +741,9 @@ class Cluster(RuleBasedStateMachine):
         for ledger in self.world.ledgers.values() if hasattr(self, "world") else ():
             for key in (ADA, LAB, SECONDS, BUCKET, REFILL, GUARANTEE):
                 parts = [node.counted.get(key, 0) for node in ledger.nodes.values()]
-                gone = ledger._spent.get(key, 0) + sum(r.get(key, 0) for _, r in ledger._leaking)
+                gone = ledger._spent.get(key, 0)
+                leaks = {BUCKET: "amount", REFILL: "part"}.get(key)
+                gone += sum(getattr(leak, leaks) for leak in ledger._leaking if leaks)
                 assert ledger.counted(key) == sum(parts) + gone
             for key in (SECONDS, BUCKET):
                 used = sum(node.used(key) for node in ledger.nodes.values())

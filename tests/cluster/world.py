@@ -12,6 +12,7 @@ from jupyter_gpupool.cluster import ledger_events as ev
 from jupyter_gpupool.cluster.budgets import Budgets, Demand
 from jupyter_gpupool.cluster.ledger import Ledger
 from jupyter_gpupool.cluster.messages import (
+    Epoch,
     Key,
     Loan,
     Report,
@@ -87,6 +88,7 @@ class Node:
             self.name, life, on_loss=self.on_loss, share={"memory": 1},
             drains=before is not None and before.drains,
             ceilings=before.parts() if keeps and before is not None else {},
+            epoch=Epoch() if before is None else before.epoch,
         )  # fmt: skip
         self.tell()
 
@@ -137,6 +139,8 @@ class Node:
 
     def use_bucket(self, amount, now):
         """Use some of bob's budget, as far as it is lent; return how much."""
+        if self.budgets.drains and self.budgets.is_empty:
+            return 0  # no session is left that could use it
         left = self.budgets.most(BUCKET, now) - math.ceil(self.level)
         used = max(0, min(amount, left))
         self.level += used
