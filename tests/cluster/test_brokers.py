@@ -109,6 +109,24 @@ def test_slices_of_a_killed_brokers_kernels_still_count(cluster):
     third.do("got", hold="cell")
 
 
+def test_a_broker_that_starts_again_obeys_no_earlier_ledger(cluster):
+    broker = cluster.brokers["m0"]
+
+    def token():
+        """Return the fencing token in the broker's next report, as its agent gets it."""
+        with broker.client() as agent:
+            return json.loads(agent.call("account", wait=0)["report"])["epoch"]
+
+    cluster.agents["m0"].kill()
+    before = token()
+    assert before[1]
+    broker.kill()
+    assert broker.started
+    assert token() == before
+    cluster.agents["m0"].start()
+    wait_node(cluster, "m0", "present")
+
+
 def test_without_the_ledger_kernels_keep_their_slices(cluster):
     first = cluster.kernel("m0")
     first.attach()
