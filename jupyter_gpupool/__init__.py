@@ -41,10 +41,11 @@ def slice(  # noqa: A001 (the word of the pool)
 ) -> HeldSlice:
     """Return a context in which this program holds a GPU slice, for ``with``.
 
-    Entering the block waits for the slice. After the block the program keeps the slice until
-    another program or kernel wants it. In a program that ``jupyter gpupool run`` has started, in a
-    Pooled GPU kernel and in their children the block holds the slice of that session. Any other
-    program gets a session of its own, if it has not called CUDA before.
+    Entering the block waits for the slice. After the block the slice is idle: it goes back to the
+    pool when another session may take it, or after ``c.GPUPool.idle_timeout``. In a program that
+    ``jupyter gpupool run`` has started, in a Pooled GPU kernel and in their children the block
+    holds the slice of that session. Any other program gets a session of its own, if it has not
+    called CUDA before.
 
     Parameters
     ----------

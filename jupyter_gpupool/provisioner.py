@@ -366,7 +366,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             client.call("close", session=session, reason=reason)
 
     async def _release(self, reason: str) -> None:
-        """Close the session if there is one. Never raises: the broker also detects the end."""
+        """Close the session if there is one. Never raises: the broker also sees the process end."""
         session, self._session = self._session, ""
         try:
             if session and self._socket is not None:

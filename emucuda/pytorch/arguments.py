@@ -35,7 +35,10 @@ def host(launcher: Launcher, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the CUDA device of an argument or of a list of arguments, or None."""
+    """Return the CUDA device that an argument, or the first fitting item of a list, is on or names.
+
+    None if there is none.
+    """
     if isinstance(value, torch.Tensor):
         return value.device if value.is_cuda else None
     if isinstance(value, torch.device) and value.type == "cuda":

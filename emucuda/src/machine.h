@@ -123,8 +123,8 @@ struct request {
 
 struct busy {
     uint64_t bucket[BUSY_BUCKETS]; /* (absolute bucket number << 32) | busy ns */
-    uint64_t from, until;          /* one long interval whose end is still to come, CLOCK_MONOTONIC
-                                    * ns */
+    uint64_t from, until;          /* the latest interval that is too long for `bucket`,
+                                    * CLOCK_MONOTONIC ns */
 };
 
 struct slot {

@@ -133,9 +133,9 @@ static bool block_start(struct block *b, struct run *run, uint64_t number)
     return true;
 }
 
-/* Returns the lanes that run next: of the lanes that `may` run, those at the lowest instruction.
- * If some lanes have run for long at the instruction `after`, those at the lowest later
- * instruction. */
+/* Returns the lanes that run next: of the lanes that `may` run, those at the lowest instruction. If
+ * `after` is not 0, lanes that have had a long turn are at that instruction now. The function then
+ * returns the lanes at the lowest later instruction, if there are any. */
 static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, uint32_t *pc, uint32_t *other)
 {
     uint32_t lowest = UINT32_MAX, lanes = 0;

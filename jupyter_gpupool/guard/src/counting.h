@@ -30,16 +30,16 @@ struct here here_of_device(CUdevice device);
 
 /* ---- calls (memory.c) */
 
-/* The first line of each wrapper: passes the gate, and counts the call until the wrapper
- * returns. */
+/* Wrappers of calls that use the device begin with this: it passes the gate, and counts the call
+ * until the wrapper returns. A wrapper may first do what needs no slice. */
 #define ENTER                                                          \
     CUresult entered_ = guard_enter();                                 \
     if (entered_)                                                      \
         return entered_;                                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* The first line of a wrapper that frees or destroys something. It has the wrapper's name and
- * arguments. */
+/* A wrapper that frees or destroys something uses this instead, with its own name and arguments.
+ * Code before it also runs if the guard only notes the call. */
 #define ENTER_BACK(name, ...)                                                                   \
     CUresult entered_ = guard_enter_back(E_##name, (const uint64_t[LATER_ARGUMENTS]){__VA_ARGS__}); \
     if (entered_)                                                                               \

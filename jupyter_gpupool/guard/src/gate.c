@@ -220,8 +220,8 @@ static bool starts(CUresult *error)
     return guard_page != NULL;
 }
 
-/* Count the call and return true if the gate lets it pass. Before that, make the calls that this
- * thread still has to make. */
+/* Count the call and return true if the gate lets it pass. Before that, apply this thread's own
+ * changes of the current context and, except for LOOK_UP, make the noted calls of all threads. */
 static bool in(enum purpose purpose, bool gated)
 {
     struct page_slot *slot = guard_slot();
@@ -351,8 +351,9 @@ CUresult guard_enter_query(void)
 
 /* ---- functions that the entry points call */
 
-/* Before an uncounted call goes on to the driver, make the calls that this thread still has to
- * make. The context changes of other threads do not matter here. */
+/* Before an uncounted call goes on to the driver, apply this thread's own changes of the current
+ * context. With `use`, also make the noted calls, whichever thread noted them. The context changes
+ * of other threads do not matter here. */
 static CUresult pay(bool use)
 {
     if (!current_differs() && !(use && owing_calls()))

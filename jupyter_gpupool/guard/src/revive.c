@@ -30,7 +30,7 @@
 /* A copy, because another thread may change the environment. */
 static char command[2048];
 static char copy[1024]; /* path of the copy of the start record, beside the journal: see
-                         * recordcopy.py */
+                         * startrecord.py */
 static uint64_t attempt_at; /* when this process may make its next attempt */
 
 void revive_remember(void)
@@ -160,8 +160,8 @@ uint64_t revive(const char *socket)
         return START_NS;
     if (!beside(record, sizeof record, socket, ".start.json"))
         return AWAY_NS;
-    /* If there is no record, the broker has ended normally, and no waiting call starts the next
-     * broker. */
+    /* If there is neither a record nor its copy, the broker has ended normally, and no waiting call
+     * starts the next broker. */
     if (being_started(socket))
         return START_NS;
     if (!*command || (access(record, F_OK) && !can_restore(socket)))

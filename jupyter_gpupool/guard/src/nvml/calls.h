@@ -20,9 +20,9 @@ enum nvml_call {
                         * false */
 };
 
-/* Called before an NVML call of the main thread. If the process is suspended and `waits` is true,
- * waits for the resume. `seen`: the session's page if the guard has not mapped it in this process
- * yet, or NULL. */
+/* The facade calls this before an NVML call of any thread. Only the main thread's calls are counted
+ * or wait: if the process is suspended and `waits` is true, the function waits for the resume.
+ * `seen`: the session's page if the guard has not mapped it in this process yet, or NULL. */
 EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits);
 EXPORTED void gpupool_nvml_leave(void);
 
