@@ -102,7 +102,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
             for key in bars:
                 if budgets.most(key, time.monotonic()) <= spent.get(key, 0):
                     needs[key] = STEP
-        waits.append((session.queued_at or core.now(), needs))
+        if needs:
+            waits.append((session.queued_at or core.now(), needs))
     for key in {*gpus, *spent}:
         used[key] = spent.get(key, 0)
         more = PART + EACH * gpus[key] if key in gpus else 0

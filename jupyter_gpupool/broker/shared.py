@@ -122,7 +122,9 @@ class LentLimits:
     def limits(self, settings: PoolSettings) -> PoolSettings:
         """Return these rules. What this machine may not use now counts as in use elsewhere."""
         now, budgets = time.monotonic(), self.budgets
-        owners = sorted({s.owner.name for s in self._sessions})
+        # A user without a session has a part, too: what was used here comes back.
+        known = {key.name for key in budgets.ceilings if key.kind == "user"}
+        owners = sorted({s.owner.name for s in self._sessions} | known)
         return overlay(
             settings, owners, lambda key: budgets.most(key, now),
             connected=budgets.is_connected(now), drains=budgets.drains,

@@ -50,7 +50,7 @@ from __future__ import annotations
 import math
 from typing import Iterable, Mapping, NamedTuple
 
-from ..pool.groups import DAY
+from ..pool.groups import DAY, EXACT
 from .ledger_events import (
     Action,
     DrainAsked,
@@ -66,7 +66,7 @@ from .ledger_events import (
 )
 from .ledger_nodes import Node, NodeView
 from .ledger_usage import AllUsage
-from .messages import REFILL, Epoch, Holding, Key, Loan, Report, recent
+from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, recent
 from .queues import Queues
 
 #: Most limits that the ledger remembers. Each day and each new user add keys.
@@ -81,12 +81,15 @@ NOTHING = Holding()
 class Leak(NamedTuple):
     """GPU-seconds of a budget that refills, which a node used before it was gone."""
 
-    #: They are back at this time. Without a part, the ledger then looks for one again.
+    #: When ``amount`` was true, and when the ledger looks again.
+    since: float
     at: float
+    node: str
     key: Key
-    amount: int
-    #: How much of the refill counts for them.
+    amount: float
+    #: How much of the refill brings them back, and how much is asked for.
     part: int
+    wish: int
 
 
 class Ledger:
@@ -291,7 +294,8 @@ class Ledger:
             for key, amount in node.counted.items()
             if amount > max((now := report.holdings.get(key, NOTHING)).used, now.ceiling)
         }
-        self._used_by_nobody(lost)
+        self._is_back(node, report)
+        self._used_by_nobody(node, lost)
         node.life, node.number, node.serial, node.version = report.life, 0, 0, -1
         node.order_serial = 0
         node.gone = False
@@ -310,43 +314,58 @@ class Ledger:
             for old in all_spent.keys() - self._spent.keys():
                 self._add(old, -all_spent[old])
 
-    def _used_by_nobody(self, counted: Mapping[Key, int]) -> None:
+    def _used_by_nobody(self, node: Node, counted: Mapping[Key, int]) -> None:
         """Count GPU-seconds as used up that a node may have used and will not report again."""
         for key, amount in counted.items():
             if key.window:
                 self._spend(key, amount)
-            elif key.is_seconds:
+            elif key.is_seconds and amount:
                 # They come back as fast as on that node: its part of the refill stays counted.
-                part = counted.get(key._replace(resource=REFILL), 0)
-                self._add(key, amount)
-                self._leaking.append(self._leak(key, amount, part))
+                self._leak(node.name, key, amount, counted.get(key._replace(resource=REFILL), 0))
 
-    def _leak(self, key: Key, amount: int, part: int) -> Leak:
-        """Return GPU-seconds that count until they have come back by ``part`` of the refill."""
+    def _leak(self, node: str, key: Key, amount: float, part: int) -> None:
+        """Count GPU-seconds of a node that is gone, while ``part`` of the refill is theirs."""
         refill = key._replace(resource=REFILL)
+        wish = self.limit_of(refill) or 0
+        self._add(key, math.ceil(amount))
         self._add(refill, part)
+        self._keep(refill, wish)  # the nodes give up some of the refill
+        wait = self.day * BACK
         if part:
-            return Leak(self._now + self.day * amount / part, key, amount, part)
-        # The nodes give up some of the refill for it.
-        self._keep(refill, amount)
-        return Leak(self._now + self.day * BACK, key, amount, 0)
+            wait = min(wait, self.day * amount / part)
+        leak = Leak(self._now, self._now + wait, node, key, amount, part, wish)
+        self._leaking.append(leak)
+
+    def _stop(self, leak: Leak) -> float:
+        """Count a leak no more; return which GPU-seconds of it have not come back yet."""
+        refill = leak.key._replace(resource=REFILL)
+        self._add(leak.key, -math.ceil(leak.amount))
+        self._add(refill, -leak.part)
+        self._keep(refill, -leak.wish)
+        return leak.amount - leak.part * (self._now - leak.since) / self.day
 
     def _refilled(self) -> list[Action]:
-        """Stop counting the GPU-seconds of nodes that are gone, once they have come back."""
+        """Count less of the GPU-seconds of nodes that are gone, as they come back."""
         over = [leak for leak in self._leaking if leak.at <= self._now]
         self._leaking = [leak for leak in self._leaking if leak.at > self._now]
-        freed: list[Key] = []
-        for _, key, amount, part in over:
-            refill = key._replace(resource=REFILL)
-            if part:
-                self._add(key, -amount)
-                self._add(refill, -part)
-                freed += key, refill
-            else:
-                self._keep(refill, -amount)
-                free = max(0, (self.limit_of(refill) or 0) - self.counted(refill))
-                self._leaking.append(self._leak(key, amount, min(free, amount)))
+        for leak in over:
+            left = self._stop(leak)
+            if left > EXACT:
+                refill = leak.key._replace(resource=REFILL)
+                free = (self.limit_of(refill) or 0) - self.counted(refill)
+                self._leak(leak.node, leak.key, left, max(0, free))
+        freed = dict.fromkeys(leak.key for leak in over)
         return self._push_all(freed) if freed and self.serving else []
+
+    def _is_back(self, node: Node, report: Report) -> None:
+        """Count once what a node reports that was gone: the node knows what it has used."""
+        for leak in [leak for leak in self._leaking if leak.node == node.name]:
+            used = report.holdings.get(leak.key, NOTHING).used
+            if used:
+                self._leaking.remove(leak)
+                left = self._stop(leak) - used
+                if left > EXACT:
+                    self._leak(leak.node, leak.key, left, leak.part)
 
     # ------------------------------------------------------------------ counting
 
@@ -481,9 +500,12 @@ class Ledger:
             held = node.holdings.get(key, NOTHING)
             found[key] = held.used + extra.get(key, 0) if extra else held.used
             if held.keep > found[key]:
-                # Divide the limit in proportion to what all nodes would keep, and round up.
+                # Divide the limit in proportion to what all nodes would keep, and round up. A part
+                # of a guarantee that is too small for a request is useless, so the first node that
+                # asks gets all that it asks for.
                 keep, keeps = held.keep, self._keeps[key]
-                part = keep if keeps <= limit else -(-limit * keep // keeps)
+                whole = keeps <= limit or key.resource == GUARANTEE
+                part = keep if whole else -(-limit * keep // keeps)
                 found[key] = max(found[key], min(part, self._unused(node, key)))
             if key.is_seconds:
                 # A session still uses GPU-seconds while it is being suspended. The limit here is
@@ -499,7 +521,7 @@ class Ledger:
 
     def _left_of_budget(self, key: Key) -> int:
         """Return how many GPU-seconds of a budget are not used up yet by the nodes."""
-        leaking = sum(leak.amount for leak in self._leaking if leak.key == key)
+        leaking = sum(math.ceil(leak.amount) for leak in self._leaking if leak.key == key)
         gone = self._spent.get(key, 0) + leaking
         return (self.limit_of(key) or 0) - self._used.get(key, 0) - gone
 
@@ -618,7 +640,7 @@ class Ledger:
             self._keep(key, -held.keep)
             if key.is_seconds:
                 self._use(key, -held.used)
-        self._used_by_nobody(node.counted)
+        self._used_by_nobody(node, node.counted)
         node.counted, node.holdings, node.waits = {}, {}, ()
         self._unfence(node)
         node.gone = True

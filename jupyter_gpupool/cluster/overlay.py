@@ -73,7 +73,7 @@ def _seconds(daily: Daily | None) -> dict[str, int]:
     if daily is None:
         return {}
     limits = {GPU_SECONDS: math.ceil(daily.seconds)}
-    return limits | {REFILL: math.floor(daily.seconds)} if daily.rule == "refill" else limits
+    return limits | {REFILL: math.ceil(daily.seconds)} if daily.rule == "refill" else limits
 
 
 def guarantees_of(settings: PoolSettings, owner: Owner) -> list[Key]:
@@ -103,7 +103,7 @@ def refills_of(settings: PoolSettings, spent: Mapping[Key, int]) -> dict[Key, in
             else:
                 daily = settings.groups[key.name].daily
             if daily is not None:
-                found[key._replace(resource=REFILL)] = math.floor(daily.seconds)
+                found[key._replace(resource=REFILL)] = math.ceil(daily.seconds)
     return found
 
 

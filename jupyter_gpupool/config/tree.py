@@ -123,11 +123,23 @@ _AS_WRITTEN = (
 def check_machine(settings: BrokerSettings, capacities: Sequence[int]) -> list[Fault]:
     """Return the mistakes in guarantees and caps on a machine with these GPUs.
 
-    The sizes of a cluster are those of all its machines together: one machine's GPUs bound none.
+    In a cluster, sizes in bytes are those of all machines together, so this leaves them out.
     """
-    if settings.cluster_nodes or not any(capacities):
+    if not any(capacities):
         return []
-    return check_sizes(settings.pool.groups, capacities)
+    tree = settings.pool.groups
+    if settings.cluster_nodes:
+        tree = {
+            name: replace(
+                group, guarantee=_of_one_machine(group.guarantee), cap=_of_one_machine(group.cap)
+            )
+            for name, group in tree.items()
+        }
+    return check_sizes(tree, capacities)
+
+
+def _of_one_machine(portion: Portion | None) -> Portion | None:
+    return None if portion is None or portion.bytes is not None else portion
 
 
 def check_sizes(tree: Mapping[str, Group], capacities: Sequence[int]) -> list[Fault]:

@@ -36,12 +36,21 @@ from .model import Owner, PoolSettings
 #: Otherwise the sessions of its user would stop and continue every second.
 BACK = 1 / 24
 
+#: GPU-seconds that count as that part while other machines can give some up: they give up more.
+BACK_HERE = 30.0
+
 LN2 = math.log(2)
 
 #: One device is this many units; the meters sum rates in whole units. Subtracting a rate is then
 #: exact, without rounding errors. So a meter need not sum the rates of all sessions again, and a
 #: change costs the same with one session as with a thousand.
 UNITS = 1 << 100
+
+
+def back_at(daily: Daily) -> float:
+    """Return the usage at which a spent budget that refills counts as available again."""
+    gap = daily.most * BACK
+    return daily.most - (min(gap, BACK_HERE) if daily.more_elsewhere else gap)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,10 +110,11 @@ class Meter:
         if daily is not None and daily.rule == "refill":
             # The rate has not changed since ``at``.
             today = self.today + (rate - daily.refill / DAY) * seconds
-            today = min(daily.seconds, max(0.0, today))
+            # Use beyond the budget, or this machine's part of it, is not charged.
+            today = min(daily.seconds, max(self.today, daily.most), max(0.0, today))
             if today >= daily.most - EXACT:
                 return today, True
-            return today, self.spent and today > daily.most * (1 - BACK) + EXACT
+            return today, self.spent and today > back_at(daily) + EXACT
         renews = daily.renews if daily is not None else 0.0
         began = window_began(now + self.ahead, renews) - self.ahead
         today = rate * (now - began) if began > self.at else self.today + rate * seconds
@@ -162,7 +172,7 @@ class Meter:
             return now + (daily.most - today) / self.rate if self.rate > 0 else math.inf
         slope = self.rate - daily.refill / DAY
         if spent:
-            back = daily.most * (1 - BACK)
+            back = back_at(daily)
             return now + max(0.0, today - back) / -slope if slope < 0 else math.inf
         return now + (daily.most - today) / slope if slope > 0 else math.inf
 

@@ -74,7 +74,7 @@ from typing import Iterable, Mapping
 from .facts import Facts
 from .groups import DAY, EXACT, Daily
 from .guarantees import entitled
-from .metering import BACK, LN2, Meter
+from .metering import LN2, Meter, back_at
 from .model import Owner
 from .placement import Age, asking
 from .session import Session
@@ -498,8 +498,10 @@ class Budget:
         """Return when a spent budget is available again if nothing uses it from ``now`` on."""
         if self.until < math.inf or self.none:
             return self.until
-        refill, most = self.daily.refill, self.daily.most
-        return now + max(0.0, self.used - most * (1 - BACK)) * DAY / refill if refill else math.inf
+        refill = self.daily.refill
+        return (
+            now + max(0.0, self.used - back_at(self.daily)) * DAY / refill if refill else math.inf
+        )
 
 
 def budgets(facts: Facts, owner: Owner, now: float) -> list[Budget]:

@@ -398,9 +398,10 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
             at = _when(budget.until, now)
             if budget.until == math.inf:
                 soonest = budget.soonest(now)
-                at = f"when {whose} kernels use less"
+                at = "when other machines give some up"
                 if soonest < math.inf:
-                    at += f", {_when(soonest, now)} at the earliest"
+                    soon = _when(soonest, now)
+                    at = f"when {whose} kernels use less, {soon} at the earliest"
             line += f"; {what} {at}"
             when = "Until then" if budget.spent else "From then on"
             line += f". {when} {whose} kernels {_END_WORDS[budget.daily.then]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 import sys
 
@@ -570,6 +571,39 @@ def test_a_node_that_left_does_not_wait_for_its_gpu_seconds(world):
     assert world.ledger.counted(BUCKET) >= 2
 
 
+def test_a_node_that_comes_back_counts_its_use_once(world):
+    for _ in range(5):
+        world.use_bucket("n0", 2)
+        world.settle(1)
+    used = math.ceil(world.nodes["n0"].level)
+    world.order("n0", True)
+    world.settle(3)
+    assert world.nodes["n0"].budgets.has_left
+    world.order("n0", False)
+    world.settle(4)
+    assert not world.nodes["n0"].budgets.drains
+    assert world.ledger._used[BUCKET] == math.ceil(world.nodes["n0"].level) <= used
+    assert world.ledger._leaking == []
+
+
+def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
+    for name in ("n0", "n1"):
+        for _ in range(3):
+            world.use_bucket(name, 2)
+            world.settle(1)
+    world.settle(2)
+    half = world.nodes["n0"].budgets.most(REFILL, world.now)
+    assert 0 < half < 12
+    world.crash("n0")
+    world.do(world.current, ev.Fenced(now=world.now, node="n0"))
+    for _ in range(30):
+        world.advance(2.0)
+        world.settle(1, silent=["n0"])
+    # Alone with half of the refill it would have taken as long; nobody else needs any by then.
+    assert world.ledger._leaking == []
+    assert world.ledger.counted(REFILL) in (0, 12)
+
+
 # --------------------------------------------------------------------------- guarantees
 
 
@@ -585,6 +619,12 @@ def test_the_node_with_the_groups_sessions_has_its_guarantee(world):
     world.settle(3)
     # What is in use stays, the rest is for the other node.
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
+    world.ask("n0", "bob", 5)
+    world.settle(3)
+    # A third node takes nothing from the first two: parts that are too small put nobody first.
+    assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
+    world.nodes["n0"].waiting.clear()
+    world.nodes["n0"].tell()
     world.end("n1")
     world.settle(3)
     assert claims(world) == {"n0": 0, "n1": 0, "n2": 5}
@@ -743,7 +783,7 @@ class Cluster(RuleBasedStateMachine):
                 parts = [node.counted.get(key, 0) for node in ledger.nodes.values()]
                 gone = ledger._spent.get(key, 0)
                 leaks = {BUCKET: "amount", REFILL: "part"}.get(key)
-                gone += sum(getattr(leak, leaks) for leak in ledger._leaking if leaks)
+                gone += sum(math.ceil(getattr(leak, leaks)) for leak in ledger._leaking if leaks)
                 assert ledger.counted(key) == sum(parts) + gone
             for key in (SECONDS, BUCKET):
                 used = sum(node.used(key) for node in ledger.nodes.values())

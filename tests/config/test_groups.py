@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from traitlets.config import Config
 
 from jupyter_gpupool.config import GPUPool, WrongConfiguration, check_config
 from jupyter_gpupool.config.grouping import groups_of, read_portion
-from jupyter_gpupool.config.tree import check_sizes, written
+from jupyter_gpupool.config.tree import check_machine, check_sizes, written
 from jupyter_gpupool.pool.groups import Daily, Group, Portion
 from jupyter_gpupool.pool.model import Quota
 
@@ -299,6 +301,20 @@ def test_inner_guarantees_count_if_the_outer_group_has_none():
         }
     )  # fmt: skip
     assert "'a' (80%), 'b' (30%) are guaranteed 110% together" in found
+
+
+def test_a_machine_of_a_cluster_checks_only_what_is_its_own():
+    groups = tree(
+        a={"guarantee": "3 devices"}, b={"cap": "900GiB", "guarantee": "800GiB"},
+    )  # fmt: skip
+
+    def faults(*nodes):
+        settings = SimpleNamespace(pool=SimpleNamespace(groups=groups), cluster_nodes=nodes)
+        return [str(fault) for fault in check_machine(settings, [80 << 30] * 2)]
+
+    assert len(faults()) == 2
+    (fault,) = faults("m0", "m1")
+    assert "'a' is guaranteed 240 GiB" in fault
 
 
 def machine_faults(capacities, **groups):

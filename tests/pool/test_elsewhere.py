@@ -197,6 +197,27 @@ def test_a_budget_refills_here_at_the_rate_of_this_machines_part(lab):
     assert lab.pool.usage(lab.now + 4).users["ann"].today == pytest.approx(before - 2, abs=0.1)
 
 
+def test_a_spent_part_is_available_once_there_is_more(lab):
+    def is_spent():
+        standing, _ = lab.pool.standing(ANN, lab.now)
+        return [budget.spent for budget in standing.budgets] == [True]
+
+    budget(lab, 20_000.0, seconds=36_000.0, refill=0.0)
+    lab.running("a", 32, owner=ANN)
+    lab.after(20_100)
+    assert is_spent()
+    budget(lab, 20_360.0, seconds=36_000.0, refill=36_000.0)
+    assert not is_spent()
+
+
+def test_use_beyond_the_own_part_is_not_charged(lab):
+    budget(lab, 10.0, seconds=DAY, refill=0.0, then="borrow")
+    lab.running("a", 32, owner=ANN)
+    lab.after(100)
+    assert lab.state("a") == "active"
+    assert lab.pool.usage(lab.now).users["ann"].today == pytest.approx(10, abs=0.1)
+
+
 # --------------------------------------------------------------------------- guarantees
 
 
