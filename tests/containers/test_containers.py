@@ -245,7 +245,8 @@ def test_folders_that_others_can_write_to_are_not_served(machine):
     (users / "link").symlink_to("/tmp")
     machine.user("ada")
     wait_until(
-        lambda: machine.log.read_text().count("no socket for containers") == 4, "four refusals in the log"
+        lambda: machine.log.read_text().count("no socket for containers") == 4,
+        "four refusals in the log",
     )
     assert [str(p.parent.name) for p in users.glob("*/broker.sock")] == ["ada"]
     assert not Path("/tmp/broker.sock").exists()
