@@ -23,7 +23,7 @@ from benchmarks.node_memory import carrier_and_class
 from tests.broker.kit import remove, short_folder, wait_until
 from tests.cluster.kit import Cluster, family
 
-#: The machine that is lost, and the one whose broker is asked.
+#: The benchmark kills and stops the machine LOST, and asks the broker of the machine ASKED.
 LOST, ASKED = "m1", "m2"
 
 #: Seconds between two questions: a broker shows a view again for a second.

@@ -26,6 +26,7 @@ from ..cluster.budgets import Budgets
 from ..cluster.messages import (
     Epoch,
     Usages,
+    epoch_from_json,
     loan_from_json,
     parts_from_json,
     parts_to_json,
@@ -76,6 +77,14 @@ TOKEN = "cluster-token"
 LEAVES = "this machine leaves the cluster"
 
 
+def token_from(text: str) -> Epoch:
+    """Return the fencing token in a journal's text; the least one if the text cannot be read."""
+    try:
+        return epoch_from_json(json.loads(text)) if text else Epoch()
+    except ValueError:
+        return Epoch()
+
+
 class LentLimits:
     """The rules of the pool. All that was not lent to this machine counts as in use elsewhere."""
 
@@ -99,7 +108,7 @@ class LentLimits:
             settings.cluster_node or socket.gethostname(), life,
             on_loss=settings.on_ledger_loss, share=share, drains=journal.meta(DRAINS) == "1",
             ceilings=parts_from_json(journal.meta(PARTS)),
-            epoch=Epoch(*json.loads(journal.meta(TOKEN) or "[]")),
+            epoch=token_from(journal.meta(TOKEN)),
         )  # fmt: skip
         self._remember = journal.remember
         self._written = self.budgets.parts(), self.budgets.epoch

@@ -87,7 +87,7 @@ class Leak(NamedTuple):
     node: str
     key: Key
     amount: float
-    #: How much of the refill brings them back, and how much is asked for.
+    #: How much of the refill brings them back, and how much the ledger wants for them.
     part: int
     wish: int
 

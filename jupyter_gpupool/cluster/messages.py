@@ -201,7 +201,7 @@ def report_to_json(report: Report) -> dict[str, Any]:
 def report_from_json(values: Mapping[str, Any]) -> Report:
     """Return the report that :func:`report_to_json` has written."""
     return Report(
-        values["node"], values["life"], values["number"], Epoch(*values["epoch"]),
+        values["node"], values["life"], values["number"], epoch_from_json(values["epoch"]),
         values["applied"],
         {Key._make(row[:4]): Holding._make(row[4:]) for row in values["holdings"]},
         tuple(_amounts(rows) or {} for rows in values["waits"]),
@@ -240,13 +240,30 @@ def loan_to_json(answer: Loan) -> dict[str, Any]:
 def loan_from_json(values: Mapping[str, Any]) -> Loan:
     """Return the answer that :func:`loan_to_json` has written."""
     return Loan(
-        values["node"], values["life"], values["number"], Epoch(*values["epoch"]),
+        values["node"], values["life"], values["number"], epoch_from_json(values["epoch"]),
         values["serial"], _amounts(values["ceilings"]) or {},
         frozenset(map(Key._make, values["wanted"])), values["ttl"],
         values["version"], _amounts(values.get("spent")), bool(values.get("gone")),
         values.get("drains"), frozenset(map(Key._make, values.get("used_up", ()))),
         _usages(values.get("elsewhere")),
     )  # fmt: skip
+
+
+def epoch_from_json(values: Any) -> Epoch:
+    """Return a fencing token.
+
+    Raises
+    ------
+    ValueError
+        If it is no token. A node keeps its token, so a wrong one would last.
+    """
+    if (
+        not isinstance(values, list)
+        or [type(value) for value in values] != [int, str]
+        or not 0 <= values[0] < 1 << 53
+    ):
+        raise ValueError(f"{values!r:.80} is no fencing token")
+    return Epoch(*values)
 
 
 def parts_to_json(parts: Mapping[Key, int]) -> str:

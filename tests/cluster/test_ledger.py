@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import random
 import sys
@@ -19,10 +20,19 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from jupyter_gpupool.broker.shared import token_from
 from jupyter_gpupool.cluster import ledger_events as ev
 from jupyter_gpupool.cluster.budgets import Budgets, Demand
 from jupyter_gpupool.cluster.ledger import Ledger
-from jupyter_gpupool.cluster.messages import Epoch, Holding, Key, Loan, Report, recent
+from jupyter_gpupool.cluster.messages import (
+    Epoch,
+    Holding,
+    Key,
+    Loan,
+    Report,
+    epoch_from_json,
+    recent,
+)
 
 from .world import (
     BUCKET,
@@ -602,6 +612,19 @@ def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
     # Alone with half of the refill it would have taken as long; nobody else needs any by then.
     assert world.ledger._leaking == []
     assert world.ledger.counted(REFILL) in (0, 12)
+
+
+# --------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize(
+    "values", [None, [], [1], ["1", "l1"], [1, 2], [-1, "l1"], [1 << 60, "l1"], [float("inf"), ""]]
+)
+def test_what_is_no_token_is_refused_and_forgotten(values):
+    with pytest.raises(ValueError, match="is no fencing token"):
+        epoch_from_json(values)
+    assert token_from(json.dumps(values)) == token_from("rubbish") == token_from("") == Epoch()
+    assert token_from('[3, "l1"]') == Epoch(3, "l1")
 
 
 # --------------------------------------------------------------------------- guarantees
