@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from jupyter_gpupool import starting
 from jupyter_gpupool.broker.pages.control import SHARED_MEMORY, folder_name
 
 from . import cells
@@ -410,7 +411,7 @@ def test_notebooks_survive_a_logout_that_deletes_files(pool):
             if not path.name.endswith(".emulated"):
                 path.unlink()
         shutil.rmtree(SHARED_MEMORY / folder_name(pool.socket))
-        await until(pool.socket.exists, "the socket is back")
+        await until(lambda: starting.answers(pool.socket), "the socket is back")
         assert pool.status()["pid"] == pid
         flag.touch()
         (await work).check()

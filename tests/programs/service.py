@@ -12,6 +12,7 @@ import ctypes
 import json
 import socket
 import sys
+from pathlib import Path
 
 import numpy as np
 from cuda.bindings import driver
@@ -36,8 +37,10 @@ def main():
     address = int(call(driver.cuMemAlloc(model.nbytes)))
     call(driver.cuMemcpyHtoD(address, model.ctypes.data, model.nbytes))
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        # A client connects as soon as it sees the file, so the file gets its name last.
+        listener.bind(f"{path}.new")
         listener.listen()
+        Path(f"{path}.new").rename(path)
         while True:
             peer, _ = listener.accept()
             with peer, peer.makefile("rw") as lines:
