@@ -74,7 +74,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     carrier, make = carrier_and_class()
     folder = short_folder()
     cluster = make(folder)
-    took: dict[str, list[float]] = {"dead": [], "hung": [], "back": []}
+    took: dict[str, list[float]] = {"dead": [], "hung": []}
     try:
         cluster.start()
         agent = cluster.agents[LOST]
@@ -87,12 +87,13 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                 send(cluster, signal.SIGKILL)
                 agent.kill()
                 agent.start()
-                took["back"].append(seconds_until(cluster, "present") * 1000)
+                # Not a figure: here the agent may reach Ray through another machine's raylet.
+                seconds_until(cluster, "present")
     finally:
         cluster.close()
         remove(folder)
     return {
-        "what": "milliseconds until a broker shows that another machine is silent, or back",
+        "what": "milliseconds until a broker shows that another machine is silent",
         "rounds": rounds,
         "emulated": True,
         "carried_by": carrier,

@@ -106,7 +106,7 @@ def examine(
     report: dict[str, Any] = {
         "ok": False, "at": now, "files": [], "faults": [], "warnings": [], "devices": None,
         "groups": [], "schedules": [], "in_force": [], "next_change": None, "broker": None,
-        "differences": [],
+        "differences": [], "cluster_nodes": [],
     }  # fmt: skip
     try:
         timetable = load_timetable([file] if file else [], only_given=alone, now=now)
@@ -134,6 +134,7 @@ def examine(
             "total_bytes": sum(machine.capacities),
             "source": machine.source,
         }
+    report["cluster_nodes"] = [*settings.cluster_nodes]
     report["groups"] = [*_groups(settings, machine.capacities)]
     report["quotas"] = [
         {"user": user, "gpu_seconds_per_day": _daily(quota.daily)}

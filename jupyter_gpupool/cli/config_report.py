@@ -21,7 +21,7 @@ def lines(report: ConfigReport, width: int = 80) -> list[str]:
     if report["faults"]:
         return [*_faults(report, width)]
     found = [*_head(report, width)]
-    for part in (_tree, _members, _budgets, _schedules, _differences, _warnings):
+    for part in (_tree, _cluster, _members, _budgets, _schedules, _differences, _warnings):
         section = [*part(report, width)]
         if section:
             found += ["", *section]
@@ -93,7 +93,9 @@ def _tree(report: ConfigReport, width: int) -> Iterator[str]:
     ]
     yield from _columns(rows, width)
     devices = report["devices"]
-    if devices and any(group["guarantee"] for group in groups):
+    # In a cluster, the guarantees are of all machines, and the GPUs of this one.
+    together = bool(report["cluster_nodes"])
+    if devices and not together and any(group["guarantee"] for group in groups):
         top = sum(_needs(groups, group["name"]) for group in groups if not group["depth"])
         left = max(0, devices["total_bytes"] - top)
         text = (
@@ -136,6 +138,17 @@ def _daily(daily: ConfigReport | None) -> str:
     late = f", from {daily['renews']} UTC" if daily["renews"] != "00:00" else ""
     rule = ", refilling" if daily["rule"] == "refill" else late
     return f"{format_seconds(daily['seconds'])}{rule}, then {daily['then']}"
+
+
+def _cluster(report: ConfigReport, width: int) -> Iterator[str]:
+    nodes = report["cluster_nodes"]
+    if nodes:
+        yield f"CLUSTER OF {len(nodes)}"
+        text = (
+            f"{', '.join(nodes)}: caps, GPU time, and guarantees written as sizes are for all "
+            "machines together. Other guarantees are for each machine."
+        )
+        yield from _wrapped(text, width, "  ", "    ")
 
 
 def _members(report: ConfigReport, width: int) -> Iterator[str]:

@@ -7,6 +7,8 @@
 ``ledger``            the ledger's side: how much of each quota each node may use (pure)
 ``ledger_events``     the events for a ledger, and the actions that it returns (pure)
 ``ledger_nodes``      what the ledger knows about each node (pure)
+``ledger_counts``     the sums over all nodes of each key (pure)
+``ledger_gone``       GPU-seconds that nodes used that are gone (pure)
 ``ledger_usage``      what users have used on all nodes, for fair shares (pure)
 ``queues``            which nodes wait for which key (pure)
 ``budgets``           a node's side: what its broker may grant without a message (pure)

@@ -26,6 +26,12 @@ _LOG = logging.getLogger(__name__)
 TTL, MARGIN = 8.0, 2.0
 
 
+_REPORTS = "%s was fenced and reports: what its kernels have counts again"
+_BORROWED = (
+    "%s was fenced or had left, and counts again: another ledger may have lent it something before "
+    "this ledger was heard. If it is dead, fence it again"
+)
+
 #: Most characters of a view for a node: its broker accepts no longer message.
 MOST_TEXT = 120_000
 
@@ -166,6 +172,8 @@ class Desk:
                 if action.node not in self._strangers:
                     self._strangers.add(action.node)
                     _LOG.warning("%s reports and is not in c.GPUPool.cluster_nodes", action.node)
+            elif isinstance(action, ev.FenceDropped):
+                _LOG.warning(_REPORTS if action.reported else _BORROWED, action.node)
             else:
                 _LOG.warning("A later ledger (%s) has taken over", action.by.ledger)
                 self.superseded.set()

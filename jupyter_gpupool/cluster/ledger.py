@@ -48,14 +48,16 @@ the most unused give up what the waiting node lacks.
 from __future__ import annotations
 
 import math
-from typing import Iterable, Mapping, NamedTuple
+from typing import Iterable, Mapping
 
-from ..pool.groups import DAY, EXACT
+from ..pool.groups import DAY
+from .ledger_counts import Counts
 from .ledger_events import (
     Action,
     DrainAsked,
     Event,
     Fenced,
+    FenceDropped,
     Limits,
     LimitsChanged,
     MembersChanged,
@@ -64,32 +66,14 @@ from .ledger_events import (
     Stop,
     Stranger,
 )
+from .ledger_gone import BACK, UsedByGone
 from .ledger_nodes import Node, NodeView
 from .ledger_usage import AllUsage
-from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, recent
+from .messages import GUARANTEE, NOTHING, Epoch, Key, Loan, Report
 from .queues import Queues
 
 #: Most limits that the ledger remembers. Each day and each new user add keys.
 MOST_KNOWN = 100_000
-
-#: A budget that refills and was used up counts as available again when this part of it is back.
-BACK = 1 / 24
-
-NOTHING = Holding()
-
-
-class Leak(NamedTuple):
-    """GPU-seconds of a budget that refills, which a node used before it was gone."""
-
-    #: When ``amount`` was true, and when the ledger looks again.
-    since: float
-    at: float
-    node: str
-    key: Key
-    amount: float
-    #: How much of the refill brings them back, and how much the ledger wants for them.
-    part: int
-    wish: int
 
 
 class Ledger:
@@ -125,27 +109,19 @@ class Ledger:
         self._members = frozenset(self.nodes)
         #: Nodes that are fenced, and whose ceilings are not yet free.
         self._fenced: dict[str, Node] = {}
+        #: Fences that this event has dropped.
+        self._dropped: list[Action] = []
         self.stopped = False
-        self.ttl, self.margin, self.day = ttl, margin, day
+        self.ttl, self.margin = ttl, margin
         self._limits = limits
         #: Limits that were looked up since the last change of the limits.
         self._known: dict[Key, int | None] = {}
         self._now = now
         self._serving = False
-        #: What nodes that are gone have used up.
-        self._spent: dict[Key, int] = {}
-        self._version = 1
-        #: How much of each key counts: the sum over all nodes, and what is spent.
-        self._totals: dict[Key, int] = {}
-        #: By key: the nodes for which an amount of the key counts.
-        self._holders: dict[Key, set[str]] = {}
-        #: What all nodes would keep of each key.
-        self._keeps: dict[Key, int] = {}
-        #: What the sessions of all nodes have used up of each key of GPU-seconds.
-        self._used: dict[Key, int] = {}
+        self._counts = Counts()
         #: Keys of GPU-seconds that were used up when the ledger looked last.
         self._used_up: set[Key] = set()
-        self._leaking: list[Leak] = []
+        self._gone = UsedByGone(self._counts, self.limit_of, day)
         self._queues = Queues(self._is_silent)
         self._usage = AllUsage()
 
@@ -174,15 +150,17 @@ class Ledger:
             self._known.clear()
         if not self.stopped:
             for node in [node for node in self._fenced.values() if node.free_at <= self._now]:
-                actions += self._forget(node)
-            if self._leaking:
-                actions += self._refilled()
-        return actions
+                actions += self._forget(node, drained=False)
+            freed = self._gone.refilled(self._now)
+            if freed and self.serving:
+                actions += self._push_all(freed)
+        dropped, self._dropped = self._dropped, []
+        return [*dropped, *actions]
 
     def next_wakeup(self) -> float:
         """Return when the ledger needs a :class:`Tick`; infinity if it needs none."""
         times = [node.free_at for node in self._fenced.values()]
-        return min((*times, *(leak.at for leak in self._leaking)), default=math.inf)
+        return min((*times, self._gone.next_wakeup()))
 
     @property
     def serving(self) -> bool:
@@ -212,7 +190,7 @@ class Ledger:
 
     def counted(self, key: Key) -> int:
         """Return how much of a key the nodes may use at most, plus what they have used up."""
-        return self._totals.get(key, 0)
+        return self._counts.totals.get(key, 0)
 
     def views(self) -> list[NodeView]:
         """Return all members, sorted by name."""
@@ -244,11 +222,11 @@ class Ledger:
             return [Send(self._answer(node))]
         node.seen = self._now
         if node.free_at < math.inf and not report.leaves:
-            self._unfence(node)  # the node lives
+            self._drop_fence(node, reported=True)
         # While a node obeys an earlier ledger, that ledger can still change what the node has.
         if report.epoch == self.epoch and report.spent is not None and not node.heard:
             node.heard = True
-            self._learn(report.spent)
+            self._gone.learn(report.spent)
             if not self._serving:
                 self._wait_for_fenced()
         if report.epoch < self.epoch or not node.heard:
@@ -256,7 +234,7 @@ class Ledger:
         node.version = report.version
         freed = self._count(node, report)
         if report.leaves and not any(h.used for k, h in report.holdings.items() if not k.lasts):
-            return [*self._forget(node), Send(self._answer(node))]
+            return [*self._forget(node, drained=True), Send(self._answer(node))]
         if not self.serving:
             return [Send(self._answer(node))]
         # The nodes that have waited longest come first.
@@ -283,8 +261,9 @@ class Ledger:
         """
         for node in self.nodes.values():
             if not node.heard and node.name in self._members:
+                if node.gone or node.free_at < math.inf:
+                    self._drop_fence(node, reported=False)
                 node.gone = False
-                self._unfence(node)
 
     def _new_life(self, node: Node, report: Report) -> None:
         """Begin a node's new life; drop the offers to the earlier life: no node applies them."""
@@ -294,78 +273,12 @@ class Ledger:
             for key, amount in node.counted.items()
             if amount > max((now := report.holdings.get(key, NOTHING)).used, now.ceiling)
         }
-        self._is_back(node, report)
-        self._used_by_nobody(node, lost)
+        self._gone.is_back(node, report, self._now)
+        self._gone.lost(node, lost, self._now)
         node.life, node.number, node.serial, node.version = report.life, 0, 0, -1
         node.order_serial = 0
         node.gone = False
         node.offers.clear()
-
-    def _learn(self, spent: Mapping[Key, int]) -> None:
-        for key, amount in spent.items():
-            self._spend(key, amount - self._spent.get(key, 0))
-
-    def _spend(self, key: Key, amount: int) -> None:
-        if amount > 0:
-            self._add(key, amount)
-            all_spent = {**self._spent, key: self._spent.get(key, 0) + amount}
-            self._spent = recent(all_spent)
-            self._version += 1
-            for old in all_spent.keys() - self._spent.keys():
-                self._add(old, -all_spent[old])
-
-    def _used_by_nobody(self, node: Node, counted: Mapping[Key, int]) -> None:
-        """Count GPU-seconds as used up that a node may have used and will not report again."""
-        for key, amount in counted.items():
-            if key.window:
-                self._spend(key, amount)
-            elif key.is_seconds and amount:
-                # They come back as fast as on that node: its part of the refill stays counted.
-                self._leak(node.name, key, amount, counted.get(key._replace(resource=REFILL), 0))
-
-    def _leak(self, node: str, key: Key, amount: float, part: int) -> None:
-        """Count GPU-seconds of a node that is gone, while ``part`` of the refill is theirs."""
-        refill = key._replace(resource=REFILL)
-        wish = self.limit_of(refill) or 0
-        self._add(key, math.ceil(amount))
-        self._add(refill, part)
-        self._keep(refill, wish)  # the nodes give up some of the refill
-        wait = self.day * BACK
-        if part:
-            wait = min(wait, self.day * amount / part)
-        leak = Leak(self._now, self._now + wait, node, key, amount, part, wish)
-        self._leaking.append(leak)
-
-    def _stop(self, leak: Leak) -> float:
-        """Count a leak no more; return which GPU-seconds of it have not come back yet."""
-        refill = leak.key._replace(resource=REFILL)
-        self._add(leak.key, -math.ceil(leak.amount))
-        self._add(refill, -leak.part)
-        self._keep(refill, -leak.wish)
-        return leak.amount - leak.part * (self._now - leak.since) / self.day
-
-    def _refilled(self) -> list[Action]:
-        """Count less of the GPU-seconds of nodes that are gone, as they come back."""
-        over = [leak for leak in self._leaking if leak.at <= self._now]
-        self._leaking = [leak for leak in self._leaking if leak.at > self._now]
-        for leak in over:
-            left = self._stop(leak)
-            if left > EXACT:
-                refill = leak.key._replace(resource=REFILL)
-                free = (self.limit_of(refill) or 0) - self.counted(refill)
-                self._leak(leak.node, leak.key, left, max(0, free))
-        freed = dict.fromkeys(leak.key for leak in over)
-        return self._push_all(freed) if freed and self.serving else []
-
-    def _is_back(self, node: Node, report: Report) -> None:
-        """Count once what a node reports that was gone: the node knows what it has used."""
-        for leak in [leak for leak in self._leaking if leak.node == node.name]:
-            used = report.holdings.get(leak.key, NOTHING).used
-            if used:
-                self._leaking.remove(leak)
-                left = self._stop(leak) - used
-                if left > EXACT:
-                    self._leak(leak.node, leak.key, left, leak.part)
 
     # ------------------------------------------------------------------ counting
 
@@ -383,57 +296,31 @@ class Ledger:
                 node.counted[key] = amount
             had = before.get(key, NOTHING)
             if more := held.keep - had.keep:
-                self._keep(key, more)
+                self._counts.keeps.add(key, more)
             if key.is_seconds and held.used != had.used:
-                self._use(key, held.used - had.used)
+                self._counts.used.add(key, held.used - had.used)
         for key, held in before.items():
             if key not in report.holdings:
-                self._keep(key, -held.keep)
+                self._counts.keeps.add(key, -held.keep)
                 if key.is_seconds:
-                    self._use(key, -held.used)
+                    self._counts.used.add(key, -held.used)
         for _, ceilings in node.offers:
             for key, amount in ceilings.items():
                 if amount > node.counted.get(key, 0):
                     node.counted[key] = amount
         for key, amount in node.counted.items():
             if more := amount - old.get(key, 0):
-                self._add(key, more)
+                self._counts.totals.add(key, more)
                 if key not in old:
-                    self._holders.setdefault(key, set()).add(node.name)
+                    self._counts.add_holder(key, node.name)
                 if more < 0:
                     freed.append(key)
         for key, amount in old.items():
             if key not in node.counted:
-                self._add(key, -amount)
-                self._drop_holder(key, node.name)
+                self._counts.totals.add(key, -amount)
+                self._counts.drop_holder(key, node.name)
                 freed.append(key)
         return freed
-
-    def _keep(self, key: Key, more: int) -> None:
-        keeps = self._keeps.get(key, 0) + more
-        if keeps:
-            self._keeps[key] = keeps
-        else:
-            self._keeps.pop(key, None)
-
-    def _use(self, key: Key, more: int) -> None:
-        used = self._used.get(key, 0) + more
-        if used:
-            self._used[key] = used
-        else:
-            self._used.pop(key, None)
-
-    def _drop_holder(self, key: Key, name: str) -> None:
-        self._holders[key].discard(name)
-        if not self._holders[key]:
-            del self._holders[key]
-
-    def _add(self, key: Key, amount: int) -> None:
-        total = self._totals.get(key, 0) + amount
-        if total:
-            self._totals[key] = total
-        else:
-            self._totals.pop(key, None)
 
     # ------------------------------------------------------------------ lending
 
@@ -503,7 +390,7 @@ class Ledger:
                 # Divide the limit in proportion to what all nodes would keep, and round up. A part
                 # of a guarantee that is too small for a request is useless, so the first node that
                 # asks gets all that it asks for.
-                keep, keeps = held.keep, self._keeps[key]
+                keep, keeps = held.keep, self._counts.keeps[key]
                 whole = keeps <= limit or key.resource == GUARANTEE
                 part = keep if whole else -(-limit * keep // keeps)
                 found[key] = max(found[key], min(part, self._unused(node, key)))
@@ -521,9 +408,8 @@ class Ledger:
 
     def _left_of_budget(self, key: Key) -> int:
         """Return how many GPU-seconds of a budget are not used up yet by the nodes."""
-        leaking = sum(math.ceil(leak.amount) for leak in self._leaking if leak.key == key)
-        gone = self._spent.get(key, 0) + leaking
-        return (self.limit_of(key) or 0) - self._used.get(key, 0) - gone
+        used = self._counts.used.get(key, 0) + self._gone.amount(key)
+        return (self.limit_of(key) or 0) - used
 
     def _left(self, node: Node, key: Key) -> int:
         """Return the most of a key that the sessions of a node may use."""
@@ -562,7 +448,7 @@ class Ledger:
     def _keep_unused(self, key: Key, need: int) -> list[str]:
         """Return the nodes that keep the most of a key unused: enough nodes for ``need``."""
         found = []
-        for name in self._holders.get(key, ()):
+        for name in self._counts.holders(key):
             node = self.nodes[name]
             if (spare := node.counted[key] - node.used(key)) > 0:
                 found.append((spare, name))
@@ -583,17 +469,18 @@ class Ledger:
             had = node.counted.get(key, 0)
             if amount > had:
                 node.counted[key] = amount
-                self._holders.setdefault(key, set()).add(node.name)
-                self._add(key, amount - had)
+                self._counts.add_holder(key, node.name)
+                self._counts.totals.add(key, amount - had)
 
     def _answer(self, node: Node, ceilings: Mapping[Key, int] = {}) -> Loan:
         node.serial += 1
         wanted = self._queues.wanted(node.counted, but=node.name)
         seconds = [key for key in node.holdings if key.is_seconds]
         used_up = frozenset(key for key in seconds if self._is_used_up(key))
+        gone = self._gone
         return Loan(
             node.name, node.life, node.number, self.epoch, node.serial, ceilings, wanted, self.ttl,
-            self._version, self._spent if node.version != self._version else None, node.gone,
+            gone.version, gone.spent if node.version != gone.version else None, node.gone,
             node.order, used_up, self._usage.elsewhere(node, self._now),
         )  # fmt: skip
 
@@ -623,24 +510,28 @@ class Ledger:
             node.free_at = node.seen + self.ttl + self.margin
             self._fenced[name] = node
 
+    def _drop_fence(self, node: Node, *, reported: bool) -> None:
+        self._unfence(node)
+        self._dropped.append(FenceDropped(node.name, reported))
+
     def _unfence(self, node: Node) -> None:
         node.free_at = math.inf
         self._fenced.pop(node.name, None)
 
-    def _forget(self, node: Node) -> list[Action]:
+    def _forget(self, node: Node, *, drained: bool) -> list[Action]:
         """Count no ceiling of a node any more, except what it has used up."""
         freed = []
         for key, amount in node.counted.items():
-            self._add(key, -amount)
-            self._drop_holder(key, node.name)
+            self._counts.totals.add(key, -amount)
+            self._counts.drop_holder(key, node.name)
             if not key.window:
                 freed.append(key)
         self._queues.drop(node.name)
         for key, held in node.holdings.items():
-            self._keep(key, -held.keep)
+            self._counts.keeps.add(key, -held.keep)
             if key.is_seconds:
-                self._use(key, -held.used)
-        self._used_by_nobody(node, node.counted)
+                self._counts.used.add(key, -held.used)
+        self._gone.left(node, self._now, drained=drained)
         node.counted, node.holdings, node.waits = {}, {}, ()
         self._unfence(node)
         node.gone = True

@@ -99,4 +99,14 @@ class Stranger:
     node: str
 
 
-Action = Send | Stop | Stranger
+@dataclass(frozen=True, slots=True)
+class FenceDropped:
+    """What a fenced node has counts again."""
+
+    node: str
+    #: The node has reported. Otherwise nodes obeyed another ledger, from which this node may have
+    #: borrowed before this ledger was heard.
+    reported: bool
+
+
+Action = Send | Stop | Stranger | FenceDropped

@@ -70,6 +70,9 @@ class Holding(NamedTuple):
     keep: int = 0
 
 
+NOTHING = Holding()
+
+
 class Summary(NamedTuple):
     """What a node has, for people and for placing kernels; no quota depends on it. In bytes."""
 
@@ -122,6 +125,10 @@ class Report:
     #: session. Then the half-life of a usage in seconds, from the rules.
     usage: Usages | None = None
     half_life: float = 0.0
+
+    def used(self, key: Key) -> int:
+        """Return how much of a key its sessions use or have used up."""
+        return self.holdings.get(key, NOTHING).used
 
 
 def larger(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:

@@ -43,6 +43,11 @@ HEALTH = {
 #: Bytes of Ray's object store. The pool stores nothing there.
 STORE = 100_000_000
 
+#: Ray's folder for its sockets and logs. Without this variable Ray takes the head's folder on every
+#: machine. In one folder, two raylets that start at once take the same name for their sockets, so
+#: two machines of one host need two folders.
+RAY_FOLDER = "RAY_TMPDIR"
+
 #: Seconds in which raylet and agent must end.
 PATIENCE = 8.0
 
@@ -89,6 +94,8 @@ def raylet_command(join: str, port: int, name: str) -> list[str]:
     """Return the command of the raylet; without ``join`` it is the head."""
     where = [f"--address={join}"] if join else ["--head", f"--port={port}",
                                                 "--include-dashboard=false"]  # fmt: skip
+    if folder := os.environ.get(RAY_FOLDER):
+        where.append(f"--temp-dir={folder}")
     return [
         sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block",
         "--num-gpus=0", "--num-cpus=1", f"--object-store-memory={STORE}",

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import GPUPoolError
-from .node import check_ray, own_address
+from .node import RAY_FOLDER, check_ray, own_address
 
 NAMES = ("gpu1", "gpu2", "gpu3")
 
@@ -56,6 +56,8 @@ class TrialCluster:
     def __init__(self, folder: Path, head: str, program: Sequence[str]) -> None:
         self.folder, self.head, self.token = folder, head, folder / "token"
         self._program = [*program]
+        #: For Ray's folder of each machine; ``folder`` may be too long for the names of sockets.
+        self._ray = tempfile.TemporaryDirectory(prefix="gpupool-ray-", ignore_cleanup_errors=True)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, look: Callable[[], Mapping[str, Any] | None]) -> None:
@@ -87,6 +89,7 @@ class TrialCluster:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        self._ray.cleanup()
 
     def socket(self, name: str) -> Path:
         """Return the path at which a machine's broker listens."""
@@ -133,7 +136,7 @@ class TrialCluster:
             # program's SIGTERM.
             self._running[name] = subprocess.Popen(
                 [*self._program, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
+                start_new_session=True, env={**os.environ, RAY_FOLDER: f"{self._ray.name}/{name}"},
             )  # fmt: skip
 
     def _log(self, name: str) -> Path:

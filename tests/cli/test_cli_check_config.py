@@ -91,6 +91,22 @@ The configuration is good: 3 groups, 1 schedule.
     )
 
 
+def test_sizes_of_a_cluster_are_shown_as_those_of_all_machines(config, capsys):
+    sizes = CONFIG.replace("90%", "900GiB").replace("50%", "640GiB")
+    config.write_text(sizes + 'c.GPUPool.cluster_nodes = ["gpu1", "gpu2"]\n')
+    found = text(capsys, "--devices", "16x80GiB", "--at", NOON)
+    assert "Guaranteed:" not in found  # these are the GPUs of one machine
+    assert (
+        """\
+CLUSTER OF 2
+  gpu1, gpu2: caps, GPU time, and guarantees written as sizes are for all
+    machines together. Other guarantees are for each machine.
+"""
+        in found
+    )
+    assert report(capsys, "--devices", "16x80GiB")["cluster_nodes"] == ["gpu1", "gpu2"]
+
+
 def test_tree_shows_the_groups_at_a_given_time(config, capsys):
     found = text(capsys, "--devices", "16x80GiB", "--at", EVENING)
     assert "With night in force:\nGROUP" in found

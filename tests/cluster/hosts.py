@@ -9,10 +9,12 @@ switch. A cut cable loses packets: no connection is reset, and no process learns
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import shutil
 import subprocess
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEWNET = 0x40000000
@@ -28,13 +30,26 @@ def ip(*words, check=True):
     assert not check or done.returncode == 0, (words, done.stderr)
 
 
+def _lock_one():
+    """Return a locked file and its number, so that two runs at once have different networks.
+
+    The lock of a run that was killed is free.
+    """
+    for number in range(250):
+        lock = Path(f"/run/gpupool-network-{number}.lock").open("a")  # noqa: SIM115
+        with suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock, number
+        lock.close()
+    raise AssertionError("all networks are in use")
+
+
 class Hosts:
     """A network of machines. ``address`` has the address of each."""
 
     def __init__(self, names):
         self.names = names
-        # Two runs at once have other networks.
-        self._id = os.getpid() % 250
+        self._lock, self._id = _lock_one()
         self._bridge = f"gpb{self._id}"
         self._own = f"10.213.{self._id}.254"
         self.address = {name: f"10.213.{self._id}.{n + 1}" for n, name in enumerate(names)}
@@ -58,6 +73,7 @@ class Hosts:
 
     def __exit__(self, *error):
         self.close()
+        self._lock.close()
 
     def close(self):
         for name in self.names:

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from tests.broker.kit import remove, short_folder, wait_until
 
 from .kit import QUOTA, family
 from .test_brokers import two_and_a_third
-from .test_ray import RayCluster
+from .test_ray import RayCluster, ray_folder
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the environment of make test-cluster"
@@ -80,7 +79,7 @@ def test_the_loss_of_the_head_exceeds_no_quota(cluster):
             os.kill(pid, signal.SIGKILL)
     head.process.wait()
     # On one host, Ray takes the raylets of the other machines for a running head.
-    Path("/tmp/ray/ray_current_cluster").unlink(missing_ok=True)
+    (ray_folder(cluster, "m0") / "ray_current_cluster").unlink(missing_ok=True)
     wait_until(
         lambda: all(cluster.losses()[name] > losses[name] for name in cluster.names),
         "the brokers to notice the loss",

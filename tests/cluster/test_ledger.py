@@ -343,6 +343,19 @@ def test_an_order_is_kept_for_a_node_that_has_not_reported_yet(world):
     assert state(world, "n0") == "present"
 
 
+def test_a_dropped_fence_is_said(world):
+    world.settle(1)
+    world.do(world.current, ev.Fenced(now=world.now, node="n0"))
+    assert not world.dropped
+    world.settle(1)
+    assert world.dropped == [ev.FenceDropped("n0", reported=True)]
+    world.dropped.clear()
+    world.kill_ledger()
+    world.do(world.current, ev.Fenced(now=world.now, node="n0"))
+    world.settle(1, silent={"n0"})
+    assert world.dropped == [ev.FenceDropped("n0", reported=False)]
+
+
 def test_a_ledger_that_takes_over_waits_for_a_fenced_node(world):
     """The fenced node has come back, and has obeyed the other ledger meanwhile."""
     first, second = world.start_ledger(), world.start_ledger()
@@ -592,8 +605,47 @@ def test_a_node_that_comes_back_counts_its_use_once(world):
     world.order("n0", False)
     world.settle(4)
     assert not world.nodes["n0"].budgets.drains
-    assert world.ledger._used[BUCKET] == math.ceil(world.nodes["n0"].level) <= used
-    assert world.ledger._leaking == []
+    assert world.ledger._counts.used[BUCKET] == math.ceil(world.nodes["n0"].level) <= used
+    assert [*world.ledger._gone] == []
+
+
+def test_a_day_counts_once_for_a_node_that_comes_back(world):
+    world.settle(1)
+    world.nodes["n0"].consume(5, world.clock(world.nodes["n0"]))
+    world.settle(2)
+    for _ in range(2):
+        world.order("n0", True)
+        world.settle(3)
+        assert world.nodes["n0"].budgets.has_left
+        world.order("n0", False)
+        world.settle(4)
+        assert world.ledger._gone.amount(SECONDS) == 0
+    for _ in range(40):
+        for node in world.nodes.values():
+            node.consume(1, world.clock(node))
+        world.settle(1)
+    assert sum(node.consumed for node in world.nodes.values()) == 20
+
+
+def test_what_a_lost_journal_had_counts_beside_later_use(world):
+    node = world.nodes["n0"]
+    for _ in range(3):
+        world.use_bucket("n0", 2)
+        node.consume(2, world.clock(node))
+        world.settle(1)
+    used, consumed = math.ceil(node.level), node.consumed
+    assert used > 2
+    assert consumed > 2
+    node.level, node.consumed = 0.0, 0
+    node.begin(2, keeps=False)
+    world.settle(2)
+    world.use_bucket("n0", 2)
+    node.consume(2, world.clock(node))
+    world.settle(1)
+    node.begin(3)
+    world.settle(2)
+    assert world.ledger.counted(BUCKET) >= used + math.floor(node.level)
+    assert world.ledger.counted(SECONDS) >= consumed + node.consumed
 
 
 def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
@@ -610,7 +662,7 @@ def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
         world.advance(2.0)
         world.settle(1, silent=["n0"])
     # Alone with half of the refill it would have taken as long; nobody else needs any by then.
-    assert world.ledger._leaking == []
+    assert [*world.ledger._gone] == []
     assert world.ledger.counted(REFILL) in (0, 12)
 
 
@@ -759,7 +811,7 @@ class Cluster(RuleBasedStateMachine):
     @rule(ends=st.booleans())
     def start_ledger(self, ends):
         # It does not know what nodes had used that were gone before.
-        leaks = [leak for ledger in self.world.ledgers.values() for leak in ledger._leaking]
+        leaks = [leak for ledger in self.world.ledgers.values() for leak in ledger._gone]
         self.world.forgotten += sum(leak.amount for leak in leaks)
         if ends:
             self.world.kill_ledger()
@@ -804,13 +856,13 @@ class Cluster(RuleBasedStateMachine):
         for ledger in self.world.ledgers.values() if hasattr(self, "world") else ():
             for key in (ADA, LAB, SECONDS, BUCKET, REFILL, GUARANTEE):
                 parts = [node.counted.get(key, 0) for node in ledger.nodes.values()]
-                gone = ledger._spent.get(key, 0)
+                gone = ledger._gone.spent.get(key, 0)
                 leaks = {BUCKET: "amount", REFILL: "part"}.get(key)
-                gone += sum(math.ceil(getattr(leak, leaks)) for leak in ledger._leaking if leaks)
+                gone += sum(math.ceil(getattr(leak, leaks)) for leak in ledger._gone if leaks)
                 assert ledger.counted(key) == sum(parts) + gone
             for key in (SECONDS, BUCKET):
                 used = sum(node.used(key) for node in ledger.nodes.values())
-                assert ledger._used.get(key, 0) == used
+                assert ledger._counts.used.get(key, 0) == used
 
     def teardown(self):
         """After the network works again, every waiting session gets a slice in the end."""

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpupool.cluster.node import RAY_FOLDER
 from tests.broker import kit as broker_kit
 from tests.broker.kit import remove, short_folder, wait_until
 
@@ -25,6 +26,11 @@ from .test_brokers import two_and_a_third
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs the environment of make test-cluster"
 )
+
+
+def ray_folder(cluster, name):
+    """Return the folder in which Ray has the sockets and logs of a machine."""
+    return cluster.folder / f"ray-{name}"
 
 
 class RayNode:
@@ -45,7 +51,8 @@ class RayNode:
                  str(cluster.token), "--config", str(broker.config_file), "--socket",
                  str(broker.socket)],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-                env={**broker_kit.environment(cluster.folder), **(cluster.store if head else {})},
+                env={**broker_kit.environment(cluster.folder), **(cluster.store if head else {}),
+                     RAY_FOLDER: str(ray_folder(cluster, self.name))},
                 cwd=broker_kit.ROOT,
             )  # fmt: skip
         return self

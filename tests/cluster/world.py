@@ -133,6 +133,8 @@ class Node:
         return found
 
     def consume(self, amount, now):
+        if self.budgets.drains and self.budgets.is_empty:
+            return  # no session is left that could use it
         left = self.budgets.most(SECONDS, now) - self.consumed
         self.consumed += max(0, min(amount, left))
         self.tell()
@@ -165,6 +167,8 @@ class World:
         self.current = self.start_ledger()
         #: Messages on their way: (ledger, report or answer).
         self.wires: list[tuple[str, Report | Loan]] = []
+        #: Fences that a ledger has dropped.
+        self.dropped: list[ev.FenceDropped] = []
         self.sent = 0
         #: GPU-seconds of nodes that a ledger has fenced without a report from them.
         self.lost = 0
@@ -202,6 +206,8 @@ class World:
         for action in self.ledgers[name].handle(event):
             if isinstance(action, ev.Send):
                 self.wires.append((name, action.answer))
+            if isinstance(action, ev.FenceDropped):
+                self.dropped.append(action)
             if isinstance(action, ev.Stop):
                 del self.ledgers[name]
                 # Only the ledger that took over continues; if it died, the test starts another.
