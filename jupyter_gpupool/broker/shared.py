@@ -16,6 +16,7 @@ import asyncio
 import json
 import logging
 import math
+import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -72,6 +73,9 @@ PARTS = "cluster-parts"
 #: Another key: the fencing token of the ledger that this machine obeys, as JSON. Without it, a
 #: broker that starts again could obey an earlier ledger, which does not know what a later one lent.
 TOKEN = "cluster-token"
+#: Another key: the name of this journal. If it is lost, the ledger learns from the new name that
+#: this broker does not know what its sessions used before.
+JOURNAL = "cluster-journal"
 
 #: The reason for the drain of the GPUs while this machine leaves.
 LEAVES = "this machine leaves the cluster"
@@ -100,6 +104,8 @@ class LentLimits:
         # with a smaller number.
         life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
         journal.remember(LIFE, str(life))
+        name = journal.meta(JOURNAL) or secrets.token_hex(8)
+        journal.remember(JOURNAL, name)
         self._sessions = sessions
         #: The time of day that names the windows of daily budgets, as in the pool.
         self.time_of_day = clock.time_of_day
@@ -108,7 +114,7 @@ class LentLimits:
             settings.cluster_node or socket.gethostname(), life,
             on_loss=settings.on_ledger_loss, share=share, drains=journal.meta(DRAINS) == "1",
             ceilings=parts_from_json(journal.meta(PARTS)),
-            epoch=token_from(journal.meta(TOKEN)),
+            epoch=token_from(journal.meta(TOKEN)), journal=name,
         )  # fmt: skip
         self._remember = journal.remember
         self._written = self.budgets.parts(), self.budgets.epoch
@@ -404,7 +410,10 @@ class SharedLimits:
         self._forget_pending()
         self._reported = now
         summary = summary_of(self._core, self._configuration.settings.cluster_data)
-        report = replace(self._budgets.report(now), summary=summary, looks=self._views.wanted)
+        found = self._budgets.report(now)
+        if self._lent.remember():
+            self._core.commit()  # the report may give back a part that the journal still has
+        report = replace(found, summary=summary, looks=self._views.wanted)
         rules = self._configuration.settings.pool
         owners = {session.owner for session in self._core.sessions}
         wait = TELL if owners <= self._told_of else LEAST_TELL

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Mapping, Sequence
 
-from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, larger
+from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, Spent
 
 #: What a node does when the ledger is silent for longer than the time-out. ``closed``: its sessions
 #: keep what they have, and get no more. ``min_share``: each user and group may have a fixed share
@@ -50,6 +50,8 @@ class Budgets:
     #: No session of this node has a slice, not even one of a user without a limit.
     is_empty: bool = True
     epoch: Epoch = field(default_factory=Epoch)
+    #: The name of the journal from which the broker knows what its sessions have used.
+    journal: str = ""
     ceilings: dict[Key, int] = field(default_factory=dict)
     uses: dict[Key, Demand] = field(default_factory=dict)
     #: What each waiting session needs in addition, the longest wait first.
@@ -68,7 +70,7 @@ class Budgets:
     due: bool = True
     _number: int = 0
     _applied: int = 0
-    _spent: Mapping[Key, int] = field(default_factory=dict)
+    _spent: Mapping[Spent, int] = field(default_factory=dict)
     _version: int = -1
     #: The number of the first report to the ledger of ``epoch``. Until the ledger has answered this
     #: report or a later one, each report contains ``spent``.
@@ -77,6 +79,8 @@ class Budgets:
     #: The number of the last report when the node began to drain. If an order comes with an answer
     #: to this report or an earlier one, the ledger gave the order before it knew of the change.
     _changed: int = -1
+    #: A report of this life has said that the node has no session and leaves.
+    _leaves: bool = False
     #: When the node sent its last reports, by number.
     _sent: dict[int, float] = field(default_factory=dict)
 
@@ -98,7 +102,8 @@ class Budgets:
         """
         # A node that leaves claims no guarantee: others may have it before this node knows.
         if key.lasts and not (self.drains and key.resource == GUARANTEE):
-            return self.ceilings.get(key, 0)
+            most = self.ceilings.get(key, 0)
+            return min(most, self._used(key)) if self._leaves and key.is_seconds else most
         if self.drains:
             return 0
         if now < self.until:
@@ -158,6 +163,7 @@ class Budgets:
     def _begin_life(self) -> None:
         self.life += 1
         self.ceilings.clear()
+        self._leaves = False
         self._number = self._applied = 0
         self._first, self._told, self._changed = 1, False, -1
         self._sent.clear()
@@ -191,8 +197,9 @@ class Budgets:
                 return
         self.has_left = self.drains and loan.gone
         self.wanted, self.used_up = loan.wanted, loan.used_up
-        if loan.spent is not None:
-            self._spent, self._version = larger(self._spent, loan.spent), loan.version
+        if loan.spent is not None and self._told:
+            # The ledger knows what this node knew, so its copy replaces this one.
+            self._spent, self._version = loan.spent, loan.version
         for key, amount in loan.ceilings.items():
             had = self.ceilings.get(key, 0)
             # Sessions may have begun since the report, so the ceiling stays at what they use.
@@ -205,19 +212,27 @@ class Budgets:
                 self.ceilings.pop(key, None)
 
     def report(self, now: float) -> Report:
-        """Return the next report; the caller must send it now."""
+        """Return the next report; the caller must store :meth:`parts` and send it now."""
         self._number += 1
         self._sent[self._number] = now
         if len(self._sent) > 64:
             del self._sent[min(self._sent)]
         self.due = False
+        if self.drains and self.is_empty:
+            # The ledger lends on what this node has not used, so the node uses no more of it.
+            self._leaves = True
+            for key in [key for key in self.ceilings if key.is_seconds]:
+                self.ceilings[key] = min(self.ceilings[key], self._used(key))
         return Report(
             self.node, self.life, self._number, self.epoch, self._applied,
             {key: self._holding(key) for key in {**self.ceilings, **self.uses}},
             () if self.drains else self.waits,
             self._version, None if self._told else self._spent, self.drains,
-            self.drains and self.is_empty,
+            self.drains and self.is_empty, journal=self.journal,
         )  # fmt: skip
+
+    def _used(self, key: Key) -> int:
+        return self.uses.get(key, Demand()).used
 
     def _holding(self, key: Key) -> Holding:
         use = self.uses.get(key, Demand())

@@ -121,7 +121,7 @@ class Ledger:
         self._counts = Counts()
         #: Keys of GPU-seconds that were used up when the ledger looked last.
         self._used_up: set[Key] = set()
-        self._gone = UsedByGone(self._counts, self.limit_of, day)
+        self._gone = UsedByGone(self._counts, self.limit_of, self._is_counted, day)
         self._queues = Queues(self._is_silent)
         self._usage = AllUsage()
 
@@ -200,6 +200,10 @@ class Ledger:
     def _is_silent(self, name: str) -> bool:
         return self._now - self.nodes[name].seen > self.ttl
 
+    def _is_counted(self, name: str, journal: str) -> bool:
+        node = self.nodes.get(name)
+        return node is not None and not node.is_new and node.heard and node.journal == journal
+
     # ------------------------------------------------------------------ reports
 
     def _reported(self, report: Report) -> list[Action]:
@@ -214,10 +218,12 @@ class Ledger:
         if report.life < node.life or (report.life == node.life and report.number <= node.number):
             return []
         if report.life > node.life:
-            self._new_life(node, report)
+            self._new_life(node, report.life)
         node.number = report.number
         node.read_state(report)
         self._usage.reported(node, report, self._now)
+        if report.spent is not None:
+            self._gone.learn(report.spent)
         if node.gone:
             return [Send(self._answer(node))]
         node.seen = self._now
@@ -226,7 +232,6 @@ class Ledger:
         # While a node obeys an earlier ledger, that ledger can still change what the node has.
         if report.epoch == self.epoch and report.spent is not None and not node.heard:
             node.heard = True
-            self._gone.learn(report.spent)
             if not self._serving:
                 self._wait_for_fenced()
         if report.epoch < self.epoch or not node.heard:
@@ -247,7 +252,7 @@ class Ledger:
         """
         self.epoch = Epoch(number, self.epoch.ledger)
         for node in self.nodes.values():
-            node.heard = False
+            node.heard, node.is_new = False, True
         self._wait_for_fenced()
         for node in self.nodes.values():
             node.serial = node.order_serial = 0
@@ -265,30 +270,34 @@ class Ledger:
                     self._drop_fence(node, reported=False)
                 node.gone = False
 
-    def _new_life(self, node: Node, report: Report) -> None:
-        """Begin a node's new life; drop the offers to the earlier life: no node applies them."""
-        # A broker that has lost its journal does not know what it has used up.
-        lost = {
-            key: amount - max(now.used, now.ceiling)
-            for key, amount in node.counted.items()
-            if amount > max((now := report.holdings.get(key, NOTHING)).used, now.ceiling)
-        }
-        self._gone.is_back(node, report, self._now)
-        self._gone.lost(node, lost, self._now)
-        node.life, node.number, node.serial, node.version = report.life, 0, 0, -1
+    def _new_life(self, node: Node, life: int) -> None:
+        """Begin a node's new life; drop the offers to the earlier life: no node applies them.
+
+        What counts for the node stays until its report is counted.
+        """
+        node.life, node.number, node.serial, node.version = life, 0, 0, -1
         node.order_serial = 0
-        node.gone = False
+        node.gone, node.is_new = False, True
         node.offers.clear()
+
+    def _recognise(self, node: Node, report: Report) -> list[Key]:
+        """Replace by a report what counts as used by the node before; return the keys of that."""
+        if node.journal not in ("", report.journal):
+            # Its journal is lost, so it never reports again what it used before.
+            self._gone.left(node.name, node.journal, node.counted, self._now)
+        node.journal, node.is_new = report.journal, False
+        return self._gone.drop(node.name, report.journal)
 
     # ------------------------------------------------------------------ counting
 
     def _count(self, node: Node, report: Report) -> list[Key]:
         """Count what a report says; return the keys of which the ledger can lend more now."""
+        freed = self._recognise(node, report) if node.is_new else []
         while node.offers and node.offers[0][0] <= report.applied:
             node.offers.popleft()
         old, node.counted = node.counted, {}
         before, node.holdings = node.holdings, report.holdings
-        freed, node.waits = [], report.waits
+        node.waits = report.waits
         if not node.waits and node.name in self._queues:
             freed += self._queues.drop(node.name)
         for key, held in report.holdings.items():
@@ -531,8 +540,14 @@ class Ledger:
             self._counts.keeps.add(key, -held.keep)
             if key.is_seconds:
                 self._counts.used.add(key, -held.used)
-        self._gone.left(node, self._now, drained=drained)
+        used = {
+            # A node that has drained uses no more than it has reported, until it begins a new life.
+            key: node.used(key) if drained and key.is_seconds else amount
+            for key, amount in node.counted.items()
+        }
+        self._gone.left(node.name, node.journal, used, self._now)
         node.counted, node.holdings, node.waits = {}, {}, ()
+        node.is_new = True
         self._unfence(node)
         node.gone = True
         node.offers.clear()

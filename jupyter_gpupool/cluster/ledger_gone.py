@@ -1,9 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""GPU-seconds that nodes used before they left, were fenced or lost their journal. Pure.
+"""GPU-seconds that nodes used which left, were fenced or lost their journal. Pure.
 
 Those of a budget with a window count until the window ends. Those of a budget that refills count
 until they would have come back on that node.
+
+Each amount belongs to a node and its journal. What a journal says that a node has used in a window
+only grows. So the largest amount that anybody knows is right, and no amount counts twice: when the
+node itself reports with the same journal, the report replaces what is counted here. (This is a
+grow-only counter: M. Shapiro et al., "A comprehensive study of Convergent and Commutative
+Replicated Data Types", 2011.)
 """
 
 from __future__ import annotations
@@ -12,9 +18,8 @@ import math
 from typing import Callable, Iterator, Mapping, NamedTuple
 
 from ..pool.groups import EXACT
-from .ledger_counts import Counts
-from .ledger_nodes import Node
-from .messages import REFILL, Key, Report, recent
+from .ledger_counts import Counts, Sums
+from .messages import REFILL, Key, Spent, recent
 
 #: The ledger looks again at what comes back when this part of a budget is back.
 BACK = 1 / 24
@@ -26,14 +31,11 @@ class Leak(NamedTuple):
     #: When ``amount`` was true, and when the ledger looks again.
     since: float
     at: float
-    node: str
-    key: Key
+    what: Spent
     amount: float
     #: How much of the refill brings them back, and how much the ledger wants for them.
     part: int
     wish: int
-    #: Whether the node says what it has used if it comes back. If its journal is lost, it cannot.
-    is_gone: bool
 
 
 class UsedByGone:
@@ -45,19 +47,28 @@ class UsedByGone:
         The sums of the ledger; they include what this object counts.
     limit_of:
         Returns the limit of a key, or None if there is none.
+    is_counted:
+        Returns whether the ledger counts the reports of a node with a journal.
     day:
         Seconds in which a whole budget that refills comes back.
     """
 
-    def __init__(self, counts: Counts, limit_of: Callable[[Key], int | None], day: float) -> None:
+    def __init__(
+        self,
+        counts: Counts,
+        limit_of: Callable[[Key], int | None],
+        is_counted: Callable[[str, str], bool],
+        day: float,
+    ) -> None:
         self._counts, self._limit_of, self._day = counts, limit_of, day
-        #: By key with a window: what they have used up. The nodes keep a copy for a later ledger;
-        #: ``version`` grows with each change.
-        self.spent: dict[Key, int] = {}
+        self._is_counted = is_counted
+        #: What they have used up of budgets with a window. The nodes keep a copy for a later
+        #: ledger; ``version`` grows with each change.
+        self.spent: dict[Spent, int] = {}
         self.version = 1
-        #: By node that is gone: which part of ``spent`` it may have used.
-        self._by_gone: dict[str, dict[Key, int]] = {}
         self._leaks: list[Leak] = []
+        #: How much counts here of each key.
+        self._sums = Sums()
 
     def __iter__(self) -> Iterator[Leak]:
         """Iterate over the GPU-seconds that come back."""
@@ -65,95 +76,88 @@ class UsedByGone:
 
     def amount(self, key: Key) -> int:
         """Return how many GPU-seconds of a key nodes that are gone have used."""
-        back = sum(math.ceil(leak.amount) for leak in self._leaks if leak.key == key)
-        return self.spent.get(key, 0) + back
+        return self._sums.get(key, 0)
 
     def next_wakeup(self) -> float:
         """Return when :meth:`refilled` has something to do; infinity if never."""
         return min((leak.at for leak in self._leaks), default=math.inf)
 
-    def learn(self, spent: Mapping[Key, int]) -> None:
+    def learn(self, spent: Mapping[Spent, int]) -> None:
         """Count what an earlier ledger has counted, according to a node."""
-        for key, amount in spent.items():
-            if (more := amount - self.spent.get(key, 0)) > 0:
-                self._spend(key, more)
+        self._spend({
+            what: amount
+            for what, amount in spent.items()
+            if not self._is_counted(what.node, what.journal)
+        })  # fmt: skip
 
-    def left(self, node: Node, now: float, *, drained: bool) -> None:
-        """Count what a node that is gone may have used, until it is back and says what it has.
-
-        A node that has drained has no session, so it has used only what it has reported.
-        """
-        counted = {
-            key: node.used(key) if drained and key.is_seconds else amount
-            for key, amount in node.counted.items()
-        }
-        self._count(node.name, counted, now, is_gone=True)
-        self._by_gone[node.name] = {key: n for key, n in counted.items() if key.window}
-
-    def lost(self, node: Node, counted: Mapping[Key, int], now: float) -> None:
-        """Count what a node may have used and never reports, because its journal is lost."""
-        self._count(node.name, counted, now, is_gone=False)
-
-    def is_back(self, node: Node, report: Report, now: float) -> None:
-        """Count once what a node reports that was gone: the node knows what it has used."""
-        for key, amount in self._by_gone.pop(node.name, {}).items():
-            self._spend(key, -min(amount, report.used(key), self.spent.get(key, 0)))
-        for leak in [leak for leak in self._leaks if leak.is_gone and leak.node == node.name]:
-            self._leaks.remove(leak)
-            left = self._stop(leak, now) - report.used(leak.key)
-            if left > EXACT:
-                self._leak(leak.node, leak.key, left, leak.part, now, is_gone=False)
-
-    def _count(self, node: str, counted: Mapping[Key, int], now: float, *, is_gone: bool) -> None:
+    def left(self, node: str, journal: str, counted: Mapping[Key, int], now: float) -> None:
+        """Count what a node may have used, until it reports again with this journal."""
+        self._spend({
+            Spent(node, journal, key): amount for key, amount in counted.items() if key.window
+        })  # fmt: skip
         for key, amount in counted.items():
-            if key.window:
-                self._spend(key, amount)
-            elif key.is_seconds and amount:
+            if key.is_seconds and not key.window and amount:
                 # They come back as fast as on that node: its part of the refill stays counted.
                 part = counted.get(key._replace(resource=REFILL), 0)
-                self._leak(node, key, amount, part, now, is_gone=is_gone)
+                self._leak(Spent(node, journal, key), amount, part, now)
+
+    def drop(self, node: str, journal: str) -> list[Key]:
+        """Count nothing of a node and its journal any more; return the keys that it was of."""
+        keys = []
+        for what in [what for what in self.spent if what[:2] == (node, journal)]:
+            self._add(what.key, -self.spent.pop(what))
+            self.version += 1
+            keys.append(what.key)
+        for leak in [leak for leak in self._leaks if leak.what[:2] == (node, journal)]:
+            self._leaks.remove(leak)
+            self._stop(leak)
+            keys.append(leak.what.key)
+        return keys
 
     def refilled(self, now: float) -> list[Key]:
         """Count less of what comes back; return the keys of which more may be free."""
         over = [leak for leak in self._leaks if leak.at <= now]
         self._leaks = [leak for leak in self._leaks if leak.at > now]
         for leak in over:
-            left = self._stop(leak, now)
+            self._stop(leak)
+            left = leak.amount - leak.part * (now - leak.since) / self._day
             if left > EXACT:
-                refill = leak.key._replace(resource=REFILL)
+                refill = leak.what.key._replace(resource=REFILL)
                 free = (self._limit_of(refill) or 0) - self._counts.totals.get(refill, 0)
-                part = max(0, free)
-                self._leak(leak.node, leak.key, left, part, now, is_gone=leak.is_gone)
-        return [*dict.fromkeys(leak.key for leak in over)]
+                self._leak(leak.what, left, max(0, free), now)
+        return [*dict.fromkeys(leak.what.key for leak in over)]
 
-    def _spend(self, key: Key, more: int) -> None:
+    def _spend(self, spent: Mapping[Spent, int]) -> None:
+        more = {what: n for what, n in spent.items() if n > self.spent.get(what, 0)}
         if not more:
             return
-        self._counts.totals.add(key, more)
-        every = {**self.spent, key: self.spent.get(key, 0) + more}
+        for what, amount in more.items():
+            self._add(what.key, amount - self.spent.get(what, 0))
+        every = {**self.spent, **more}
         self.spent = recent(every)
         self.version += 1
         for old in every.keys() - self.spent.keys():
-            self._counts.totals.add(old, -every[old])
+            self._add(old.key, -every[old])
 
-    def _leak(
-        self, node: str, key: Key, amount: float, part: int, now: float, *, is_gone: bool
-    ) -> None:
-        """Count GPU-seconds of a node that is gone, while ``part`` of the refill is theirs."""
-        refill = key._replace(resource=REFILL)
+    def _leak(self, what: Spent, amount: float, part: int, now: float) -> None:
+        """Count GPU-seconds that come back, while ``part`` of the refill is theirs."""
+        refill = what.key._replace(resource=REFILL)
         wish = self._limit_of(refill) or 0
-        self._counts.totals.add(key, math.ceil(amount))
+        self._add(what.key, math.ceil(amount))
         self._counts.totals.add(refill, part)
         self._counts.keeps.add(refill, wish)  # the nodes give up some of the refill
         wait = self._day * BACK
         if part:
             wait = min(wait, self._day * amount / part)
-        self._leaks.append(Leak(now, now + wait, node, key, amount, part, wish, is_gone))
+        self._leaks.append(Leak(now, now + wait, what, amount, part, wish))
 
-    def _stop(self, leak: Leak, now: float) -> float:
-        """Count a leak no more; return which GPU-seconds of it have not come back yet."""
-        refill = leak.key._replace(resource=REFILL)
-        self._counts.totals.add(leak.key, -math.ceil(leak.amount))
+    def _stop(self, leak: Leak) -> None:
+        """Count a leak no more."""
+        refill = leak.what.key._replace(resource=REFILL)
+        self._add(leak.what.key, -math.ceil(leak.amount))
         self._counts.totals.add(refill, -leak.part)
         self._counts.keeps.add(refill, -leak.wish)
-        return leak.amount - leak.part * (now - leak.since) / self._day
+
+    def _add(self, key: Key, more: int) -> None:
+        self._sums.add(key, more)
+        self._counts.totals.add(key, more)

@@ -63,6 +63,10 @@ class Node:
     drains: bool = False
     order: bool | None = None
     order_serial: int = 0
+    #: The journal of the last report that was counted; "" before the first. ``is_new``: the next
+    #: one that is counted may be of another life or journal, or come after another ledger's.
+    journal: str = ""
+    is_new: bool = True
     #: What its users and groups had used by the last report with their usage, and the time of that
     #: report. ``asks``: the next answer must have what they have used on other nodes.
     usage: Usages = field(default_factory=dict)

@@ -53,6 +53,15 @@ class Key(NamedTuple):
         return self.resource in (GPU_SECONDS, REFILL, GUARANTEE)
 
 
+class Spent(NamedTuple):
+    """GPU-seconds that a node used in a window before it was gone."""
+
+    node: str
+    #: The name of the node's journal, which said what the node used.
+    journal: str
+    key: Key
+
+
 class Epoch(NamedTuple):
     """The fencing token of one life of a ledger. A node obeys the greatest token it has seen."""
 
@@ -110,10 +119,10 @@ class Report:
     #: What waiting sessions need in addition, the longest wait first. A session needs all its keys
     #: at once: two nodes that each get one of them would wait for each other.
     waits: tuple[Mapping[Key, int], ...] = ()
-    #: ``spent`` is what nodes that are gone have used up, by keys with a window. A node sends it
+    #: ``spent`` is what nodes that are gone have used up of budgets with a window. A node sends it
     #: only to a ledger that has just started, else None. ``version`` is the version that it knows.
     version: int = -1
-    spent: Mapping[Key, int] | None = None
+    spent: Mapping[Spent, int] | None = None
     #: ``drains``: the node grants nothing more. ``leaves``: it has drained, no session there has a
     #: slice, and it leaves.
     drains: bool = False
@@ -125,23 +134,22 @@ class Report:
     #: session. Then the half-life of a usage in seconds, from the rules.
     usage: Usages | None = None
     half_life: float = 0.0
+    #: The name of the node's journal. A node that has lost its journal reports another name, and
+    #: does not know what it used before.
+    journal: str = ""
 
     def used(self, key: Key) -> int:
         """Return how much of a key its sessions use or have used up."""
         return self.holdings.get(key, NOTHING).used
 
 
-def larger(one: Mapping[Key, int], other: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the larger amount of each key, because what is spent only grows."""
-    return recent({key: max(one.get(key, 0), other.get(key, 0)) for key in {**one, **other}})
-
-
-def recent(spent: Mapping[Key, int]) -> dict[Key, int]:
+def recent(spent: Mapping[Spent, int]) -> dict[Spent, int]:
     """Return the last two windows of each user and group: one may be due to a wrong clock."""
-    windows: dict[tuple[str, str, str], list[str]] = {}
-    for key in spent:
-        windows.setdefault(key[:3], []).append(key.window)
-    return {key: n for key, n in spent.items() if key.window in sorted(windows[key[:3]])[-2:]}
+    windows: dict[tuple[str, str, str], set[str]] = {}
+    for _, _, key in spent:
+        windows.setdefault(key[:3], set()).add(key.window)
+    last = {holder: sorted(found)[-2:] for holder, found in windows.items()}
+    return {what: n for what, n in spent.items() if what.key.window in last[what.key[:3]]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +170,7 @@ class Loan:
     ttl: float = 0.0
     #: What nodes that are gone have used up, and its version; None if the node has this version.
     version: int = 0
-    spent: Mapping[Key, int] | None = None
+    spent: Mapping[Spent, int] | None = None
     #: The ledger counts nothing of this life any more. If the node has not asked to leave, an admin
     #: has declared it dead, and it begins a new life.
     gone: bool = False
@@ -185,12 +193,13 @@ def report_to_json(report: Report) -> dict[str, Any]:
         "number": report.number,
         "epoch": list(report.epoch),
         "applied": report.applied,
+        "journal": report.journal,
         "version": report.version,
         "holdings": [[*key, *held] for key, held in report.holdings.items()],
         "waits": [_amounts_to_json(wait) for wait in report.waits],
     }
     if report.spent is not None:
-        found["spent"] = _amounts_to_json(report.spent)
+        found["spent"] = _spent_to_json(report.spent)
     if report.drains:
         found["drains"] = True
     if report.leaves:
@@ -212,9 +221,10 @@ def report_from_json(values: Mapping[str, Any]) -> Report:
         values["applied"],
         {Key._make(row[:4]): Holding._make(row[4:]) for row in values["holdings"]},
         tuple(_amounts(rows) or {} for rows in values["waits"]),
-        values["version"], _amounts(values.get("spent")), bool(values.get("drains")),
+        values["version"], _spent(values.get("spent")), bool(values.get("drains")),
         bool(values.get("leaves")), _summary(values.get("summary")), bool(values.get("looks")),
         _usages(values.get("usage")), values.get("half_life", 0.0),
+        str(values.get("journal", "")),
     )  # fmt: skip
 
 
@@ -232,7 +242,7 @@ def loan_to_json(answer: Loan) -> dict[str, Any]:
         "wanted": sorted(map(list, answer.wanted)),
     }
     if answer.spent is not None:
-        found["spent"] = _amounts_to_json(answer.spent)
+        found["spent"] = _spent_to_json(answer.spent)
     if answer.gone:
         found["gone"] = True
     if answer.drains is not None:
@@ -250,7 +260,7 @@ def loan_from_json(values: Mapping[str, Any]) -> Loan:
         values["node"], values["life"], values["number"], epoch_from_json(values["epoch"]),
         values["serial"], _amounts(values["ceilings"]) or {},
         frozenset(map(Key._make, values["wanted"])), values["ttl"],
-        values["version"], _amounts(values.get("spent")), bool(values.get("gone")),
+        values["version"], _spent(values.get("spent")), bool(values.get("gone")),
         values.get("drains"), frozenset(map(Key._make, values.get("used_up", ()))),
         _usages(values.get("elsewhere")),
     )  # fmt: skip
@@ -284,6 +294,16 @@ def parts_from_json(text: str) -> dict[Key, int]:
         return _amounts(json.loads(text or "[]")) or {}
     except (ValueError, TypeError, IndexError):
         return {}
+
+
+def _spent_to_json(spent: Mapping[Spent, int]) -> list[list[Any]]:
+    return [[what.node, what.journal, *what.key, n] for what, n in spent.items()]
+
+
+def _spent(rows: list[list[Any]] | None) -> dict[Spent, int] | None:
+    if rows is None:
+        return None
+    return {Spent(row[0], row[1], Key._make(row[2:6])): row[6] for row in rows}
 
 
 def _summary(values: list[Any] | None) -> Summary | None:

@@ -95,7 +95,7 @@ def raylet_command(join: str, port: int, name: str) -> list[str]:
     where = [f"--address={join}"] if join else ["--head", f"--port={port}",
                                                 "--include-dashboard=false"]  # fmt: skip
     if folder := os.environ.get(RAY_FOLDER):
-        where.append(f"--temp-dir={folder}")
+        where.append(f"--temp-dir={Path(folder).absolute()}")
     return [
         sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block",
         "--num-gpus=0", "--num-cpus=1", f"--object-store-memory={STORE}",

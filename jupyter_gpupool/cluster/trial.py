@@ -57,7 +57,9 @@ class TrialCluster:
         self.folder, self.head, self.token = folder, head, folder / "token"
         self._program = [*program]
         #: For Ray's folder of each machine; ``folder`` may be too long for the names of sockets.
-        self._ray = tempfile.TemporaryDirectory(prefix="gpupool-ray-", ignore_cleanup_errors=True)
+        self._ray = tempfile.TemporaryDirectory(
+            prefix="gpupool-ray-", dir="/tmp", ignore_cleanup_errors=True
+        )
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, look: Callable[[], Mapping[str, Any] | None]) -> None:

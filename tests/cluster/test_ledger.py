@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import random
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -20,7 +23,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from jupyter_gpupool.broker.shared import token_from
+from jupyter_gpupool.broker.shared import LentLimits, token_from
+from jupyter_gpupool.broker.store.journal import Journal
 from jupyter_gpupool.cluster import ledger_events as ev
 from jupyter_gpupool.cluster.budgets import Budgets, Demand
 from jupyter_gpupool.cluster.ledger import Ledger
@@ -30,8 +34,11 @@ from jupyter_gpupool.cluster.messages import (
     Key,
     Loan,
     Report,
+    Spent,
     epoch_from_json,
     recent,
+    report_from_json,
+    report_to_json,
 )
 
 from .world import (
@@ -172,8 +179,11 @@ def test_a_node_without_the_ledger_can_use_its_part_of_a_day(world):
 
 
 def test_the_last_two_windows_of_each_holder_are_remembered():
-    keys = [Key("user", "ada", "gpu-seconds", f"2026-11-{day}") for day in (21, 22, 23)]
-    bob = Key("user", "bob", "gpu-seconds", "2026-11-01")
+    keys = [
+        Spent("n0", "j", Key("user", "ada", "gpu-seconds", f"2026-11-{day}"))
+        for day in (21, 22, 23)
+    ]
+    bob = Spent("n1", "j", Key("user", "bob", "gpu-seconds", "2026-11-01"))
     assert recent({**dict.fromkeys(keys, 5), bob: 7}) == {keys[1]: 5, keys[2]: 5, bob: 7}
 
 
@@ -633,19 +643,158 @@ def test_what_a_lost_journal_had_counts_beside_later_use(world):
         world.use_bucket("n0", 2)
         node.consume(2, world.clock(node))
         world.settle(1)
-    used, consumed = math.ceil(node.level), node.consumed
-    assert used > 2
+    level, consumed = node.level, node.consumed
+    assert level > 3
     assert consumed > 2
-    node.level, node.consumed = 0.0, 0
-    node.begin(2, keeps=False)
-    world.settle(2)
-    world.use_bucket("n0", 2)
-    node.consume(2, world.clock(node))
+    for _ in range(3):
+        node.lose_journal()
+        world.settle(2)
+        world.use_bucket("n0", 2)
+        node.consume(2, world.clock(node))
+        world.settle(1)
+        node.begin(node.life + 1)
+        world.settle(2)
+        assert world.ledger.counted(SECONDS) >= node.forgotten + node.consumed
+    assert world.ledger.counted(BUCKET) >= level + node.level - 2  # 2: what came back meanwhile
+    use_all(world)
+    world.audit()
+
+
+def use_all(world):
+    """Let every node use all GPU-seconds of the day that it gets; return how many are used."""
+    for _ in range(30):
+        for node in world.nodes.values():
+            if node.alive and not node.budgets.drains:
+                node.consume(20, world.clock(node))
+        world.settle(1)
+    return sum(node.consumed + node.forgotten for node in world.nodes.values())
+
+
+def test_ledgers_that_start_again_count_what_a_gone_node_used_once(world):
+    node = world.nodes["n0"]
     world.settle(1)
-    node.begin(3)
+    node.consume(5, world.clock(node))
     world.settle(2)
-    assert world.ledger.counted(BUCKET) >= used + math.floor(node.level)
-    assert world.ledger.counted(SECONDS) >= consumed + node.consumed
+    world.order("n0", True)
+    world.settle(3)
+    for _ in range(4):
+        assert world.ledger.counted(SECONDS) < 5 + 3 * 2
+        world.kill_ledger()
+        world.settle(3)
+    world.order("n0", False)
+    world.settle(4)
+    world.kill_ledger()
+    world.settle(3)
+    assert world.ledger._gone.amount(SECONDS) == 0
+    assert use_all(world) == 20
+
+
+def test_the_use_of_one_gone_node_does_not_hide_that_of_another(world):
+    """A ledger that has heard neither learns of one after the other has left."""
+    for name in ("n0", "n1"):
+        world.settle(1)
+        world.nodes[name].consume(5, world.clock(world.nodes[name]))
+    world.settle(2)
+    world.crash("n1")
+    world.do(world.current, ev.Fenced(now=world.now, node="n1"))
+    world.ask("n0", "ada", 1)
+    world.settle(1)
+    world.advance(11)
+    world.settle(2)
+    world.nodes["n0"].budgets.drain(True)
+    world.settle(1)
+    world.nodes["n0"].begin(5)  # its copy is not in the journal
+    world.ledgers.clear()
+    world.start_ledger(members={"n0", "n2"})
+    world.settle(2, silent={"n1", "n2"})
+    world.end("n0")
+    world.settle(2, silent={"n1", "n2"})
+    world.settle(2, silent={"n1"})
+    assert world.ledger.serving
+    use_all(world)
+    world.audit()
+
+
+def test_a_node_that_left_uses_no_more_of_its_part(world):
+    """An admin of that machine puts a GPU back, and a user without a limit of slices takes it."""
+    for name in ("n0", "n1", "n2"):
+        world.use_bucket(name, 1)
+        world.settle(1)
+    node = world.nodes["n0"]
+    node.consume(1, world.clock(node))
+    world.settle(2)
+    world.order("n0", True)
+    world.settle(3)
+    assert node.budgets.has_left
+    for _ in range(20):
+        for name in ("n1", "n2"):
+            world.nodes[name].consume(5, world.clock(world.nodes[name]))
+            world.use_bucket(name, 2)
+        world.settle(1, silent={"n0"})
+    node.others = 1
+    node.tell()
+    node.consume(5, world.clock(node))
+    world.use_bucket("n0", 5)
+    world.audit()
+
+
+def test_a_report_that_is_not_counted_frees_nothing(world):
+    """A node comes back without its token, reports once, and its cable is cut."""
+    node = world.nodes["n0"]
+    for _ in range(5):
+        world.settle(1)
+        node.consume(2, world.clock(node))
+    world.settle(2)
+    world.order("n0", True)
+    world.settle(3)
+    used = node.consumed
+    assert used > 5
+    node.begin(node.budgets.life + 1)
+    node.budgets.epoch = Epoch()
+    world.report("n0")
+    world.deliver()
+    world.wires.clear()
+    assert world.ledger.counted(SECONDS) >= used
+    world.settle(5, silent={"n0"})
+    use_all(world)
+    world.audit()
+
+
+def test_a_lost_journal_counts_once_until_its_answer_arrives(world):
+    node = world.nodes["n0"]
+    world.settle(1)
+    node.consume(5, world.clock(node))
+    world.settle(2)
+    node.lose_journal()
+    for life in range(10, 14):
+        node.begin(life)
+        world.report("n0")
+        world.deliver()
+        world.wires.clear()
+    world.settle(3)
+    assert world.ledger._gone.amount(SECONDS) <= 7
+
+
+def test_rounds_of_fence_and_return_count_no_part_twice(world):
+    node = world.nodes["n0"]
+    world.settle(1)
+    node.consume(3, world.clock(node))
+    world.settle(2)
+    for _ in range(4):
+        world.crash("n0")
+        world.do(world.current, ev.Fenced(now=world.now, node="n0"))
+        world.advance(11)
+        world.settle(1, silent={"n0"})
+        node.alive = True
+        node.begin(node.budgets.life + 1)
+        world.settle(3)
+        assert world.ledger._gone.amount(SECONDS) == 0
+        world.nodes["n0"].budgets.drain(True)
+        world.settle(1)
+        world.nodes["n0"].budgets.drain(False)
+        world.settle(3)
+        assert world.ledger._gone.amount(SECONDS) == 0
+    assert use_all(world) == 20
 
 
 def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
@@ -666,7 +815,27 @@ def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
     assert world.ledger.counted(REFILL) in (0, 12)
 
 
-# --------------------------------------------------------------------------- tokens
+# --------------------------------------------------------------------------- what a broker keeps
+
+
+def lent_limits(path):
+    journal = Journal(path, logging.getLogger("test"))
+    settings = SimpleNamespace(cluster_node="n0", cluster_min_share=0, on_ledger_loss="closed")
+    clock = SimpleNamespace(time_of_day=time.time)
+    found = LentLimits(SimpleNamespace(settings=settings), journal, (), clock)
+    journal.commit()
+    return found, journal
+
+
+def test_a_report_names_the_journal_of_its_broker(tmp_path):
+    names = []
+    for _ in range(2):
+        found, journal = lent_limits(tmp_path / "journal.sqlite")
+        names.append(report_from_json(report_to_json(found.budgets.report(0.0))).journal)
+        journal.close()
+    other, journal = lent_limits(tmp_path / "other.sqlite")
+    journal.close()
+    assert names[0] == names[1] != other.budgets.journal != ""
 
 
 @pytest.mark.parametrize(
@@ -750,6 +919,7 @@ class Cluster(RuleBasedStateMachine):
 
     NAMES = ("n0", "n1", "n2")
     names = st.sampled_from(NAMES)
+    only_ledger = False
 
     @initialize(rates=st.tuples(*[st.sampled_from([0.95, 1.0, 1.05])] * 3))
     def begin(self, rates):
@@ -808,6 +978,7 @@ class Cluster(RuleBasedStateMachine):
         for node in self.world.nodes.values():
             node.serve(self.world.clock(node))
 
+    @precondition(lambda self: not self.only_ledger)
     @rule(ends=st.booleans())
     def start_ledger(self, ends):
         # It does not know what nodes had used that were gone before.
@@ -835,6 +1006,21 @@ class Cluster(RuleBasedStateMachine):
         node.begin(max(node.life, node.budgets.life) + 1, keeps=keeps)
         node.alive = True
 
+    @precondition(lambda self: len(self.world.ledgers) == 1 and self.world.ledger.serving)
+    @rule(name=names)
+    def lose_journal(self, name):
+        node = self.world.nodes[name]
+        if node.alive:
+            # From now on only this ledger knows what the node used before.
+            self.only_ledger = True
+            node.lose_journal()
+
+    @rule(name=names, others=st.integers(0, 1))
+    def use_without_limits(self, name, others):
+        """Users without a limit take slices, also on a machine that left: its admin lets them."""
+        self.world.nodes[name].others = others
+        self.world.nodes[name].tell()
+
     @rule(name=names)
     def lose_power(self, name):
         """The kernels of the node are gone, and an admin tells every ledger."""
@@ -856,7 +1042,7 @@ class Cluster(RuleBasedStateMachine):
         for ledger in self.world.ledgers.values() if hasattr(self, "world") else ():
             for key in (ADA, LAB, SECONDS, BUCKET, REFILL, GUARANTEE):
                 parts = [node.counted.get(key, 0) for node in ledger.nodes.values()]
-                gone = ledger._gone.spent.get(key, 0)
+                gone = sum(n for what, n in ledger._gone.spent.items() if what.key == key)
                 leaks = {BUCKET: "amount", REFILL: "part"}.get(key)
                 gone += sum(math.ceil(getattr(leak, leaks)) for leak in ledger._gone if leaks)
                 assert ledger.counted(key) == sum(parts) + gone

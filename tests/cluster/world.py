@@ -73,9 +73,19 @@ class Node:
     spare: int = 0
     budgets: Budgets = None
     granted: int = 0
+    journal: str = "j"
+    #: What it used of a day, and has forgotten.
+    forgotten: int = 0
 
     def __post_init__(self):
         self.begin(self.life)
+
+    def lose_journal(self):
+        """Start the broker without its journal: it knows nothing of what its sessions used."""
+        self.forgotten += self.consumed
+        self.consumed, self.level = 0, 0.0
+        self.journal += "'"
+        self.begin(max(self.life, self.budgets.life) + 1, keeps=False)
 
     def begin(self, life, *, keeps=True):
         """Start the broker. Its sessions and the GPU-seconds that they used come from its journal.
@@ -88,7 +98,7 @@ class Node:
             self.name, life, on_loss=self.on_loss, share={"memory": 1},
             drains=before is not None and before.drains,
             ceilings=before.parts() if keeps and before is not None else {},
-            epoch=Epoch() if before is None else before.epoch,
+            epoch=Epoch() if before is None else before.epoch, journal=self.journal,
         )  # fmt: skip
         self.tell()
 
@@ -133,8 +143,6 @@ class Node:
         return found
 
     def consume(self, amount, now):
-        if self.budgets.drains and self.budgets.is_empty:
-            return  # no session is left that could use it
         left = self.budgets.most(SECONDS, now) - self.consumed
         self.consumed += max(0, min(amount, left))
         self.tell()
@@ -334,7 +342,7 @@ class World:
         memory, seconds = Counter(), 0
         for node in self.nodes.values():
             assert not (node.budgets.has_left and node.running), node.name
-            seconds += node.consumed
+            seconds += node.consumed + node.forgotten
             for session in node.running:
                 memory["user", session.user] += session.size
                 memory["group", "lab"] += session.size
