@@ -195,11 +195,11 @@ class Client:
                     del buffer[: end + 1]
                     self._take(decode(line))
                 if len(buffer) > MAX_LINE:
-                    raise ProtocolError("The broker sent an endless line.")
+                    raise ProtocolError("The broker sent a line that is too long.")
         except OSError as error:
             reason = f"went away ({error.strerror or error})"
         except ProtocolError as error:
-            reason = f"does not speak our protocol ({error})"
+            reason = f"does not follow the protocol ({error})"
         self._ended(self._unavailable(reason))
 
     def _take(self, message: Message) -> None:

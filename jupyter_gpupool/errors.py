@@ -36,7 +36,7 @@ class Code(str, Enum):
         return next((code for code in cls if code.value == word), otherwise)
 
     # A request that the pool can never grant, in any state.
-    BAD_REQUEST = "bad-request", 400, "A value of the request makes no sense."
+    BAD_REQUEST = "bad-request", 400, "A value in the request is not allowed."
     PROTOCOL = "protocol", 400, "A message does not follow the protocol."
     TOO_LONG = "too-long", 400, "A message is longer than the protocol allows."
     UNKNOWN_TYPE = "unknown-type", 502, "The broker knows no such message type."
@@ -112,7 +112,7 @@ class Code(str, Enum):
     NOT_SERVED = "not-served", 503, "The broker serves only its own user."
     STANDS_ASIDE = "stands-aside", 503, "The machine's service has taken this broker's place."
     TOO_MANY = "too-many", 503, "More sessions, connections or waits than one user may have."
-    ABUSE = "abuse", 503, "The broker closed a connection that broke its bounds."
+    ABUSE = "abuse", 503, "The broker closed a connection that broke the rules of its socket."
     VERSION = "version", 503, "The two sides speak different versions of the protocol."
     INTERNAL = "internal", 502, "A fault of the broker; its log has more."
     JOURNAL = "journal", 409, "The journal cannot be read or written."

@@ -239,6 +239,7 @@ def _refuse_taken(manager: Any, target: str) -> None:
     folder = manager.find_kernel_specs().get(target)
     if folder is not None and not _is_twin(_read(Path(folder))):
         raise KernelSpecError(
-            f"There is a kernelspec {target!r} already, and it is not a twin: {folder}.",
+            f"The kernelspec {target!r} exists already, and `jupyter gpupool wrap` did not make "
+            f"it: {folder}.",
             next_step="Choose another name with --name.",
         )

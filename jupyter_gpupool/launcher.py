@@ -159,8 +159,8 @@ def check_options(stanza: Mapping[str, Any], kernel: str, known: Sequence[str] =
     for name in stanza:
         if name not in known:
             raise ConfigError(
-                f"The kernelspec of {kernel!r} has the option {name!r} for its GPU pool "
-                f"provisioner, which does not exist; there are {', '.join(known)}.",
+                f"The kernelspec of {kernel!r} sets the option {name!r}, which its GPU pool "
+                f"provisioner does not have; it has {', '.join(known)}.",
                 code=Code.UNKNOWN_OPTION,
                 next_step=did_you_mean(name, known),
             )
@@ -212,8 +212,8 @@ def agent_folder() -> Path:
             or stat.S_IMODE(found.st_mode) & 0o022
         ):
             raise GPUPoolError(
-                f"{path} is not a folder that only you can write to, so that no kernel of another "
-                "environment is started with it.",
+                f"Other users can change {path}, or it is not a folder of yours, so the pool "
+                "starts no kernel of another environment with it.",
                 code=Code.BAD_FOLDER,
                 next_step=f"Remove it: rm -rf {path}",
             )

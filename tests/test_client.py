@@ -116,7 +116,7 @@ def test_waiting_calls_end_when_the_broker_goes_away(server, client, pushes):
 
 def test_malformed_input_closes_the_connection_with_a_reason(server, client, pushes):
     server.peer.sendall(b"SSH-2.0-OpenSSH\n")
-    assert "does not speak our protocol" in str(pushes.get(timeout=60))
+    assert "does not follow the protocol" in str(pushes.get(timeout=60))
 
 
 def test_call_without_an_answer_times_out_with_a_reason(server, client):

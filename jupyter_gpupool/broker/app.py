@@ -309,8 +309,8 @@ class BrokerApp:
         largest = max((view.capacity for view in views), default=0)
         if 0 < largest < settings.pool.default_memory:
             _LOG.warning(
-                "c.GPUPool.default_memory is %s and the largest GPU can give %s: a kernel that "
-                "names no size gets the latter",
+                "c.GPUPool.default_memory is %s and the largest GPU can give only %s: a kernel "
+                "that names no size gets a whole GPU",
                 format_bytes(settings.pool.default_memory), format_bytes(largest),
             )  # fmt: skip
         for device in broker.health.devices.values():

@@ -138,7 +138,7 @@ class Core:
         """
         if step := self._clock.follow():
             way = "forward" if step > 0 else "back"
-            self.log.info("The time of day went %s by %.0f s", way, abs(step))
+            self.log.info("The machine's clock jumped %s by %.0f s", way, abs(step))
             self.handle(e.ClockSet(now=self.now(), ahead=self.ahead))
             self.touched()
 
@@ -213,8 +213,8 @@ class Core:
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},
-                reason=f"{kinds.total()} rows about this user's kernels without a slice were left "
-                "out, because they were too many.",
+                reason=f"The journal leaves out {kinds.total()} rows about this user's kernels "
+                "without a slice: there were too many.",
             )  # fmt: skip
 
     def dirty(self, session: str) -> None:

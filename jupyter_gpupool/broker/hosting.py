@@ -97,11 +97,11 @@ def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
     lacks = [name for name, bit in _NEEDED.items() if not has >> bit & 1]
     if lacks:
         raise RefusedError(
-            f"The broker of {node} cannot become another user: its service leaves it no "
-            f"{' and no '.join(lacks)}.",
+            f"The broker of {node} cannot start a kernel as another user: its service does not "
+            f"give it {' and '.join(lacks)}.",
             code=Code.NOT_THERE,
-            next_step="Run `jupyter gpupool install-service` on that machine again: it writes a "
-            "wider unit while c.GPUPool.cluster_identity is set.",
+            next_step="Run `jupyter gpupool install-service` on that machine again: with "
+            "c.GPUPool.cluster_identity set, its unit gives the broker these rights.",
         )
 
 
@@ -239,7 +239,7 @@ class Hosting:
         """Return a user's sessions of these kernels, as ``status`` has them, and their GPUs."""
         if not isinstance(kernels, list) or len(kernels) > MOST_LOOKED:
             raise RefusedError(
-                f"An order may ask for at most {MOST_LOOKED} kernels.", code=Code.BAD_REQUEST
+                f"An order may ask about at most {MOST_LOOKED} kernels.", code=Code.BAD_REQUEST
             )
         account = await self._in_thread(uid, lambda: self._account(uid))
         return looked(self._status(Peer(0, uid, account.gid)), kernels)
@@ -291,7 +291,7 @@ class Hosting:
             )
             if self._starting[key]:
                 await nss.ask(lambda: end(process))
-                raise RefusedError("This kernel was ended as it started.", code=Code.CANCELLED)
+                raise RefusedError("This kernel was ended while it started.", code=Code.CANCELLED)
         finally:
             del self._starting[key]
         self._forget_old()
@@ -339,7 +339,7 @@ class Hosting:
     async def _signal(self, key: tuple[int, str], number: Any) -> dict[str, Any]:
         """Send a kernel and its children a signal, with the rights of its user."""
         if number not in _SIGNALS:
-            raise RefusedError("An order cannot ask for this signal.", code=Code.BAD_REQUEST)
+            raise RefusedError("An order cannot send this signal.", code=Code.BAD_REQUEST)
         if key in self._starting:
             if number not in (signal.SIGKILL, signal.SIGTERM):
                 raise RefusedError("This kernel has not started yet.", code=Code.AGAIN)

@@ -98,7 +98,7 @@ class Memberships:
         self._note(uid, before or _NOTHING, PATIENCE)
         self._log.warning(
             "The groups of %s were not found within %g s; %s", owner_of(uid).name, PATIENCE,
-            "those of before count" if before else "no rule about Unix groups applies to it",
+            "the earlier groups count" if before else "no rule about Unix groups applies to it",
         )  # fmt: skip
 
     async def _learn(self, uid: User, settings: BrokerSettings) -> None:
@@ -166,9 +166,9 @@ class Memberships:
         groups = self.groups(uid)
         if chosen and chosen not in groups:
             if groups:
-                choose = f"Choose {one_of(groups)}; without a choice it is {groups[0]!r}."
+                choose = f"Choose {one_of(groups)}; the default is {groups[0]!r}."
             else:
-                choose = "You are in no group; leave the choice out, or ask your administrator."
+                choose = "You are in no group. Leave the group out, or ask your administrator."
             raise RefusedError(
                 f"You are not in a group {chosen[:64]!r} of this pool.",
                 code=Code.NOT_IN_GROUP,

@@ -233,13 +233,16 @@ class LiveSession:
             If this connection, session or user already has too many kept messages.
         """
         if connection.early is not None:
-            raise RefusedError("Only one message may wait for the launch.", code=Code.DUPLICATE)
+            raise RefusedError(
+                "Only one message of a connection may wait for the launch.", code=Code.DUPLICATE
+            )
         if len(self.early) >= MAX_EARLY or connection.account.early >= MAX_EARLY_OF_USER:
             raise RefusedError(
                 f"The process of session {self.id} is not known yet, and too many messages wait "
                 "for it.",
                 code=Code.NOT_LAUNCHED,
-                next_step="Try again when the server has told the broker of the process.",
+                next_step="Try again once the Jupyter server has told the broker which process it "
+                "is.",
             )
         connection.hold_early(self)
         # A process that the broker does not know has no lease, so its holds mean nothing yet.

@@ -115,7 +115,7 @@ class Ending:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._signals += 1
         if self._signals > 1:
-            self._end_now(f"A second {signal.Signals(number).name} came")
+            self._end_now(f"The broker received a second {signal.Signals(number).name}")
         self.ask()
 
     def _see_to_it(self) -> None:
@@ -128,7 +128,10 @@ class Ending:
     def _end_now(self, why: str) -> None:
         # This does not use logging: the interrupted thread may hold the lock of a log handler.
         with suppress(OSError):  # perhaps no process reads stderr any more
-            os.write(2, f"{why}: ended by force; the next one goes on from the journal\n".encode())
+            os.write(
+                2,
+                f"{why}: it ended by force; the next broker continues from the journal\n".encode(),
+            )
         for act in self._last_acts:
             act()
         self._force(1)

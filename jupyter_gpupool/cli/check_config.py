@@ -197,7 +197,8 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
     yield from base.notes
     for fault in unknown:
         yield (
-            f"{fault} It may exist all the same: this machine's own files do not name all users."
+            f"{fault} It may exist in a directory service: this machine's files do not name all "
+            "users."
         )
     for user, first, second in doubly_in(base):
         yield (
@@ -264,8 +265,8 @@ def _budgets_without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str
             yield f"The budget of {whose} refills all the time, so its 'renews' has no effect."
         if daily.seconds <= 0 and daily.then != "borrow":
             yield (
-                f"The budget of {whose} is 0 and its end is {daily.then!r}: kernels that it counts "
-                "for never get a slice."
+                f"The budget of {whose} is 0 and its 'then' is {daily.then!r}: kernels under it "
+                "never get a slice."
             )
         if machine.capacities and daily.seconds > most:
             yield (

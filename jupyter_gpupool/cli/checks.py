@@ -205,7 +205,7 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
         return Finding("ok", "ptrace", "not restricted (ptrace_scope 0)")
     if scope == 1 and os.getuid() == 0:
         return Finding("ok", "ptrace", "ptrace_scope 1; a broker of root is exempt")
-    todo = "If kernels turn out pinned, run the broker as root or set kernel.yama.ptrace_scope=0."
+    todo = "If a kernel turns out pinned, run the broker as root or set kernel.yama.ptrace_scope=0."
     return Finding("warn", "ptrace", f"restricted (ptrace_scope {scope})", todo)
 
 
@@ -360,7 +360,7 @@ def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
     if not small:
         return []
     names = ", ".join(f"GPU {d['index']} ({format_bytes(d['memory_total'])})" for d in small)
-    message = f"reserve is {format_bytes(reserve)}, and leaves nothing of {names}"
+    message = f"reserve is {format_bytes(reserve)}, so nothing is left to grant of {names}"
     return [Finding("warn", "config", message, "Lower c.GPUPool.reserve.")]
 
 

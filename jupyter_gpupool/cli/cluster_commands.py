@@ -28,7 +28,9 @@ TOKEN = argument(
     "Several machines", "let this machine join a cluster, until it is ended",
     either(
         argument("--head", action="store_true", help="begin a cluster: this is its first machine"),
-        argument("--join", default="", metavar="ADDRESS", help="the head's, such as 10.0.0.1:6379"),
+        argument(
+            "--join", default="", metavar="ADDRESS", help="of the head, such as 10.0.0.1:6379"
+        ),
     ),
     argument("--port", type=int, default=6379, help="of the head (default: 6379)"),
     argument(
@@ -40,9 +42,9 @@ TOKEN = argument(
 def _node(options: Options) -> int:
     if not options.head and not options.join:
         raise RefusedError(
-            "A machine begins a cluster or joins one.",
+            "This machine must either begin a cluster or join one.",
             code=Code.BAD_REQUEST,
-            next_step="Give --head, or --join with the head's address.",
+            next_step="Use --head to begin one, or --join with the address of its head.",
         )
     import asyncio  # imported here, because these modules would slow down all other commands
     import logging
@@ -67,10 +69,11 @@ ORDERS = {"drain": "left", "resume": "present", "fence": ""}
     argument(
         "do", choices=("status", *ORDERS, "leave"), metavar="ORDER",
         help="status; drain a machine, so that it leaves once no kernel has a slice there; resume: "
-        "take it back; fence: no kernel runs there any more; leave: drain this machine",
+        "take it back; fence: tell the ledger that no kernel runs there any more; leave: drain "
+        "this machine",
     ),
     argument("machine", nargs="?", default="", metavar="MACHINE", help="drain, resume or fence it"),
-    argument("--address", default="", metavar="ADDRESS", help="the head's, such as 10.0.0.1:6379"),
+    argument("--address", default="", metavar="ADDRESS", help="of the head, such as 10.0.0.1:6379"),
     TOKEN, SOCKET, JSON,
 )  # fmt: skip
 def _cluster(options: Options) -> int:
@@ -85,7 +88,7 @@ def _cluster(options: Options) -> int:
     check_ray()
     if not address:
         raise RefusedError(
-            "The cluster is found by the address of its head.",
+            "This command needs the address of the cluster's head.",
             code=Code.BAD_REQUEST,
             next_step="Give it with --address.",
         )
@@ -96,7 +99,7 @@ def _cluster(options: Options) -> int:
         if do in ("drain", "resume"):
             return carry_out(
                 do, machine, ORDERS[do],
-                look=lambda: ledger.call(f"how far {machine} is", "view"),
+                look=lambda: ledger.call(f"for the state of {machine}", "view"),
                 order=lambda: ledger.call(f"to {do} {machine}", "drain", machine, do == "drain"),
             )  # fmt: skip
         if do == "fence":
@@ -111,10 +114,10 @@ def _cluster(options: Options) -> int:
 def picture(found: Mapping[str, Any]) -> str:
     """Return the machines of a cluster and what each may use, as text."""
     lines = (
-        [] if found["serving"] else ["The ledger lends nothing before it has heard all of them."]
+        [] if found["serving"] else ["The ledger lends nothing until all of them have reported."]
     )
     for node in found["nodes"]:
-        age = f", last heard {format_seconds(node['age'])} ago" if node["life"] else ""
+        age = f", last report {format_seconds(node['age'])} ago" if node["life"] else ""
         lines.append(f"{node['name']}: {node['state']}{age}")
         lines += [f"  {row}" for row in uses(node)]
     return "\n".join(lines)

@@ -48,7 +48,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     nodes = view["nodes"]
     table = _table([(node["name"], _state(node), *_figures(node["summary"])) for node in nodes])
     notes = [] if view["serving"] else [
-        "The ledger lends nothing before it has heard all machines."
+        "The ledger lends nothing until all machines have reported."
     ]  # fmt: skip
     notes += [
         f"{node['name']}: its figures are {format_seconds(node['age'])} old."

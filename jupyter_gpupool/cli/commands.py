@@ -257,7 +257,7 @@ def _doctor(options: Options) -> int:
         "file", metavar="FILE", nargs="?", type=Path,
         help="also read this file, after those that Jupyter reads",
     ),
-    argument("--alone", action="store_true", help="read FILE and none of Jupyter's"),
+    argument("--alone", action="store_true", help="read only FILE, not Jupyter's own files"),
     argument(
         "--devices", default="", metavar="GPUS",
         help="count sizes on these GPUs, such as 16x80GiB (default: those of this machine)",

@@ -66,9 +66,9 @@ def _mount(path: Path) -> str:
     """Return the advice that makes the socket at ``path`` usable in this container."""
     if _is_nobodys(path):
         return (
-            "In this user namespace the machine's root is nobody, whose socket is trusted only "
-            "directly in a mounted folder. Mount the folder of a user of the pool "
-            f"({_USERS}), or run the container in the machine's user namespace: --userns=host "
+            "In this user namespace the machine's root is the user nobody, and a kernel trusts a "
+            "socket of nobody only directly in a mounted folder. Mount the folder of a user of the "
+            f"pool ({_USERS}), or run the container in the machine's user namespace: --userns=host "
             "(Docker, Podman as root), hostUsers: true (Kubernetes)."
         )
     return (
@@ -105,8 +105,9 @@ def identity(path: Path, user: str) -> Finding:
     """Whether the mounted folder of a pool user is read-only here."""
     if not os.statvfs(path.parent).f_flag & os.ST_RDONLY:
         return Finding(
-            "fail", "socket", f"{path.parent} can be written here: root of this container could "
-            "change what other containers load", "Mount it read-only (:ro, readOnly: true).",
+            "fail", "socket", f"{path.parent} is writable here: root in this container could "
+            "change libraries that other containers load",
+            "Mount it read-only (:ro, readOnly: true).",
         )  # fmt: skip
     return Finding("ok", "socket", f"a broker answers at {path}; you are its user {user!r}")
 
@@ -116,7 +117,7 @@ def loadable(guard: Path) -> Finding:
     if guard.exists():
         return Finding("ok", "guard", str(guard.resolve()))
     return Finding(
-        "fail", "guard", f"{guard} leads to nothing here: kernels would run without the guard",
+        "fail", "guard", f"{guard} has no target here: kernels would run without the guard",
         f"Mount the folder of a user of the pool instead ({_USERS}), which has it.",
     )  # fmt: skip
 
@@ -147,8 +148,8 @@ def users(table: Path) -> Finding:
     shown = "none" if outside is None else str(outside)
     return Finding(
         "warn", "user ids", f"user id {here} of this container is {shown} on the machine",
-        "The broker counts by the machine's user ids: map each container user to an id of its own "
-        "there, or such users share quota and sessions.",
+        "The broker counts by the machine's user ids. Map each container user to its own id on the "
+        "machine; users with the same id share quota and sessions.",
     )  # fmt: skip
 
 
@@ -166,12 +167,12 @@ def numbers(seen: int, told: int) -> Finding:
     ``told`` is the id that the broker reports about itself.
     """
     if seen == told:
-        return Finding("ok", "processes", "they have the same numbers here and for the broker")
+        return Finding("ok", "processes", "they have the same ids here and for the broker")
     return Finding(
-        "fail", "processes", "this container has process numbers of its own: the broker would take "
-        "another process for a kernel of yours, or find none",
-        f"Mount the folder of a user of the pool instead ({_USERS}), or run it with the numbers of "
-        "the machine: --pid=host (Docker, Podman), hostPID: true (Kubernetes).",
+        "fail", "processes", "this container has its own PID namespace: the broker would confuse "
+        "your kernel with another process, or not find it",
+        f"Mount the folder of a user of the pool instead ({_USERS}), or run it in the PID "
+        "namespace of the machine: --pid=host (Docker, Podman), hostPID: true (Kubernetes).",
     )  # fmt: skip
 
 

@@ -103,8 +103,8 @@ def install_service(
         print("Nothing was changed.")
     elif root is None:
         print(
-            f"The service {'now runs this version' if again else 'runs'}: new kernels of "
-            "every user are in its pool.\nCheck it: jupyter gpupool doctor"
+            f"The service {'now runs this version' if again else 'runs'}. New kernels of all "
+            "users join its pool.\nCheck it: jupyter gpupool doctor"
         )
     return 0
 
@@ -130,7 +130,7 @@ def _kept(manager: Manager, found: Mapping[Path, Path]) -> tuple[Path, ...]:
         path for file in found.values() for path in earlier_config(manager, file.read_text())
     )
     for path in kept:
-        print(f"Keep --config {path} of the earlier installation")
+        print(f"The service keeps --config {path} of the earlier installation")
     return kept
 
 
@@ -162,8 +162,8 @@ def _layout(config: Sequence[Path]) -> Layout:
     if settings.cluster_identity:
         print(
             "c.GPUPool.cluster_identity is set, so the broker starts kernels for servers on other "
-            "machines. The limits of its unit would hold for them: it gets none, and all rights of "
-            "root."
+            "machines. Limits of its unit would also apply to these kernels, so the unit has no "
+            "limits and all rights of root."
         )
     loader = shutil.which("nvidia-modprobe")
     return Layout(
@@ -250,7 +250,7 @@ def _remove(
     This continues after a failed step, because the service may be only half installed.
     """
     if not found:
-        print("The service is not installed: there is nothing to undo.")
+        print("The service is not installed, so nothing was removed.")
         return
     layout = Layout(Path("/"), (), MACHINE_SOCKET, _STATE)
     failed = [_run(command, run=run, dry_run=dry_run) for command in manager.end(layout)]

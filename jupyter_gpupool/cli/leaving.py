@@ -20,7 +20,7 @@ LOOK = 0.5
 UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
 
 _NEXT = (
-    "It may be switched off: end jupyter gpupool node there, and take it from "
+    "You may switch it off: end jupyter gpupool node there, and remove it from "
     "c.GPUPool.cluster_nodes on the other machines. To take it back: jupyter gpupool cluster "
     "resume {}."
 )
@@ -60,7 +60,7 @@ def carry_out(
             state = node["state"]
             if do == "drain" and state in ("left", "gone"):
                 why = "no kernel has a slice there" if state == "left" else "it was fenced"
-                printer.tell(f"The cluster counts nothing of {machine}: {why}.")
+                printer.tell(f"The ledger no longer counts anything for {machine}: {why}.")
                 printer.tell(_NEXT.format(machine))
                 return 0
             if ordered and state == goal:
@@ -89,7 +89,7 @@ def leave(socket: str) -> int:
                 found = client.call("leave")
                 name = found["name"]
                 if found["left"]:
-                    printer.tell(f"The cluster counts nothing of {name} any more.")
+                    printer.tell(f"The ledger no longer counts anything for {name}.")
                     printer.tell(_NEXT.format(name))
                     return 0
                 printer.tell(_waits_for(found))

@@ -83,7 +83,7 @@ NAME = argument("name", metavar="NAME", help="as `jupyter gpupool ps` shows it")
         "--group", default="", metavar="GROUP",
         help="the group of yours whose share it uses (default: the first)",
     ),
-    argument("--name", default="", metavar="NAME", help="what the pool and people call it"),
+    argument("--name", default="", metavar="NAME", help="name of the program in the pool"),
     argument(
         "--max-wait", type=_seconds, metavar="TIME",
         help="give up if the first slice does not come within this time, such as 10m",

@@ -21,11 +21,11 @@ MOST_FOLDERS = 3
 
 #: For each state in which a machine takes no new kernel: the answer, and the reason.
 _CLOSED = {
-    "draining": "no, it drains and gives no new slices",
-    "left": "no, it has drained and left",
-    "fenced": "no, an administrator has called it dead",
-    "gone": "no, an administrator has called it dead",
-    "unheard": "unknown, the ledger has not heard it",
+    "draining": "no, it is draining and gives no new slices",
+    "left": "no, it has left the cluster",
+    "fenced": "no, an administrator has fenced it",
+    "gone": "no, an administrator has fenced it",
+    "unheard": "unknown, the ledger has no report from it yet",
 }
 
 
@@ -64,7 +64,7 @@ def elsewhere(view: Mapping[str, Any] | None, here: str, owner: str, group: str)
     for node in view["nodes"]:
         if node["name"] != here:
             counted = [row for row in node["counted"] if tuple(row[:2]) in names]
-            heard = f"last heard {format_seconds(node['age'])} ago"
+            heard = f"last report {format_seconds(node['age'])} ago"
             told += [f"On {node['name']} ({heard}) {row}." for row in uses({"counted": counted})]
     return told
 
@@ -99,10 +99,10 @@ def _lack(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
     if node["state"] in _CLOSED:
         return _CLOSED[node["state"]]
     if node["state"] == "silent":
-        return f"unknown, it is silent for {format_seconds(node['age'])}"
+        return f"unknown, it has not reported for {format_seconds(node['age'])}"
     summary, devices = node["summary"], wanted.devices
     if summary is None or summary["gpus"] is None:
-        return "unknown, it has not told what is free on each GPU"
+        return "unknown, it has not reported the free memory of each GPU"
     gpus, waiting = summary["gpus"], summary["waiting"]
     if not gpus:
         return "no, it has no GPU in service"

@@ -26,10 +26,10 @@ _LOG = logging.getLogger(__name__)
 TTL, MARGIN = 8.0, 2.0
 
 
-_REPORTS = "%s was fenced and reports: what its kernels have counts again"
+_REPORTS = "%s was fenced and reports again: the ledger counts what its kernels have"
 _BORROWED = (
-    "%s was fenced or had left, and counts again: another ledger may have lent it something before "
-    "this ledger was heard. If it is dead, fence it again"
+    "%s was fenced or had left. The ledger counts it again, because another ledger may have lent "
+    "it limits before it heard this one. If it is dead, fence it again"
 )
 
 #: Most characters of a view for a node: its broker accepts no longer message.
@@ -121,7 +121,7 @@ class Desk:
         except (ValueError, KeyError, TypeError):
             return False
         refusal = RefusedError(
-            f"{node} does not answer: its agent was last heard {format_seconds(age)} ago.",
+            f"{node} does not answer: its agent last reported {format_seconds(age)} ago.",
             code=Code.UNREACHABLE,
             next_step="Kernels there probably still run. Try again, or ask your administrator.",
         )
@@ -171,7 +171,9 @@ class Desk:
             elif isinstance(action, ev.Stranger):
                 if action.node not in self._strangers:
                     self._strangers.add(action.node)
-                    _LOG.warning("%s reports and is not in c.GPUPool.cluster_nodes", action.node)
+                    _LOG.warning(
+                        "%s reports, but c.GPUPool.cluster_nodes does not name it", action.node
+                    )
             elif isinstance(action, ev.FenceDropped):
                 _LOG.warning(_REPORTS if action.reported else _BORROWED, action.node)
             else:

@@ -143,12 +143,12 @@ class HubTokens:
         name, scopes = str(found["name"]), found.get("scopes")
         if not isinstance(scopes, list):
             raise bad(
-                "the Hub does not tell what its token may do",
-                "JupyterHub 2.0 and later tell it.",
+                "the Hub does not report the scopes of its token",
+                "Upgrade the Hub to JupyterHub 2.0 or later, which reports them.",
             )
         if not {_OWN, f"{_OWN}!user={name}"}.intersection(map(str, scopes)):
             raise bad(
-                f"its token has no scope {_OWN}, as that of a user's own server has",
-                "Start the server from the Hub, and use the token that it has given to it.",
+                f"its token lacks the scope {_OWN}, which the token of a user's own server has",
+                "Start the server from the Hub, and use the token that the Hub gives this server.",
             )
         return name

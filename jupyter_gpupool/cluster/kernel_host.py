@@ -55,7 +55,7 @@ class KernelFiles:
 
     def __init__(self, kernel_id: str) -> None:
         if not _NAME.fullmatch(kernel_id):
-            raise RefusedError("This is no kernel's id.", code=Code.BAD_REQUEST)
+            raise RefusedError("The kernel id in this order is not valid.", code=Code.BAD_REQUEST)
         self._folder = user_runtime_dir() / "kernels"
         self.connection_file = self._folder / f"kernel-{kernel_id}.json"
         self.log = self._folder / f"kernel-{kernel_id}.log"
@@ -99,9 +99,7 @@ def kernelspec(order: Mapping[str, Any], machine: str) -> dict[str, Any]:
     name = str(order["kernel"])
     spec = dict(read_kernelspec(name)) if _NAME.fullmatch(name) else {}
     if not spec.get("argv"):
-        raise missing(
-            machine, f"there is no kernelspec {name[:80]!r}", "Have it installed there, too."
-        )
+        raise missing(machine, f"there is no kernelspec {name[:80]!r}", "Install it there, too.")
     if not encrypts(spec):
         raise RefusedError(
             f"The kernelspec {name!r} on {machine} does not say that its kernel encrypts its "
@@ -138,7 +136,9 @@ def _filled(word: str, fields: Mapping[str, str]) -> str:
 def enter(folder: str, machine: str) -> None:
     """Enter the kernel's working folder."""
     if not Path(folder).is_absolute():
-        raise missing(machine, "the working folder has no absolute path", "Open the notebook anew.")
+        raise missing(
+            machine, "the path of the working folder is not absolute", "Open the notebook again."
+        )
     try:
         os.chdir(folder)
     except OSError as error:
@@ -162,7 +162,7 @@ def free_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
                 raise RefusedError(
                     f"A port at {address} cannot be used: {error.strerror}.",
                     code=Code.AGAIN,
-                    next_step="Shut the kernel down and start it anew.",
+                    next_step="Shut the kernel down and start it again.",
                 ) from None
             found[name] = probe.getsockname()[1]
     return found

@@ -84,7 +84,7 @@ class LedgerCalls:
         host, _, port = self.address.rpartition(":")
         if not host or not port.isdecimal():
             raise RefusedError(
-                f"{self.address[:80]} is no address of a cluster's head.",
+                f"{self.address[:80]} is not the address of a cluster's head.",
                 code=Code.BAD_REQUEST,
                 next_step="Give one such as 10.0.0.1:6379.",
             )

@@ -72,7 +72,8 @@ class Mail:
         if not await self._send(order["node"], order):
             # The order may have gone out nevertheless. The code says that nobody knows.
             lost = RefusedError(
-                f"{order['node']} does not answer: the ledger, which passes orders on, does not.",
+                f"{order['node']} cannot be reached: the ledger, which passes orders on, does not "
+                "answer.",
                 code=Code.UNREACHABLE,
                 next_step="Kernels there probably still run. Try again, or ask your administrator.",
             )

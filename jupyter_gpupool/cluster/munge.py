@@ -28,7 +28,7 @@ _BAD = {
     9: "its version is unknown",
     14: "it was changed, or the machines do not share a key",
     15: "it is too old, or the clocks of the machines differ",
-    16: "it comes from the future: the clocks of the machines differ",
+    16: "its time is in the future: the clocks of the machines differ",
     17: "it was used before",
     18: "it is for another user",
 }
@@ -76,7 +76,7 @@ class Munge:
             )  # fmt: skip
             try:
                 if error in _BAD:
-                    raise bad(_BAD[error], "Try again: each request has a credential of its own.")
+                    raise bad(_BAD[error], "Try again: each request makes a new credential.")
                 if error:
                     raise cannot(
                         f"MUNGE did not check a credential: {_words(lib, context, error)}.",

@@ -24,8 +24,8 @@ LEAST_USAGE, MOST_USAGES = 1.0, 200
 #: Returns how much of a key this machine may have.
 Most = Callable[[Key], int]
 
-SILENT = "the ledger of the cluster does not answer, so this machine gets no more of it now"
-DRAINS = "this machine is leaving the cluster and gets no more of it"
+SILENT = "the ledger of the cluster does not answer, so this machine can borrow no more now"
+DRAINS = "this machine is leaving the cluster and can borrow no more"
 
 
 class Elsewhere(dict[str, Charge]):

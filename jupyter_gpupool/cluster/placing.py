@@ -102,10 +102,10 @@ def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
         return "its GPUs are not known yet"
     works = summary["devices"] - summary["out"]
     if works < wanted.devices:
-        return f"it has {_count(works)} in service, and {_count(wanted.devices)} must be"
+        return f"it has {_count(works)} in service, and the kernel needs {_count(wanted.devices)}"
     most = summary["capacity"] // summary["devices"]
     if most < wanted.memory:
-        return f"its GPUs have {format_bytes(most)} and {format_bytes(wanted.memory)} is needed"
+        return f"its GPUs have {format_bytes(most)}, and {format_bytes(wanted.memory)} is needed"
     if wanted.model:
         return lacks_model(summary["gpus"], wanted.model)
     return ""
@@ -118,12 +118,12 @@ def lacks_model(gpus: list[Any] | None, model: str) -> str:
     model.
     """
     if gpus is None:
-        return "the models of its GPUs are not known, because the cluster is too large for a list"
+        return "the models of its GPUs are not known: the cluster is too large to list them"
     others = sorted({name for name, _ in gpus if not is_model(name, model)})
     if not others:
         return ""
     if any(is_model(name, model) for name, _ in gpus):
-        return f"it has {', '.join(others)}, too, and its pool may choose any of its GPUs"
+        return f"it also has {', '.join(others)}, and its pool may choose any of its GPUs"
     return f"its GPUs are {', '.join(others)}, and {model} is needed"
 
 

@@ -99,7 +99,7 @@ def read_groups(value: Mapping[Any, Any]) -> Groups:
         elif not isinstance(entry, Mapping):
             faults.append(
                 Fault(
-                    f"The group {name!r} is {entry!r}.",
+                    f"The value of the group {name!r} is {entry!r}, not a dict.",
                     "Write a dict such as {'guarantee': '40%', 'users': ['ada']}.",
                     keys=(name,),
                 )
@@ -232,7 +232,7 @@ def read_portion(value: Any) -> Portion:
     devices = _DEVICES.fullmatch(text)
     if devices:
         if not float(devices[1]) > 0:
-            raise ValueError(f"{value!r} is nothing. {form}")
+            raise ValueError(f"{value!r} is not above zero. {form}")
         return Portion(devices=float(devices[1]))
     try:
         parse_bytes(value)

@@ -254,7 +254,9 @@ def _read(path: Path, *, required: bool) -> Config | None:
         return None
     except SystemExit as error:
         text = f"The configuration file {path} ended the program ({error})."
-        raise WrongConfiguration([Fault(text)]) from None
+        raise WrongConfiguration(
+            [Fault(text, "Remove the call that ends it, such as sys.exit().")]
+        ) from None
     except Exception as error:
         text = f"The configuration file {path} cannot be read: {_one_line(error, path)}."
         raise WrongConfiguration([Fault(text, "Correct it; nothing was changed.")]) from error

@@ -203,7 +203,9 @@ def read_priority_classes(value: Mapping[Any, Any]) -> dict[str, int]:
         if not isinstance(name, str) or not name.isidentifier():
             raise ValueError(f"{name!r} is not a name for a priority class. Use letters and '_'.")
         if type(number) is not int:
-            raise ValueError(f"Priority class {name!r} is {number!r}. Write a whole number.")
+            raise ValueError(
+                f"The priority class {name!r} has the value {number!r}. Write a whole number."
+            )
     return dict(value)
 
 

@@ -166,7 +166,9 @@ def _span(text: str, what: str) -> tuple[int, int]:
         raise ValueError(f"{text!r} is not {what}")
     first, last = (int(match[n]) * 60 + int(match[n + 1]) for n in (1, 3))
     if int(match[2]) > 59 or int(match[4]) > 59 or first >= DAY or last > DAY:
-        raise ValueError(f"{text!r} has a time that no clock shows. Write '00:00' to '24:00'.")
+        raise ValueError(
+            f"{text!r} has a time outside the day. Write times from '00:00' to '24:00'."
+        )
     if first == last:
         raise ValueError(
             f"{text!r} begins and ends at the same time. Write '00:00-24:00' for the whole day."
@@ -247,8 +249,8 @@ def wrong_settings(
             elif name in ("schedules", "hub_groups"):
                 note(f"A schedule cannot set {name}.", "", *keys)
             elif name in fixed:
-                text = f"{name!r} counts only from the next start of the broker."
-                note(text, "No schedule can change it.", *keys)
+                text = f"A change of {name!r} takes effect only when the broker starts."
+                note(text, "Remove it from the schedule.", *keys)
         changed = schedule.values.get("groups")
         for group, entry in changed.items() if isinstance(changed, Mapping) else ():
             within: tuple[OptionKey, ...] = (index, "set", "groups", group)

@@ -520,8 +520,8 @@ class RequestForOneCell:
         if self._link.attached:
             why = self._link.pinned_reason or self._link.reason or "the kernel is busy"
             raise RefusedError(
-                f"{format_bytes(wanted)} is not free on the GPU of this kernel, and the kernel "
-                f"could not leave that GPU: {why}.",
+                f"{format_bytes(wanted)} is not free on the GPU of this kernel, and the pool could "
+                f"not move the kernel off that GPU: {why}.",
                 next_step="Try again later, or ask for less.",
             )
 

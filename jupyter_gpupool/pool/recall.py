@@ -44,7 +44,7 @@ def _refusal(facts: Facts, s: Session) -> Refusal | None:
     if s.state not in HAS_LEASE:
         return Refusal(Code.NOTHING_TO_RELEASE, "The kernel has no slice.")
     if s.state == "detaching":
-        return Refusal(Code.NOTHING_TO_RELEASE, "The slice is already on its way back.")
+        return Refusal(Code.NOTHING_TO_RELEASE, "The pool is already taking the slice back.")
     fixed = s.state in ATTACHED and not suspendable(s, facts)
     why = s.pinned_reason or ("the GPU cannot suspend a process" if fixed else "")
     if not why:

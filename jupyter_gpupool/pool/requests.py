@@ -236,9 +236,9 @@ def _growth_bounds(
             max(most - s.lease.granted, others),
             Refusal(
                 Code.NO_MEMORY,
-                f"{format_bytes(max(0, others))} is free that nobody else is guaranteed, and with "
-                f"more than {format_bytes(most)} in all this kernel could not be suspended for "
-                "them: its state would not fit in host memory.",
+                f"only {format_bytes(max(0, others))} of the free memory is guaranteed to no other "
+                f"kernel. A kernel that takes more must stay suspendable, and above "
+                f"{format_bytes(most)} its state does not fit in host memory.",
                 "Free memory in the kernel, or ask an admin for more host memory.",
                 {**numbers, "most": most, "free": max(0, others)},
             ),
@@ -377,7 +377,7 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
     if s.state == "detached":
         return _answer(s, event.rid, "The kernel has no slice.")
     if s.state == "detaching":
-        return _answer(s, event.rid, "The slice is already on its way back.")
+        return _answer(s, event.rid, "The pool is already taking the slice back.")
     if not suspendable(s, facts) and (s.state == "idle" or s.lease.footprint):
         name = facts.devices[s.lease.slices[0].device].device.name
         refusal = Refusal(
@@ -423,7 +423,7 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
         )
         return _answer(s, event.rid, refusal)
     if left > most:
-        again = f"Keep it for {format_seconds(most)}, and again before that is over."
+        again = f"Keep it for {format_seconds(most)}, and repeat that before the time is over."
         refusal = Refusal(
             Code.OVER_KEEP,
             f"{format_seconds(left)} was asked for; an idle slice is kept for at most "
@@ -435,7 +435,7 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
     s.keep_until = event.until
     s.release_asked = False
     if left <= 0:
-        return _answer(s, event.rid, "The slice is no longer kept when idle.")
+        return _answer(s, event.rid, "The pool may take the slice back again when it is idle.")
     note = f"The slice stays for {format_seconds(left)}, even when idle."
     if facts.now < s.recall_at < event.until:
         left = s.recall_at - facts.now

@@ -93,7 +93,7 @@ def _state_lines(
     elif s.state == "detaching":
         yield f"It gives back {sizes}" + (f": {found.preempted}." if found.preempted else ".")
     elif found.reason is not None:
-        yield f"It has {sizes} and asks for more that is guaranteed to it; that must wait."
+        yield f"It has {sizes}, and waits for more memory that is guaranteed to it."
     elif s.lease.slices:
         use = {"active": "uses", "idle": "keeps, without using it,"}.get(s.state, "has")
         yield f"It {use} {sizes}." + (f" {found.text}" if found.text else "")
@@ -247,8 +247,8 @@ def _rule_words(rule: str, later: bool) -> str:
 
 
 _UNMOVED = {
-    "size": "the state is larger than what may be kept of it in host memory",
-    "quota": "its user's quota of suspended state has too little left",
+    "size": "the state is larger than the host memory that it may use",
+    "quota": "its user has too little quota of suspended state left",
     "room": "host memory has too little room for the state",
 }
 
@@ -287,7 +287,7 @@ _CHANGE_WORDS = {
     "lease-ends": "another kernel stops using its GPU",
     "own-lease-ends": "another kernel of yours gives its slice back",
     "group-lease-ends": "another kernel of the group gives its slice back",
-    "head-is-served": "the first of the queue has its slice",
+    "head-is-served": "the first kernel of the queue has got its slice",
     "host-memory": "host memory becomes free",
     "holder-host-memory": "suspended kernels of the user in its way go on or end",
     "holder-frees": "a kernel in its way frees GPU memory",
@@ -393,7 +393,7 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
             )
         whose = "its" if budget.group else "your"
         if budget.spent or budget.until < math.inf:
-            what = "there are more" if budget.spent else "as things are, they are used up"
+            what = "there are more" if budget.spent else "at the present rate, they are used up"
             # A budget that refills does not recover while its kernels use as much as comes back.
             at = _when(budget.until, now)
             if budget.until == math.inf:

@@ -146,9 +146,9 @@ def _host(facts: Facts, why: Reason) -> str:
     sessions.
     """
     if why.lacks == "size":
-        return "the state of each is larger than what may be kept of it in host memory"
+        return "the state of each is larger than the host memory that it may use"
     if why.lacks == "quota":
-        return "their users' quota of suspended state has too little left"
+        return "their users have too little quota of suspended state left"
     used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
     if facts.host_room < budget - used:
         room = format_bytes(max(0, facts.host_room))
@@ -188,7 +188,7 @@ def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
         step = "Ask the administrator of the pool for some."
     elif spent.until == math.inf:
         kernels = f"Kernels of the group {spent.group}" if spent.group else "Your other kernels"
-        step = "Try again later: what comes back of this budget comes back on other machines now."
+        step = "Try again later: this budget now refills on other machines only."
         if soonest < math.inf:
             step = (
                 f"{kernels} use as many as come back. If they stop now, there are more "
@@ -432,12 +432,12 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
     usage = facts.usage.get(s.owner.name)
     if own is not None and usage is not None and bound > own - usage.suspended:
         size = format_bytes(own)
-        return f"Your quota of {size} of suspended state is full; the slice leaves {_ROOM}."
+        return f"Your quota of {size} of suspended state is full; the slice goes back {_ROOM}."
     if bound > free:
         return (
             f"Its state may need {format_bytes(bound)}, and {format_bytes(free)} of the "
             f"{format_bytes(budget)} of host memory for suspended kernels is free; the slice "
-            f"leaves {_ROOM}."
+            f"goes back {_ROOM}."
         )
     return _STAYS["machine"] if bound > facts.host_room else _STAYS["kept"]
 
@@ -464,12 +464,12 @@ _STAYS = {
     ),
     "pressed": (
         "Host memory is short where the kernel runs, so its state stays on the GPU; the slice "
-        f"leaves {_ROOM}."
+        f"goes back {_ROOM}."
     ),
-    "machine": f"This machine has too little free memory now; the slice leaves {_ROOM}.",
+    "machine": f"This machine has too little free memory now; the slice goes back {_ROOM}.",
     "kept": (
         "The remaining host memory is reserved for the next kernel in the queue; the slice "
-        f"leaves {_ROOM}."
+        f"goes back {_ROOM}."
     ),
 }
 

@@ -69,7 +69,9 @@ class HeldSlice:
         try:
             self._max_wait = None if max_wait is None else parse_seconds(max_wait)
         except ValueError as error:
-            raise RefusedError(f"max_wait is wrong: {error}", code=Code.BAD_REQUEST) from None
+            raise RefusedError(
+                f"The value of max_wait is wrong: {error}", code=Code.BAD_REQUEST
+            ) from None
         self._name = name
         self._hold = ""
         self._place: _OwnSession | None = None

@@ -254,7 +254,7 @@ def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
     broker.faults.set("restore-failed", pid=one.process.pid)
     one.do("ask", hold="cell")
     reason = wait_until(
-        lambda: (q := one.link()["queue"]) and "has its state still" in q["reason"] and q["reason"],
+        lambda: (q := one.link()["queue"]) and "still has its state" in q["reason"] and q["reason"],
         "the reason",
     )
     assert "CUDA_ERROR_OPERATING_SYSTEM" in reason

@@ -88,8 +88,8 @@ def test_a_session_may_not_choose_another_group(broker, group):
         client.call("open", kernel_id="k", group=group)
     assert caught.value.code == Code.NOT_IN_GROUP
     assert str(caught.value) == (
-        f"You are not in a group {group!r} of this pool. Choose 'thesis', 'lab' or 'rest'; without "
-        "a choice it is 'thesis'."
+        f"You are not in a group {group!r} of this pool. Choose 'thesis', 'lab' or 'rest'; the "
+        "default is 'thesis'."
     )
 
 

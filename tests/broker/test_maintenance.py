@@ -531,7 +531,7 @@ def test_gpu_of_a_killed_restored_kernel_is_tested_before_use(hanging, restored)
     wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
     (lost,) = wait_until(lambda: hanging.rows("device-lost"), "the suspicion", 60)
     assert lost["device"] == uuid
-    assert "suspended and resumed ended here without being suspended first" in lost["reason"]
+    assert "suspended and resumed ended on this GPU before the pool" in lost["reason"]
     wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
     kinds = [row["kind"] for row in hanging.rows("close", "device-lost", "device-seen")]
     assert kinds[-3:] == ["device-lost", "close", "device-seen"], "first nobody gets it"
@@ -545,7 +545,7 @@ def test_restored_kernel_that_exits_is_not_reported_as_killed(hanging, restored)
     assert restored.process.wait(60) == 0
     (lost,) = wait_until(lambda: hanging.rows("device-lost"), "the suspicion", 60)
     assert lost["device"] == uuid
-    assert "ended here without being suspended first" in lost["reason"]
+    assert "ended on this GPU before the pool suspended it again" in lost["reason"]
     assert "killed" not in lost["reason"]
     wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
 

@@ -168,7 +168,7 @@ def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     for worker in workers:
         worker.suspend()  # so that no call to the driver ends
     maintain(driver, "pause", seen)
-    what = "kernels that have called cuInit and nothing else to be suspended"
+    what = "the suspend of kernels that have only called cuInit"
     wait_until(lambda: what in order(driver, seen)["step"], "what it waits for", PATIENCE)
     assert progress(order(driver, seen)) == [f"Waiting for {what}."]
     for worker in workers:

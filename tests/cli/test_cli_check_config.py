@@ -161,7 +161,7 @@ def test_unknown_user_is_a_mistake_if_all_users_are_known(config, capsys, monkey
     monkeypatch.setattr(check_config, "knows_everybody", lambda: False)
     found = report(capsys)
     assert found["ok"]
-    assert "It may exist all the same" in found["warnings"][0]
+    assert "It may exist in a directory service" in found["warnings"][0]
     assert report(capsys, "--devices", "1x80GiB")["ok"]
 
 
@@ -207,7 +207,7 @@ def test_empty_group_gets_a_warning(config, capsys):
         ),
         (
             "quotas = {'*': {'gpu_seconds_per_day': {'seconds': 0, 'then': 'refuse'}}}",
-            "kernels that it counts for never get a slice.",
+            "kernels under it never get a slice.",
         ),
         (
             "default_memory = '100GiB'",

@@ -150,7 +150,7 @@ def test_upgrade_keeps_the_configuration_files(call, manager, tmp_path, capsys):
     capsys.readouterr()
     call(manager)
     assert {path: (call.machine / path).read_text() for path in before} == before
-    assert capsys.readouterr().out.startswith(f"Keep --config {config} of")
+    assert capsys.readouterr().out.startswith(f"The service keeps --config {config} of")
     other = tmp_path / "other.py"
     other.write_text("")
     call(manager, config=[other])

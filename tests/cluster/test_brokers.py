@@ -239,7 +239,7 @@ def test_each_machine_shows_the_whole_cluster(cluster, capsys):
     socket = str(cluster.brokers["m2"].socket)
     assert main(["why", third.session, "--socket", socket]) == 0
     told = capsys.readouterr().out
-    assert "On m0 (last heard " in told
+    assert "On m0 (last report " in told
     assert "may use 1 lease." in told
     assert re.search(r"m0: yes, it has room \([^)]+\) and nobody waits\.", told), told
     assert re.search("^m0 +present +1 +[A-Za-z]", look(cluster, "m2", capsys), re.MULTILINE)

@@ -26,7 +26,7 @@ def no_ray(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["node"], "A machine begins a cluster or joins one. Give --head, or --join"),
+        (["node"], "This machine must either begin a cluster or join one. Use --head"),
         (["node", "--head"], "has no Ray, which carries the messages of a cluster. Install it"),
         (["cluster", "status", "--address", "x"], "This environment has no Ray"),
     ],
@@ -225,7 +225,7 @@ def test_a_stopped_head_is_noticed_without_ray(tmp_path, monkeypatch, capsys):
 
 def test_an_address_without_a_port_is_refused(calls):
     for address in ("gpu1", "gpu1:", ":6379", "gpu1:x"):
-        with pytest.raises(RefusedError, match="is no address of a cluster's head"):
+        with pytest.raises(RefusedError, match="is not the address of a cluster's head"):
             LedgerCalls(address).call("for it", "view")
 
 
@@ -239,8 +239,8 @@ def test_the_picture_names_each_machine_and_what_it_may_use():
         ],
     }  # fmt: skip
     assert picture(found).splitlines() == [
-        "The ledger lends nothing before it has heard all of them.",
-        "m0: present, last heard 1 s ago",
+        "The ledger lends nothing until all of them have reported.",
+        "m0: present, last report 1 s ago",
         "  user ada may use 4 GiB, 2 leases",
         "m1: unheard",
     ]

@@ -93,7 +93,7 @@ def test_an_order_is_answered_at_once_if_no_ledger_takes_it():
     told = asyncio.run(run())
     answer = json.loads(told["result"])
     assert (told["name"], answer["type"], answer["code"]) == ("n", "error", "unreachable")
-    assert "m1 does not answer: the ledger, which passes orders on, does not" in answer["message"]
+    assert "m1 cannot be reached: the ledger, which passes orders on, does not" in answer["message"]
 
 
 def nested(depth):

@@ -74,9 +74,9 @@ def test_each_unsuitable_machine_is_named_with_its_reason():
     )  # fmt: skip
     assert found.node == "f"
     assert found.reasons == (
-        "a: it is silent; b: it has 1 GPU in service, and 2 GPUs must be; "
-        "c: its GPUs are not known yet; d: it has 0 GPUs in service, and 2 GPUs must be; "
-        "e: its GPUs have 3 GiB and 4 GiB is needed"
+        "a: it is silent; b: it has 1 GPU in service, and the kernel needs 2 GPUs; "
+        "c: its GPUs are not known yet; d: it has 0 GPUs in service, and the kernel needs 2 GPUs; "
+        "e: its GPUs have 3 GiB, and 4 GiB is needed"
     )
 
 
@@ -102,8 +102,8 @@ def test_a_machine_of_another_model_is_named_with_its_models():
     assert found.node == "d", "a full machine of the model, not a free one of another"
     assert found.reasons == (
         "a: its GPUs are A10, and a100 is needed; "
-        "b: it has A10, too, and its pool may choose any of its GPUs; "
-        "c: the models of its GPUs are not known, because the cluster is too large for a list"
+        "b: it also has A10, and its pool may choose any of its GPUs; "
+        "c: the models of its GPUs are not known: the cluster is too large to list them"
     )
 
 

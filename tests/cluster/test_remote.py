@@ -129,8 +129,8 @@ def test_why_considers_the_model_and_the_folders_of_a_kernel(cluster, user):
         ({"kernel": "no-such"}, "not-there", "On m1, there is no kernelspec 'no-such'"),
         ({"kernel": "../../x"}, "not-there", "On m1, there is no kernelspec"),
         ({"cwd": "/no/such"}, "not-there", "On m1, the folder /no/such cannot be entered"),
-        ({"cwd": "here"}, "not-there", "On m1, the working folder has no absolute path"),
-        ({"kernel_id": "../x"}, "bad-request", "This is no kernel's id"),
+        ({"cwd": "here"}, "not-there", "On m1, the path of the working folder is not absolute"),
+        ({"kernel_id": "../x"}, "bad-request", "The kernel id in this order is not valid"),
         ({"options": {"memory": "900GiB"}}, "over-device", "900 GiB"),
         ({"secrets": {}}, "bad-request", "The kernel could not be prepared"),
         ({"ports": {"shell_port": 70_000}}, "bad-request", "OverflowError"),
@@ -261,7 +261,7 @@ def test_a_machine_with_a_silent_agent_is_unreachable_at_once(cluster, user):
         found = user.order(do="poll", kernel_id="k")
         # The answer is not that of a lost order, which comes after a minute.
         assert found["code"] == "unreachable", found
-        assert "m1 does not answer: its agent was last heard " in found["message"]
+        assert "m1 does not answer: its agent last reported " in found["message"]
     finally:
         cluster.agents["m1"].start()
         wait_until(lambda: "running" in user.order(do="poll", kernel_id="k"), "the agent")

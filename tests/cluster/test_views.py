@@ -107,7 +107,7 @@ def test_an_order_for_a_silent_node_is_answered_at_once(monkeypatch):
     assert letter["name"] == "o1"
     error = json.loads(letter["result"])
     assert error["code"] == "unreachable"
-    assert error["message"] == "m1 does not answer: its agent was last heard 20 s ago."
+    assert error["message"] == "m1 does not answer: its agent last reported 20 s ago."
 
 
 def test_a_shortened_view_says_how_many_machines_it_lacks():
@@ -148,7 +148,7 @@ def test_the_table_shows_the_age_of_a_silent_machines_figures():
         "gpu1     present          2 (1 out of service)  NVIDIA A100  4 GiB    11 GiB  3",
         "gpu2     silent for 42 s  2                     NVIDIA A100  4 GiB    11 GiB  3",
         "gpu3     unheard          -                     -            -        -       -",
-        "The ledger lends nothing before it has heard all machines.",
+        "The ledger lends nothing until all machines have reported.",
         "gpu2: its figures are 42 s old.",
         "gpu1: user ada may use 1 lease",
         "gpu1: user ann may use 4 GiB",
@@ -166,7 +166,7 @@ def test_without_a_view_only_this_machine_is_shown():
 def test_why_names_the_users_part_of_a_limit_elsewhere():
     view = found()["view"]
     told = elsewhere(view, "gpu1", "ada", "")
-    assert told == ["On gpu2 (last heard 42 s ago) user ada may use 2 leases."]
+    assert told == ["On gpu2 (last report 42 s ago) user ada may use 2 leases."]
     assert elsewhere(view, "gpu1", "ann", "") == []
     assert "is unknown" in elsewhere(None, "gpu1", "ada", "")[0]
 
@@ -208,7 +208,7 @@ def test_why_says_whether_each_other_machine_has_room():
     assert told(1, summary={"gpus": []}) == "no, it has no GPU in service"
     assert told(1, summary={"gpus": None}).startswith("unknown, ")
     assert told(1, summary=None).startswith("unknown, ")
-    assert told(1, state="silent", age=42) == "unknown, it is silent for 42 s"
+    assert told(1, state="silent", age=42) == "unknown, it has not reported for 42 s"
     for state in set(get_args(NodeState)) - {"present", "silent"}:
         assert re.match("(no|unknown), ", told(1, state=state)), state
     assert considered(None, "gpu1", of(1)) == {}
@@ -216,7 +216,7 @@ def test_why_says_whether_each_other_machine_has_room():
 
 def test_why_says_which_model_a_machine_lacks():
     only_a, b = {"gpus": [["A", 8 * GIB]]}, {"model": "b"}
-    assert told(1, wanted=b) == "no, it has A, too, and its pool may choose any of its GPUs"
+    assert told(1, wanted=b) == "no, it also has A, and its pool may choose any of its GPUs"
     assert told(1, wanted=b, summary=only_a) == "no, its GPUs are A, and b is needed"
     assert told(1, wanted={"model": "a"}, summary=only_a) == "yes, it has room (A) and nobody waits"
     assert models([["B", 1], ["A", 2], ["B", 3]]) == "1x A, 2x B"

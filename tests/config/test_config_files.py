@@ -167,7 +167,10 @@ def test_small_number_of_bytes_is_refused_as_a_forgotten_unit(folders, text):
 
 def test_file_that_calls_exit_does_not_end_the_program(folders):
     path = write(folders[0], "raise SystemExit(3)")
-    assert str(refusal()) == f"The configuration file {path} ended the program (3)."
+    assert str(refusal()) == (
+        f"The configuration file {path} ended the program (3). Remove the call that ends it, "
+        "such as sys.exit()."
+    )
 
 
 def test_invalid_json_is_named(folders):

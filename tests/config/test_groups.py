@@ -145,8 +145,8 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        (5, ("groups['g']: The group 'g' is 5. Write a dict such as {'guarantee': '40%', 'users': "
-         "['ada']}.")),
+        (5, ("groups['g']: The value of the group 'g' is 5, not a dict. Write a dict such as "
+         "{'guarantee': '40%', 'users': ['ada']}.")),
         ({"guarentee": "4%"}, ("groups['g']['guarentee']: A group has no 'guarentee'. Did you mean "
          "'guarantee'? Allowed are 'parent', 'users', 'unix_groups', 'hub_groups', 'order', "
           "'guarantee', "
@@ -155,8 +155,8 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
          "'40%' of the pool's memory, '2 devices', or a size like '24GiB'.")),
         ({"guarantee": "140%"}, ("groups['g']['guarantee']: '140%' is not above 0% and at most "
          "100%. Write '40%' of the pool's memory, '2 devices', or a size like '24GiB'.")),
-        ({"cap": "0 devices"}, ("groups['g']['cap']: '0 devices' is nothing. Write '40%' of the "
-         "pool's memory, '2 devices', or a size like '24GiB'.")),
+        ({"cap": "0 devices"}, ("groups['g']['cap']: '0 devices' is not above zero. Write '40%' of "
+         "the pool's memory, '2 devices', or a size like '24GiB'.")),
         ({"cap": 0.5}, ("groups['g']['cap']: 0.5 is no part of the pool. Write '40%' of the pool's "
          "memory, '2 devices', or a size like '24GiB'.")),
         ({"guarantee": 40}, ("groups['g']['guarantee']: 40 means 40 bytes. Write '40%' of the "

@@ -197,8 +197,8 @@ def test_machines_zone_comes_from_etc_localtime(monkeypatch, tmp_path):
          "'mon, wed, sat-sun'.")),
         ({"hours": "8pm"}, ("[0]['hours']: '8pm' is not a span of hours. Write text such as "
          "'20:00-08:00' or '08:00-12:00, 13:00-18:00'.")),
-        ({"hours": "25:00-08:00"}, ("[0]['hours']: '25:00-08:00' has a time that no clock shows. "
-         "Write '00:00' to '24:00'.")),
+        ({"hours": "25:00-08:00"}, ("[0]['hours']: '25:00-08:00' has a time outside the day. "
+         "Write times from '00:00' to '24:00'.")),
         ({"hours": "08:00-08:00"}, ("[0]['hours']: '08:00-08:00' begins and ends at the same time. "
          "Write '00:00-24:00' for the whole day.")),
         ({"time_zone": "Europe/Berln"}, ("[0]['time_zone']: There is no time zone 'Europe/Berln'. "
@@ -211,8 +211,8 @@ def test_machines_zone_comes_from_etc_localtime(monkeypatch, tmp_path):
          "{'idle_timeout': '1h'}.")),
         ({"set": {"idle_timout": 1}}, ("[0]['set']['idle_timout']: There is no option "
          "'idle_timout'. Did you mean 'idle_timeout'?")),
-        ({"set": {"devices": [0]}}, ("[0]['set']['devices']: 'devices' counts only from the next "
-         "start of the broker. No schedule can change it.")),
+        ({"set": {"devices": [0]}}, ("[0]['set']['devices']: A change of 'devices' takes effect "
+         "only when the broker starts. Remove it from the schedule.")),
         ({"set": {"schedules": []}}, "[0]['set']['schedules']: A schedule cannot set schedules."),
         ({"set": {"groups": {"b": {"cap": "4%"}}}}, ("[0]['set']['groups']['b']: There is no group "
          "'b'. Add it to c.GPUPool.groups.")),

@@ -180,9 +180,7 @@ def test_a_refusal_names_no_time_at_which_nothing_comes_back(lab):
     lab.hold("a")
     spent = budget(lab, 0.0, refill=0.0, then="refuse", more=False)
     refused = got(spent, ev.HoldRefused).refusal
-    assert refused.next_step == (
-        "Try again later: what comes back of this budget comes back on other machines now."
-    )
+    assert refused.next_step == ("Try again later: this budget now refills on other machines only.")
     assert refused.details["soonest"] is None
 
 

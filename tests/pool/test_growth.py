@@ -149,7 +149,7 @@ def test_growth_beyond_host_memory_leaves_room_for_open_sessions(make, asks, mos
     lab.open("o", asks)
     actions = lab.grow("a", most - 4 + 1)
     assert code(actions) == "no-memory"
-    assert "its state would not fit in host memory" in got(actions, ev.Answer).refusal.message
+    assert "its state does not fit in host memory" in got(actions, ev.Answer).refusal.message
     assert size(lab.grow("a", most - 4)) == most
     assert attaches(lab.hold("o")) == (["o"] if asks + most <= 16 else [])
 
@@ -171,7 +171,7 @@ def test_holder_too_large_for_host_memory_is_warned(make):
     none(lab.after(100), ev.Warn)
     lab.open("w", 4)
     assert suspends(lab.hold("w")) == []
-    assert "larger than what may be kept of it in host memory" in lab.reason("w")
+    assert "larger than the host memory that it may use" in lab.reason("w")
     none(lab.after(50), ev.Warn)
     warning = got(lab.after(11), ev.Warn, session="a").message
     assert "may need 16 B, and at most 10 B fits in host memory" in warning

@@ -66,7 +66,8 @@ def test_full_quota_of_suspended_state_is_the_reason(make):
     lab.idle("a", owner="me")
     lab.after(60.0)
     assert told(lab) == (
-        "Your quota of 15 B of suspended state is full; the slice leaves as soon as there is room."
+        "Your quota of 15 B of suspended state is full; the slice goes back as soon as there is "
+        "room."
     )
 
 

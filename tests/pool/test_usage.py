@@ -324,7 +324,7 @@ def test_standing_names_the_rest_of_the_budget(make):
     (left,) = found.budgets
     assert (left.used, left.spent) == (pytest.approx(30), False)
     assert "".join(lines) == (
-        "You have 70 of 100 GPU-seconds left today; as things are, they are used up in 70 s. "
+        "You have 70 of 100 GPU-seconds left today; at the present rate, they are used up in 70 s. "
         "From then on your kernels get only what no other kernel wants."
     )
 

@@ -122,8 +122,8 @@ def test_a_remote_twin_starts_through_the_remote_provisioner(prefix: str) -> Non
         ("gpupool-python3", {}, "uses the GPU pool already."),
         ("remote", {}, "is started by 'k8s-provisioner'; only kernels that start on this machine"),
         ("ir", {"new_name": "a b"}, "'a b' is not a kernelspec name."),
-        ("ir", {"new_name": "python3"}, "There is a kernelspec 'python3' already"),
-        ("ir", {"new_name": "gpupool-python3"}, "it is not a twin"),
+        ("ir", {"new_name": "python3"}, "The kernelspec 'python3' exists already"),
+        ("ir", {"new_name": "gpupool-python3"}, "wrap` did not make it"),
         ("broken", {}, "cannot be read"),
     ],
 )

@@ -249,7 +249,7 @@ def test_wrong_option_of_the_kernelspec_is_named(
 ) -> None:
     argv = [sys.executable, "-m", LAUNCHER, "--kernel", "mine", "--", "python", *IPYKERNEL]
     kernel = start(install_spec("mine", argv, {"memroy": "2GiB"}))
-    assert "has the option 'memroy'" in kernel.run("print(1)")
+    assert "sets the option 'memroy'" in kernel.run("print(1)")
     assert opened(broker) == 0
 
 

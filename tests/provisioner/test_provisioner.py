@@ -402,7 +402,7 @@ def test_folder_of_the_agent_must_be_private(tmp_path: Path, monkeypatch: Any) -
     (folder / "jupyter_gpupool").symlink_to(tmp_path)
     assert (agent_folder() / "jupyter_gpupool" / "kernel").exists()
     folder.chmod(0o777)
-    with pytest.raises(GPUPoolError, match="only you can write to"):
+    with pytest.raises(GPUPoolError, match="Other users can change"):
         agent_folder()
 
 

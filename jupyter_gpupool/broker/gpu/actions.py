@@ -164,7 +164,7 @@ class DeviceActions:
                     f"although there was room: it is lost. {message}"
                 )
             else:
-                message += " The driver has its state still; the pool tries again."
+                message += " The driver still has its state; the pool tries again."
         if lost or refused:
             for uuid in sorted(targets):
                 self._start("", self._examine(uuid, session))

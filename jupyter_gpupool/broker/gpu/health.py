@@ -214,8 +214,8 @@ class SuddenEnds:
         if not self._service.hazard or not record.resumes or not record.slices:
             return
         why = (
-            "A kernel that had been suspended and resumed ended here without being suspended "
-            "first, which is known to hang this driver."
+            "A kernel that the pool had suspended and resumed ended on this GPU before the pool "
+            "suspended it again. Such an end is known to hang this driver."
         )
         for uuid in dict.fromkeys(piece.device for piece in record.slices):
             if uuid in self._health.devices:

@@ -138,7 +138,7 @@ class Landings:
         """Answer one step of a process, at once or later."""
         step, rid = message["step"], message.get("id")
         if step not in ("begin", "move", "cancel", "stay"):
-            raise RefusedError(f"{step[:40]!r} is no step of a landing.", code=Code.BAD_REQUEST)
+            raise RefusedError(f"{step[:40]!r} is not a step of a landing.", code=Code.BAD_REQUEST)
         pid = connection.peer.pid
         if step == "cancel":
             self._cancel(pid)

@@ -373,7 +373,7 @@ class Maintenance:
                 if order.kind == "pause":
                     if not self._stood_aside(order):
                         self._step[order.device] = (
-                            "kernels that have called cuInit and nothing else to be suspended"
+                            "the suspend of kernels that have only called cuInit"
                         )
                         await self._aside.suspend(self._targets(order), (order.device, order.since))
                         if self._holding(order):
@@ -487,7 +487,7 @@ class Maintenance:
             {
                 "type": "notice",
                 "message": f"{what} being {order.text}. {why}: save what you need and "
-                "restart the kernel, which the maintenance waits for.",
+                "restart the kernel; the maintenance waits for that.",
             }
         )
         self._core.note("restart-notice", session, reason=why)

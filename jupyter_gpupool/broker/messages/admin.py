@@ -54,7 +54,7 @@ class AdminMessages:
         session, by, why = self._order(connection, message)
         minutes, now = read_minutes(message), self._core.now()
         if minutes is None:
-            told = f"The administrator {by} no longer takes the slice of this kernel back."
+            told = f"The administrator {by} has dropped the order to take this kernel's slice back."
             what, at = "recall dropped", None
         else:
             left = format_seconds(60 * minutes)
@@ -107,7 +107,7 @@ class AdminMessages:
         peer = connection.peer
         if not self._configuration.access.is_admin(peer):
             raise RefusedError(
-                "Only an admin of this pool may do this to a session.",
+                "Only an admin of this pool may give orders about a session.",
                 code=Code.NOT_ALLOWED,
                 next_step="Ask root, or one of c.GPUPool.admins.",
             )
@@ -151,7 +151,7 @@ def read_minutes(message: Message) -> float | None:
         return None
     step = f"Send a number of minutes above 0, and at most {MAX_MINUTES} (7 days)."
     if cancel or minutes is None:
-        text = "A recall has both a number of minutes and cancel." if cancel else ""
+        text = "A recall needs either a number of minutes or cancel, not both." if cancel else ""
         raise RefusedError(
             text or "A recall needs the number of minutes until the slice goes back.",
             code=Code.BAD_REQUEST,

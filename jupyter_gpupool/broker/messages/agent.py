@@ -95,7 +95,7 @@ class AgentMessages:
         taken = {hold.id for hold in holds} & session.member_holds
         if taken:
             raise RefusedError(
-                f"Another program of the session has the hold {min(taken)!r}.",
+                f"Another program of the session already has the hold {min(taken)!r}.",
                 code=Code.DUPLICATE,
             )
         session.connect_member(connection, (hold.id for hold in holds))
@@ -131,7 +131,7 @@ class AgentMessages:
         if not hold or len(hold) > MAX_NAME:
             raise ProtocolError(f"The name of a hold must have 1 to {MAX_NAME} characters.")
         if hold == DEVICE_HOLD:
-            raise ProtocolError(f"The hold {hold!r} is the guard's.")
+            raise ProtocolError(f"The hold {hold!r} belongs to the guard.")
         record = self._lifecycle.record(session)
         if len(record.holds) >= MAX_HOLDS:
             raise RefusedError(f"A session may have {MAX_HOLDS} holds at once.", code=Code.TOO_MANY)
@@ -165,7 +165,7 @@ class AgentMessages:
     def drop(self, connection: Connection, message: Message) -> None:
         session = session_of(connection)
         if message["hold"] == DEVICE_HOLD:
-            raise ProtocolError(f"The hold {DEVICE_HOLD!r} is the guard's.")
+            raise ProtocolError(f"The hold {DEVICE_HOLD!r} belongs to the guard.")
         _note_cuda(session, message.get("cuda"))
         session.forget_hold(connection, message["hold"])
         self._core.handle(
@@ -179,7 +179,7 @@ class AgentMessages:
     def cancel(self, connection: Connection, message: Message) -> None:
         session = session_of(connection)
         if message["hold"] == DEVICE_HOLD:
-            raise ProtocolError(f"The hold {DEVICE_HOLD!r} is the guard's.")
+            raise ProtocolError(f"The hold {DEVICE_HOLD!r} belongs to the guard.")
         session.forget_hold(connection, message["hold"])
         self._lifecycle.cancel(session, message["hold"])
         connection.answer(message.get("id"))

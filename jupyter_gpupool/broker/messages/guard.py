@@ -94,7 +94,9 @@ class GuardMessages:
     def grow(self, connection: Connection, message: Message) -> None:
         session = self._session(connection, message)
         if not 0 < message["bytes"] < MAX_GROWTH or message["device"] < 0:
-            raise RefusedError("A growth of that size makes no sense.", code=Code.BAD_REQUEST)
+            raise RefusedError(
+                "The size of this growth, or its device, is not valid.", code=Code.BAD_REQUEST
+            )
         if not self._may_ask(connection, session, message, self._grow_now):
             return
         self._grow_now(connection, session, message)
@@ -285,7 +287,9 @@ class GuardMessages:
     def _grow_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         record, ordinal = self._core.record(session.id), message["device"]
         if record is None or record.state not in ATTACHED or ordinal >= len(record.slices):
-            raise RefusedError("The session has no lease that could grow.", code=Code.NO_MEMORY)
+            raise RefusedError(
+                "The session has no slice on this device that could grow.", code=Code.NO_MEMORY
+            )
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
         # The guard's sums do not include the memory that the driver takes beyond the charge.

@@ -37,8 +37,8 @@ def read_request(base: Request, fields: Mapping[str, Any]) -> Request:
             continue
         if type(value) is not int or not 0 < value < 1 << 60:
             raise RefusedError(
-                f"A request for {name} = {value!r} makes no sense; it must be a whole number "
-                "above zero.",
+                f"The request has {name} = {value!r}; it must be a whole number above 0 and below "
+                "2^60.",
                 code=Code.BAD_REQUEST,
             )
         wanted[name] = value

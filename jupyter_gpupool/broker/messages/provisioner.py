@@ -237,7 +237,7 @@ class ProvisionerMessages:
             starter = procfs.identify(peer.pid)
             if starter is None or not procfs.descends(pid, starter):
                 raise RefusedError(
-                    f"Process {named} is not the one that says so, nor a child of it.",
+                    f"Process {named} is neither the sender of this message nor a child of it.",
                     code=Code.NOT_YOURS,
                 )
         elif (uid := procfs.real_uid(pid)) != session.uid:

@@ -59,7 +59,7 @@ def result_text(result: Message) -> str:
         length = -1
     if 0 <= length <= MAX_REQUEST - 1024 and len(text) <= RESULT.most:
         return text
-    why = "is nested too deep" if length < 0 else f"has {length} bytes, too many for a message"
+    why = "is nested too deeply" if length < 0 else f"has {length} bytes, too many for a message"
     error = RefusedError(f"The result of this order {why}.", code=Code.TOO_LONG)
     return json.dumps(error_message(error, None))
 
@@ -151,8 +151,8 @@ class RemoteMessages:
         if node == self._node:
             if self._here[uid] >= MOST_HERE:
                 raise RefusedError(
-                    f"{self._here[uid]} of your orders for this machine are carried out now; at "
-                    f"most {MOST_HERE} may be.",
+                    f"The broker now carries out {self._here[uid]} of your orders for this "
+                    f"machine; at most {MOST_HERE} are allowed.",
                     code=Code.TOO_MANY,
                     next_step="Try again later.",
                 )

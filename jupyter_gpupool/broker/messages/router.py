@@ -194,7 +194,7 @@ class Router:
 
 def _alone(connection: Connection, message: Message) -> None:  # noqa: ARG001
     raise RefusedError(
-        "This broker shares no limits with other machines.",
+        "This broker is not in a cluster: it shares no limits with other machines.",
         code=Code.BAD_REQUEST,
         next_step="Set c.GPUPool.cluster_nodes, and start the broker again.",
     )

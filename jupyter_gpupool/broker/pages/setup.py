@@ -121,7 +121,10 @@ class GuardSetup:
                 "with: jupyter gpupool run -- COMMAND.",
             )
         if self.guarded:
-            self._log.info("Session %s runs without the guard: it has the driver", session.id)
+            self._log.info(
+                "Session %s runs without the guard: it had loaded the CUDA driver already",
+                session.id,
+            )
         return {}
 
     async def keep(self) -> None:

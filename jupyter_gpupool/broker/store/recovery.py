@@ -338,7 +338,7 @@ async def _recover_one(
     if record.suspended:
         # The session was suspended, but it runs: something outside the pool resumed it without a
         # grant.
-        log.warning("Session %s was suspended and runs without a slice", session.id)
+        log.warning("Session %s was suspended, but it now runs without a slice", session.id)
         record = replace(record, suspended=())
     return RecoveredSession(session, _detached(record, now))
 

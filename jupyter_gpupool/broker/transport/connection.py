@@ -392,10 +392,10 @@ class Connection(asyncio.BufferedProtocol):
             self._bad_message(
                 ProtocolError(f"A message has more than {MAX_REQUEST} bytes.", code=Code.TOO_LONG)
             )
-            self.abuse("sent an endless line")
+            self.abuse("sent a line that is too long")
             return False
         if self.account.buffered > MAX_UNFINISHED:
-            self.abuse("and others of its user leave too many requests unfinished")
+            self.abuse("and other connections of its user left too many requests unfinished")
             return False
         return True
 

@@ -174,7 +174,7 @@ class Claim:
             raise self._refuse(f"needs the folder {folder} ({error.strerror})") from None
         found = os.lstat(folder)
         if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-            raise self._refuse("is in something that is not a folder, or is a symbolic link")
+            raise self._refuse("has a parent that is a symbolic link or not a folder")
         if found.st_uid not in (os.geteuid(), 0):
             raise self._refuse(f"is in a folder of user id {found.st_uid}")
         if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:

@@ -186,7 +186,7 @@ class UserSockets:
         self._revoked[name] = served.folder
         for connection in [*self._service.dispatcher.account(name).connections]:
             connection.close()
-        self._log.info("Containers of user %s are served no more: the socket is gone", name)
+        self._log.info("Containers of user %s are no longer served: the socket is gone", name)
 
 
 def _identity(path: Path) -> tuple[int, int]:

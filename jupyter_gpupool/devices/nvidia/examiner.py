@@ -122,8 +122,8 @@ class Examiner:
                 tier, reason = "unguarded", ""
         elif tier == "unguarded" and self._guard and not reason:
             reason = (
-                "The GPU was tested without the guard, and kernels of an earlier broker use it; a "
-                "start of the broker without such kernels tests it again."
+                "The GPU was tested without the guard, and kernels of an earlier broker still use "
+                "it. End them and restart the broker: it then tests the GPU again."
             )
         return replace(
             device,

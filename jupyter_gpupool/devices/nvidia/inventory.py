@@ -279,7 +279,8 @@ class Inventory:
             raise DriverError(sample.lost, code=Code.LOST)
         if uuid in self.untested:
             raise DriverError(
-                device.tier_reason or "It has no room for the test.", code=Code.NO_ROOM
+                device.tier_reason or "It has too little free memory for the test.",
+                code=Code.NO_ROOM,
             )
         return device
 
@@ -431,7 +432,7 @@ class Inventory:
     def versions(self) -> str:
         """The driver's version and CUDA's."""
         if not self.driver_version:
-            return "NVIDIA driver, not asked while the pool is paused" if self.down else ""
+            return "NVIDIA driver (version not read while the pool is paused)" if self.down else ""
         return f"NVIDIA driver {self.driver_version}, CUDA {self.cuda_version}"
 
     @property

@@ -241,7 +241,8 @@ class Sampler:
             raise DriverError(
                 f"NVML did not answer: {error}",
                 code=Code.NVML,
-                next_step="A new process asks again; nvidia-smi shows whether the driver hangs.",
+                next_step="The pool starts a new process and asks again; nvidia-smi shows whether "
+                "the driver hangs.",
             ) from None
 
     def _more(self) -> Callable[[], float]:
@@ -324,8 +325,8 @@ class Numbers:
             self.proven = self._known if self._known is not None else self._initial or None
         if self.proven is False and not self._settled:
             self._log.warning(
-                "NVML lists process numbers of another PID namespace, as in a container: memory is "
-                "counted without them, and no process is ended by such a number"
+                "NVML lists process numbers of another PID namespace, as in a container: the pool "
+                "counts memory without them, and ends no process by such a number"
             )
         self._settled = True
 

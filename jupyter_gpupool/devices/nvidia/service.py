@@ -113,7 +113,7 @@ class DeviceService(Inventory):
         if gone:
             # The session's state is safe in host memory, but it can perhaps not return to a GPU.
             return ResumeOutcome(
-                "no-room", f"Device {gone[0]}, from which it was suspended, is no longer there."
+                "no-room", f"The pool suspended it from device {gone[0]}, which is no longer there."
             )
 
         async def run(operation: Operation) -> ResumeOutcome:

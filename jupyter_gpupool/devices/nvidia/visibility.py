@@ -101,7 +101,9 @@ def given(rows: Sequence[DeviceRow], environ: Mapping[str, str]) -> Given:
         if not kept:
             there = ", ".join(f"{row['index']} ({row['uuid']})" for row in rows)
             if text.lower() in ("", "-1", "none", "nodevfiles"):
-                return Given((), f"{name}={text!r} gives the broker no GPU.")
+                return Given(
+                    (), f"The environment variable {name}={text!r} gives the broker no GPU."
+                )
             return Given(
                 (), f"{name}={text!r} names none of the GPUs of this machine, which are {there}."
             )
