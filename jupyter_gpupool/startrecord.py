@@ -342,7 +342,7 @@ def launcher(socket: Path, copy: str = "") -> str:
 
 def _bad(path: Path, what: str) -> BadRecord:
     return BadRecord(
-        f"{path} {what}, so no broker is started from it.",
+        f"{path} {what}, so the pool starts no broker from it.",
         next_step="Open another Pooled GPU kernel, which starts one with its server's options, "
         f"or remove the file (rm {path}) and run `jupyter gpupool broker`.",
     )

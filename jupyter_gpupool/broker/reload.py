@@ -84,7 +84,9 @@ class Reload:
         elif journal.meta(KEPT) != kept:
             raise WrongConfiguration(faults)
         for fault in faults:
-            self._log.warning("With the GPUs that are here now, not all can be kept: %s", fault)
+            self._log.warning(
+                "The GPUs that are here now cannot keep all of the configuration: %s", fault
+            )
 
     def start(self) -> None:
         """Follow the calendar from now on."""

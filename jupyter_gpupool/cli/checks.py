@@ -149,9 +149,9 @@ def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
             "ok",
             "guard's limits",
             "it binds well-behaved programs and is no security boundary",
-            "A program can go around it: unset LD_PRELOAD, be linked statically, or open the "
-            "driver by its path. c.GPUPool.overuse says what is done about memory taken so. "
-            "Compute is shared by taking turns, not by hardware.",
+            "A program can go around it: unset LD_PRELOAD, link statically, or open the driver "
+            "by its path. c.GPUPool.overuse says what the pool does about such memory. Kernels "
+            "share compute by turns, not by hardware.",
         )
     ]
 

@@ -25,7 +25,7 @@ TOKEN = argument(
 
 
 @command(
-    "Several machines", "let this machine join a cluster, until it is ended",
+    "Several machines", "let this machine join a cluster, until this command ends",
     either(
         argument("--head", action="store_true", help="begin a cluster: this is its first machine"),
         argument(

@@ -55,7 +55,7 @@ _SUMMARY = "GPU slices for Jupyter kernels: attached while needed, given back wi
     argument("--cluster", action="store_true", help="show the machines of this machine's cluster"),
     argument(
         "--interval", type=seconds_between, default=1.0, metavar="SECONDS",
-        help="between two pictures of --watch (default: 1)",
+        help="between two updates of --watch (default: 1)",
     ),
 )  # fmt: skip
 def _status(options: Options) -> int:
@@ -84,7 +84,7 @@ def _status(options: Options) -> int:
     ),
     argument(
         "--interval", type=seconds_between, default=2.0, metavar="SECONDS",
-        help="between two looks (default: 2)",
+        help="between two updates (default: 2)",
     ),
 )  # fmt: skip
 def _top(options: Options) -> int:

@@ -68,9 +68,9 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
         except KeyboardInterrupt:  # the order is in force even if its note was not printed
             target = f" --device {device}" if device else ""
             print(
-                f"\nNot finished, and it stays {action}d: kernels leave as they become idle, and "
-                f"get no slice. To see it: jupyter gpupool status. To end it: jupyter gpupool "
-                f"resume{target}.".replace("draind", "drained"),
+                f"\nNot finished, and the {action} stays in force: kernels leave when they are "
+                "idle, and get no slice. To see it: jupyter gpupool status. To end it: jupyter "
+                f"gpupool resume{target}.",
                 file=sys.stderr,
             )
             return 130

@@ -266,7 +266,7 @@ def _stop(options: Options) -> int:
 
 
 @command(
-    _GROUP, "wait until a detached program has ended, and exit as it did", NAME,
+    _GROUP, "wait until a detached program has ended, and exit with its code", NAME,
     exit_codes=_WAIT_CODES,
 )  # fmt: skip
 def _wait(options: Options) -> int:

@@ -85,7 +85,7 @@ class Mail:
         try:
             await self._relay(node, json.dumps({"letter": letter}, separators=(",", ":")))
         except OSError as error:
-            _LOG.warning("A letter to %s is lost: %s", node, error)
+            _LOG.warning("A message to the machine %s is lost: %s", node, error)
             return False
         return True
 
@@ -118,4 +118,6 @@ class Mail:
         try:
             await work
         except (KeyError, TypeError, ValueError) as error:
-            _LOG.warning("A letter is malformed: %s: %s", type(error).__name__, error)
+            _LOG.warning(
+                "A message of another machine is malformed: %s: %s", type(error).__name__, error
+            )

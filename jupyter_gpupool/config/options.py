@@ -509,7 +509,7 @@ class GPUPool(Configurable):
     managed_memory = _choice(
         ManagedPolicy,
         "cudaMallocManaged in kernels under the guard: the driver cannot suspend a process that "
-        "has such memory, and it is not bound to the slice. 'refuse' returns an error "
+        "has such memory, and the slice does not limit it. 'refuse' returns an error "
         "(CUDA_ERROR_NOT_SUPPORTED), 'allow' counts it, and the kernel then keeps its slice.",
         example='managed_memory = "allow"',
     )
@@ -668,7 +668,7 @@ class GPUPool(Configurable):
         if pool["host_memory"] > total:
             notes.append(
                 f"c.GPUPool.host_memory is {format_bytes(pool['host_memory'])} and this machine "
-                f"has {format_bytes(total)}; a suspend is still started only if its copy fits."
+                f"has {format_bytes(total)}; the pool still starts a suspend only if its copy fits."
             )
         return BrokerSettings(pool=PoolSettings(**pool), notes=tuple(notes), **values)
 
@@ -689,7 +689,7 @@ class GPUPool(Configurable):
     def _check_hub(self, members: Mapping[str, Members]) -> Iterator[Fault]:
         for name, rule in members.items():
             if rule.hub_groups and self.hub_groups is None:
-                text = "Hub groups have no known members: c.GPUPool.hub_groups is not set."
+                text = "The pool knows no members of Hub groups: c.GPUPool.hub_groups is not set."
                 step = "Set it to a function, or remove these groups."
                 yield Fault(text, step, "groups", (name, "hub_groups"))
 

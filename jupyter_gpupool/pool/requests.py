@@ -439,7 +439,7 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
     note = f"The slice stays for {format_seconds(left)}, even when idle."
     if facts.now < s.recall_at < event.until:
         left = s.recall_at - facts.now
-        note += f" An administrator takes it back in {format_seconds(left)} all the same."
+        note += f" An administrator still takes it back in {format_seconds(left)}."
     return _answer(s, event.rid, note)
 
 

@@ -136,7 +136,7 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
     if stage == STAGES["end"]:
         text = (
             f"Another kernel waited for {waited} for {what}, and this kernel could not "
-            f"be suspended ({why}). The pool ends such a kernel then (c.GPUPool.unsuspendable)."
+            f"be suspended ({why}). So the pool ends it now (c.GPUPool.unsuspendable)."
         )
         s.holds = {}
         return [

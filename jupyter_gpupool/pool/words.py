@@ -154,7 +154,7 @@ def _host(facts: Facts, why: Reason) -> str:
         room = format_bytes(max(0, facts.host_room))
         return f"this machine has room for only {room} of suspended state now"
     left = max(0, budget - used)
-    text = f"{format_bytes(left)} of the {format_bytes(budget)} for suspended state is free"
+    text = f"only {format_bytes(left)} of the {format_bytes(budget)} for suspended state is free"
     kept = left - max(0, why.most)
     head = f", {format_bytes(kept)} of it reserved for the head of the queue" if kept > 0 else ""
     return text + head
@@ -184,15 +184,15 @@ def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
     soonest = spent.soonest(facts.now)
     if spent.none:
         option = "groups" if spent.group else "quotas"
-        text = f"{whose} get{s} no GPU-seconds: the budget of a day is 0 (c.GPUPool.{option})."
+        text = f"{whose} get{s} no GPU-seconds: the daily budget is 0 (c.GPUPool.{option})."
         step = "Ask the administrator of the pool for some."
     elif spent.until == math.inf:
         kernels = f"Kernels of the group {spent.group}" if spent.group else "Your other kernels"
         step = "Try again later: this budget now refills on other machines only."
         if soonest < math.inf:
             step = (
-                f"{kernels} use as many as come back. If they stop now, there are more "
-                f"{_clock(facts, soonest)}."
+                f"{kernels} use GPU-seconds as fast as they refill. If they stop now, there are "
+                f"more {_clock(facts, soonest)}."
             )
     else:
         step = f"Try again later: there are more {_clock(facts, soonest)}."

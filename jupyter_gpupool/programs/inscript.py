@@ -279,7 +279,7 @@ def _check_same(link: SessionLink, asked: Asked) -> None:
             f"This program holds a slice with another {name} ({have}) already, and a second block "
             f"asks for {want}.",
             code=Code.IN_USE,
-            next_step="Ask for enough in the outer block, or end that first.",
+            next_step="Ask for enough in the outer block, or end the outer block first.",
         )
 
 

@@ -69,14 +69,14 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     idle_warning = Float(
         20.0,
         min=0.0,
-        help="""Users are warned so many seconds before an idle slice goes back to the pool.
-        Example: c.GPUPoolExtension.idle_warning = 60""",
+        help="""The server warns users this many seconds before an idle slice goes back to
+        the pool. Example: c.GPUPoolExtension.idle_warning = 60""",
     ).tag(config=True)
     slow_resume = Float(
         2.0,
         min=0.0,
-        help="""A resume of at least so many seconds counts as slow. Users are warned only before
-        a slow resume, or if no speed was measured yet. Example:
+        help="""A resume of at least this many seconds counts as slow. The server warns users
+        only before a slow resume, or if no speed was measured yet. Example:
         c.GPUPoolExtension.slow_resume = 0""",
     ).tag(config=True)
 

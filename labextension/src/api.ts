@@ -570,7 +570,7 @@ export class PoolClient {
     if (response.ok) {
       // The answer may be a login page, to which the request was redirected.
       throw new PoolError(
-        'The Jupyter server answered with something else than was asked for.',
+        'The answer of the Jupyter server is not one of the GPU pool.',
         'unknown',
         'Reload the page, and log in if you are asked to.',
         response.status

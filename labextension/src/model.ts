@@ -264,7 +264,7 @@ export class PoolModel implements IPoolModel {
     const trans = this._trans;
     if (error instanceof PoolError && DENIED.has(error.status)) {
       return [
-        trans.__('The Jupyter server does not let this page ask for the GPU pool.'),
+        trans.__('The Jupyter server refuses this page access to the GPU pool.'),
         error.nextStep || trans.__('Log in again, and reload the page.')
       ];
     }

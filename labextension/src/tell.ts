@@ -43,7 +43,7 @@ export function nextStep(trans: TranslationBundle, code: string, next: string): 
   return code === 'broker-unavailable'
     ? [
         trans.__(
-          'If it has ended, it is started again by itself, unless your admin runs it. Kernels keep their GPU state meanwhile.'
+          'If the broker has ended, it starts again by itself, unless your admin runs it. Kernels keep their GPU state meanwhile.'
         ),
         next
       ]

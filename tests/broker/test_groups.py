@@ -176,7 +176,10 @@ def test_broker_starts_with_a_warning_if_a_device_is_missing(make_broker):
     broker.stop()
     broker.configure(groups=groups, emulate="1x512MiB,context=32MiB")
     assert broker.started.status()["devices"]
-    assert "With the GPUs that are here now, not all can be kept: c.GPUPool" in broker.tail()
+    assert (
+        "The GPUs that are here now cannot keep all of the configuration: c.GPUPool"
+        in broker.tail()
+    )
     broker.stop()
     groups = {"a": {"guarantee": "601MiB", "users": "*"}}
     broker.configure(groups=groups, emulate="1x512MiB,context=32MiB")

@@ -376,7 +376,7 @@ def test_interrupted_pause_command_leaves_the_pause_in_force(broker, one):
     assert lines[2].startswith("  one.ipynb (")
     assert lines[2].endswith(": a cell runs\n")
     assert command.returncode == 130
-    assert "Not finished, and it stays paused" in err
+    assert "Not finished, and the pause stays in force" in err
     assert "jupyter gpupool resume" in err
     one.do("drop", hold="cell")
     closed(broker)

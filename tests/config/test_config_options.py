@@ -199,7 +199,7 @@ def test_host_memory_above_the_machines_memory_gets_a_note():
     assert found.notes == (
         (
             "c.GPUPool.host_memory is 200 GiB and this machine has 100 GiB; "
-            "a suspend is still started only if its copy fits."
+            "the pool still starts a suspend only if its copy fits."
         ),
     )
 

@@ -153,7 +153,7 @@ def test_full_host_memory_is_the_reason_of_a_wait(make):
     lab.idle("a", 16)
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
-    assert lab.reason("w").endswith(": 6 B of the 16 B for suspended state is free")
+    assert lab.reason("w").endswith(": only 6 B of the 16 B for suspended state is free")
     assert suspends(lab.after(1000)) == []
     # The end of p frees its host memory.
     assert suspends(lab.end("p")) == ["a"]

@@ -252,7 +252,8 @@ def test_refusal_names_when_gpu_seconds_can_come_back(make, group):
     refusal = got(lab.hold("b"), ev.HoldRefused).refusal
     who = "Kernels of the group bio" if group else "Your other kernels"
     assert refusal.next_step == (
-        f"{who} use as many as come back. If they stop now, there are more in 60 min, at 01:26 UTC."
+        f"{who} use GPU-seconds as fast as they refill. If they stop now, there are more in "
+        "60 min, at 01:26 UTC."
     )
     assert refusal.details["renews_at"] is None
     assert refusal.details["soonest"] == pytest.approx(lab.now + 600 + DAY / 24)
@@ -271,9 +272,7 @@ def test_refusal_for_a_budget_of_zero_names_no_renewal(make, rule, group):
     refusal = got(lab.hold("a"), ev.HoldRefused).refusal
     who = "The group bio gets" if group else "You get"
     option = "groups" if group else "quotas"
-    assert refusal.message == (
-        f"{who} no GPU-seconds: the budget of a day is 0 (c.GPUPool.{option})."
-    )
+    assert refusal.message == (f"{who} no GPU-seconds: the daily budget is 0 (c.GPUPool.{option}).")
     assert "UTC" not in refusal.next_step
     assert refusal.details["soonest"] is None
     lines = lab.pool.standing(Owner("ann", group), lab.now)[1]

@@ -143,7 +143,7 @@ def test_program_whose_slice_is_refused_at_once_does_not_start(make_broker):
     for words in (["-d", "--name", "none"], []):
         done = run(broker, "run", *words, "--attach", "hold", "--", "echo", "ran")
         assert (done.returncode, done.stdout) == (125, b"")
-        assert b"You get no GPU-seconds: the budget of a day is 0" in done.stderr
+        assert b"You get no GPU-seconds: the daily budget is 0" in done.stderr
     assert rows(broker) == {}
     assert started(broker, command=["echo", "lazy"]) == "echo-1"
     assert run(broker, "wait", "echo-1").returncode == 0

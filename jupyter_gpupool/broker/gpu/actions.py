@@ -285,7 +285,7 @@ class DeviceActions:
             )
         except (asyncio.TimeoutError, GPUPoolError) as error:
             what = str(error) or f"it took more than {RETIRE:g} s"
-            self._core.log.error("Session %s is not safe to kill: %s", session.id, what)
+            self._core.log.error("The end of session %s may hang the driver: %s", session.id, what)
             return False
         safe = outcome.status in ("suspended", "nothing", "gone")
         session.retired = outcome.status in ("suspended", "nothing")

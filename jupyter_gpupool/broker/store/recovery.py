@@ -131,8 +131,8 @@ def check_reach(
     many = f"{len(pids)} kernels" if len(pids) > 1 else "A kernel"
     driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
     raise OutOfReach(
-        f"{many} of the broker before this one would be lost, with state on a GPU that this one "
-        f"cannot reach. {why}. Nothing was changed.",
+        f"{many} of the broker before this one would be lost: this broker cannot reach the GPUs "
+        f"with the state. {why}. Nothing was changed.",
         next_step=f"That broker ran {driver}: start this one with the same options (a new Pooled "
         "GPU kernel of the same server does), or repair the driver, or end the kernels: processes "
         f"{', '.join(map(str, sorted(pids)))}.",

@@ -227,7 +227,7 @@ class Connection(asyncio.BufferedProtocol):
         except GPUPoolError as error:
             self.refuse(request_id, error)
             if error.code in (Code.NOT_YOURS, Code.BAD_TOKEN):
-                self.abuse(f"names others' sessions or processes ({error.message})")
+                self.abuse(f"named a session or process that is not its own ({error.message})")
         except Exception:
             # A bug here must not end the broker, on which all kernels depend.
             self.service.log.exception("A %r message was not handled", message["type"])

@@ -39,7 +39,7 @@ _PROBLEMS = {
         "The NVIDIA driver was updated and its kernel module is still the old one. Reboot."
     ),
     "NO_PERMISSION": (
-        "This user may not talk to the NVIDIA driver. Check the permissions of /dev/nvidia*."
+        "This user may not use the NVIDIA driver. Check the permissions of /dev/nvidia*."
     ),
 }
 
@@ -70,8 +70,8 @@ def kill_hazard(module: Path = MODULE) -> str:
     return (
         f"The open kernel module {version[1]} is known to hang the machine when a process that was "
         "suspended and resumed is killed. The pool suspends such a kernel again before it ends "
-        "it; a kill from elsewhere (kill -9, out of memory) is not safe, and the GPU is tested "
-        "after it before another kernel gets it."
+        "it; a kill from elsewhere (kill -9, out of memory) is not safe: after it, the pool "
+        "tests the GPU before another kernel gets it."
     )
 
 

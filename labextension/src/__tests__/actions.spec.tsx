@@ -152,7 +152,7 @@ describe('a notice of the start', () => {
     FakeNotification.answer = 'denied';
     actions(new FakeModel(session(queued)));
     await press('Tell me when it starts');
-    screen.getByText(/^A message appears here when it starts/);
+    screen.getByText(/^This page shows a message when it starts/);
     FakeNotification.answer = 'granted';
   });
 });

@@ -185,7 +185,7 @@ describe('the commands', () => {
     answer.body = { code: 'broker-unavailable', message: 'It is gone.', next_step: '' };
     await commands.execute(CommandIDs.release);
     expect(shown()[0]![1]).toMatch(
-      /^It is gone\. If it has ended, it is started again by itself/
+      /^It is gone\. If the broker has ended, it starts again by itself/
     );
     FakeSocket.one.say({ type: 'broker', available: false });
     await frame();

@@ -296,7 +296,7 @@ describe('a broker that is away', () => {
       ...why
     });
     expect(model.broker.nextStep).toMatch(
-      /it is started again by itself.* See the doctor\.$/
+      /it starts again by itself.* See the doctor\.$/
     );
   });
 
@@ -376,7 +376,7 @@ describe('a broker that is away', () => {
     await model.refresh();
     expect(model.broker).toEqual({
       status: 'away',
-      message: 'The Jupyter server does not let this page ask for the GPU pool.',
+      message: 'The Jupyter server refuses this page access to the GPU pool.',
       nextStep: 'Log in again, and reload the page.',
       code: 'unknown',
       denied: true

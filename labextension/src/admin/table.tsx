@@ -46,13 +46,13 @@ function columns(trans: TranslationBundle): readonly IColumn[] {
     {
       sort: 'busy',
       title: trans.__('CUDA'),
-      meaning: trans.__('Part of its time with a slice in which it used CUDA')
+      meaning: trans.__('Share of its time with a slice in which it used CUDA')
     },
     {
       sort: 'waste',
       title: trans.__('Wasted'),
       meaning: trans.__(
-        'Its slice, and how long it had one without using CUDA. Sorted by both together.'
+        'Its slice, and for how long it had one without using CUDA. Sorted by the product.'
       )
     },
     { sort: 'idle', title: trans.__('Idle for') },

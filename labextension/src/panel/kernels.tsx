@@ -52,7 +52,7 @@ export const Kernels = React.memo(function Kernels(props: {
       {elsewhere.length > 0 && (
         <>
           <p className="jp-gpupool-plain">
-            {trans.__('Also yours, on another server; release or keep them there:')}
+            {trans.__('Your kernels on another server; release or keep them there:')}
           </p>
           <ul className="jp-gpupool-list">
             {elsewhere.map(row => (

@@ -50,7 +50,7 @@ export const LastHour = React.memo(function LastHour(props: {
   if (hour === null) {
     return (
       <p className="jp-gpupool-plain">
-        {trans.__('Known while a Pooled GPU kernel is open.')}
+        {trans.__('Open a Pooled GPU kernel to see this.')}
       </p>
     );
   }

@@ -74,7 +74,7 @@ function stateText(trans: TranslationBundle, machine: IMachine): string {
     case 'left':
       return trans.__('has left the cluster');
     case 'gone':
-      return trans.__('called dead by an administrator');
+      return trans.__('fenced by an administrator');
     default:
       return machine.state; // a newer server may send other states
   }
@@ -86,7 +86,7 @@ function stateText(trans: TranslationBundle, machine: IMachine): string {
 function figures(trans: TranslationBundle, machine: IMachine): string[] {
   const { devices, out, free, waiting, gpus, mine } = machine;
   if (devices === null || free === null || waiting === null) {
-    return [trans.__('Nothing is known of its GPUs.')];
+    return [trans.__('Its GPUs are not known.')];
   }
   const named = models(trans, gpus);
   const text = named.length > 0 ? named : [trans._n('%1 GPU', '%1 GPUs', devices)];

@@ -110,7 +110,7 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
   if (history === null) {
     return (
       <p className="jp-gpupool-plain">
-        {trans.__('? Known while a Pooled GPU kernel is open.')}
+        {trans.__('? Open a Pooled GPU kernel to see this.')}
       </p>
     );
   }

@@ -135,7 +135,7 @@ export function Card(props: IProps): React.JSX.Element {
           {it.emulated ? (
             <span
               className="jp-gpupool-Popover-emulated"
-              title={trans.__('No real GPU: figures and speed are made up.')}
+              title={trans.__('No real GPU: figures and speed are simulated.')}
             >
               {trans.__('EMULATED')}
             </span>

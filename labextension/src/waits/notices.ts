@@ -51,7 +51,7 @@ export class StartNotices {
     return (await permission()) === 'granted'
       ? trans.__('Your browser notifies you when it starts.')
       : trans.__(
-          'A message appears here when it starts: the browser does not allow notifications of this page.'
+          'This page shows a message when it starts: the browser blocks its notifications.'
         );
   }
 

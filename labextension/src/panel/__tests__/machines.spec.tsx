@@ -84,7 +84,7 @@ describe('the machines of a cluster', () => {
       'unreachableunreachable for 42 s',
       'drainingdraining: no new slices',
       'lefthas left the cluster',
-      'gonecalled dead by an administrator'
+      'gonefenced by an administrator'
     ]);
   });
 
@@ -97,7 +97,7 @@ describe('the machines of a cluster', () => {
       ])
     );
     expect(rows().map(([, text]) => text)).toEqual([
-      'Nothing is known of its GPUs.',
+      'Its GPUs are not known.',
       '8 GPUs · 11 GiB free · nobody waits · your kernels: not known'
     ]);
   });

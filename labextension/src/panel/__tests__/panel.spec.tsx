@@ -601,7 +601,7 @@ describe('my kernels', () => {
   it('my kernel of another server has no buttons', () => {
     show(pool([device(0)], [mine('a', { here: false })]));
     kernels().getByText('No kernel of this server is in the pool.');
-    kernels().getByText(/^Also yours, on another server/);
+    kernels().getByText(/^Your kernels on another server/);
     expect(kernels().getByRole('listitem').textContent).toBe(
       '1kernel-a.ipynb6 of 8 GiB on GPU 0'
     );
@@ -792,7 +792,7 @@ describe('the totals', () => {
 
   it('the totals show the share of time with a slice', () => {
     const { past } = show(pool([device(0)]));
-    region('Use').getByText('? Known while a Pooled GPU kernel is open.');
+    region('Use').getByText('? Open a Pooled GPU kernel to see this.');
     act(() => past.change(history()));
     expect(region('Use').getByRole('meter').getAttribute('aria-valuenow')).toBe('19');
     region('Use').getByText(
@@ -808,7 +808,7 @@ describe('the totals', () => {
 describe('the last hour', () => {
   it('the last hour has one graph per device and one for the queue', () => {
     const { past } = show(pool([device(0)]));
-    region('Last hour').getByText('Known while a Pooled GPU kernel is open.');
+    region('Last hour').getByText('Open a Pooled GPU kernel to see this.');
     past.hour = {
       now: NOW,
       step: 60,

@@ -219,7 +219,7 @@ describe('a request for memory', () => {
     type('12');
     press('Ask for it');
     await waitFor(() => expect(alerted()).toContain('No broker.'));
-    expect(alerted()).toContain('it is started again by itself');
+    expect(alerted()).toContain('it starts again by itself');
     expect(field().getAttribute('aria-invalid')).toBe('false');
     act(() => model.back());
     expect(alerted()).toBe('');
