@@ -16,7 +16,9 @@ export async function attachNow(
   const info = await kernel.info;
   if (info.language_info.name !== 'python') {
     throw new Error(
-      trans.__('This kernel gets its GPU at its first CUDA call: only Python kernels have %gpu.')
+      trans.__(
+        'This kernel gets its GPU at its first CUDA call: only Python kernels have %gpu.'
+      )
     );
   }
   const future = kernel.requestExecute(

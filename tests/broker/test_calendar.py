@@ -209,7 +209,7 @@ def test_budgets_follow_a_changed_clock(at):
         wait_until(lambda: broker.session(kernel.session), "the session")
         assert not spent()
         broker.set_clock(EVENING - 3600)
-        wait_until(lambda: "went back by" in broker.log.read_text(), "the step back")
+        wait_until(lambda: "jumped back by" in broker.log.read_text(), "the step back")
         assert not spent()
     finally:
         kernel.close()

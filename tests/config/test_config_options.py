@@ -258,7 +258,8 @@ def test_state_dir_of_root_differs_from_that_of_other_users(monkeypatch, tmp_pat
          "{'notebook': 100}.")),
         ("priority_classes", {"a b": 1}, ("'a b' is not a name for a priority class. Use letters "
          "and '_'.")),
-        ("priority_classes", {"a": "x"}, "Priority class 'a' is 'x'. Write a whole number."),
+        ("priority_classes", {"a": "x"}, ("The priority class 'a' has the value 'x'. Write a whole "
+         "number.")),
         ("host_memory", "0%", "'0%' is not a share of memory. Write '1%' to '100%'."),
         ("host_memory", "120%", "'120%' is not a share of memory. Write '1%' to '100%'."),
         ("host_memory", "x%", "'x%' is not a share of memory. Write '1%' to '100%'."),

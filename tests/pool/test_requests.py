@@ -327,7 +327,7 @@ def test_answer_to_a_release_says_that_there_is_no_slice(make):
     lab.hold("b")
     assert got(lab.release("b"), ev.Answer).refusal.code == "nothing-to-release"
     lab.drop("a")
-    assert "on its way" in got(lab.release("a"), ev.Answer).note
+    assert "already taking" in got(lab.release("a"), ev.Answer).note
 
 
 def test_release_is_refused_on_a_device_without_suspend(make):
