@@ -234,7 +234,7 @@ def test_the_refusal_names_the_rights_that_the_service_lacks(monkeypatch, tmp_pa
     hosting.check_rights("m1", status)
     # The capabilities in the unit that install-service writes.
     status.write_text("Name:\tpython\nCapEff:\t000000000008002b\n")
-    with pytest.raises(hosting.RefusedError, match="no CAP_SETGID and no CAP_SETUID") as error:
+    with pytest.raises(hosting.RefusedError, match="give it CAP_SETGID and CAP_SETUID") as error:
         hosting.check_rights("m1", status)
     assert error.value.code == "not-there"
 

@@ -670,7 +670,7 @@ def use_all(world):
     return sum(node.consumed + node.forgotten for node in world.nodes.values())
 
 
-def test_ledgers_that_start_again_count_what_a_gone_node_used_once(world):
+def test_new_ledgers_count_what_a_gone_node_used_once(world):
     node = world.nodes["n0"]
     world.settle(1)
     node.consume(5, world.clock(node))
