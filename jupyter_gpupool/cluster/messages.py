@@ -11,6 +11,7 @@ the quota.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Mapping, NamedTuple
 
@@ -138,10 +139,6 @@ class Report:
     #: does not know what it used before.
     journal: str = ""
 
-    def used(self, key: Key) -> int:
-        """Return how much of a key its sessions use or have used up."""
-        return self.holdings.get(key, NOTHING).used
-
 
 def recent(spent: Mapping[Spent, int]) -> dict[Spent, int]:
     """Return the last two windows of each user and group: one may be due to a wrong clock."""
@@ -219,7 +216,7 @@ def report_from_json(values: Mapping[str, Any]) -> Report:
     return Report(
         values["node"], values["life"], values["number"], epoch_from_json(values["epoch"]),
         values["applied"],
-        {Key._make(row[:4]): Holding._make(row[4:]) for row in values["holdings"]},
+        {Key._make(row[:4]): Holding._make(map(_amount, row[4:])) for row in values["holdings"]},
         tuple(_amounts(rows) or {} for rows in values["waits"]),
         values["version"], _spent(values.get("spent")), bool(values.get("drains")),
         bool(values.get("leaves")), _summary(values.get("summary")), bool(values.get("looks")),
@@ -296,6 +293,13 @@ def parts_from_json(text: str) -> dict[Key, int]:
         return {}
 
 
+def _amount(value: Any) -> int:
+    """Return an amount; one that is not finite would spoil each sum, and the ledger keeps it."""
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError(f"{value!r:.80} is no amount")
+    return value
+
+
 def _spent_to_json(spent: Mapping[Spent, int]) -> list[list[Any]]:
     return [[what.node, what.journal, *what.key, n] for what, n in spent.items()]
 
@@ -303,7 +307,10 @@ def _spent_to_json(spent: Mapping[Spent, int]) -> list[list[Any]]:
 def _spent(rows: list[list[Any]] | None) -> dict[Spent, int] | None:
     if rows is None:
         return None
-    return {Spent(row[0], row[1], Key._make(row[2:6])): row[6] for row in rows}
+    return {
+        Spent(str(row[0]), str(row[1]), Key._make(map(str, row[2:6]))): _amount(row[6])
+        for row in rows
+    }
 
 
 def _summary(values: list[Any] | None) -> Summary | None:
@@ -323,7 +330,14 @@ def _usages_to_json(usages: Usages) -> list[list[Any]]:
 
 
 def _usages(rows: list[list[Any]] | None) -> Usages | None:
-    return None if rows is None else {(kind, name): float(n) for kind, name, n in rows}
+    return None if rows is None else {(kind, name): _usage(n) for kind, name, n in rows}
+
+
+def _usage(value: Any) -> float:
+    found = float(value)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{value!r:.80} is no usage")
+    return found
 
 
 def _amounts_to_json(amounts: Mapping[Key, int]) -> list[list[Any]]:
@@ -331,4 +345,4 @@ def _amounts_to_json(amounts: Mapping[Key, int]) -> list[list[Any]]:
 
 
 def _amounts(rows: list[list[Any]] | None) -> dict[Key, int] | None:
-    return None if rows is None else {Key._make(row[:4]): row[4] for row in rows}
+    return None if rows is None else {Key._make(row[:4]): _amount(row[4]) for row in rows}

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import random
+import re
 import sys
 import time
 from types import SimpleNamespace
@@ -55,14 +56,6 @@ from .world import (
 )
 
 ADA, LAB = keys_of("ada")
-
-
-@pytest.fixture
-def world():
-    world = World()
-    world.settle()
-    yield world
-    world.audit()
 
 
 def sizes(world):
@@ -148,11 +141,7 @@ def test_a_node_that_stops_waiting_does_not_block_the_others(world):
 
 
 def test_gpu_seconds_of_a_day_are_used_only_once(world):
-    for _ in range(40):
-        for node in world.nodes.values():
-            node.consume(3, world.clock(node))
-        world.settle(1)
-    assert sum(node.consumed for node in world.nodes.values()) == 20
+    assert world.use_all(3) == 20
 
 
 def test_nodes_learn_when_the_budget_of_a_day_is_used_up(world):
@@ -595,226 +584,6 @@ def test_what_a_dead_node_used_comes_back_as_fast_as_before(world):
     assert world.nodes["n1"].level > 8
 
 
-def test_a_node_that_left_does_not_wait_for_its_gpu_seconds(world):
-    world.use_bucket("n0", 2)
-    world.settle(2)
-    world.order("n0", True)
-    world.settle(3)
-    assert world.nodes["n0"].budgets.has_left
-    assert world.ledger.counted(BUCKET) >= 2
-
-
-def test_a_node_that_comes_back_counts_its_use_once(world):
-    for _ in range(5):
-        world.use_bucket("n0", 2)
-        world.settle(1)
-    used = math.ceil(world.nodes["n0"].level)
-    world.order("n0", True)
-    world.settle(3)
-    assert world.nodes["n0"].budgets.has_left
-    world.order("n0", False)
-    world.settle(4)
-    assert not world.nodes["n0"].budgets.drains
-    assert world.ledger._counts.used[BUCKET] == math.ceil(world.nodes["n0"].level) <= used
-    assert [*world.ledger._gone] == []
-
-
-def test_a_day_counts_once_for_a_node_that_comes_back(world):
-    world.settle(1)
-    world.nodes["n0"].consume(5, world.clock(world.nodes["n0"]))
-    world.settle(2)
-    for _ in range(2):
-        world.order("n0", True)
-        world.settle(3)
-        assert world.nodes["n0"].budgets.has_left
-        world.order("n0", False)
-        world.settle(4)
-        assert world.ledger._gone.amount(SECONDS) == 0
-    for _ in range(40):
-        for node in world.nodes.values():
-            node.consume(1, world.clock(node))
-        world.settle(1)
-    assert sum(node.consumed for node in world.nodes.values()) == 20
-
-
-def test_what_a_lost_journal_had_counts_beside_later_use(world):
-    node = world.nodes["n0"]
-    for _ in range(3):
-        world.use_bucket("n0", 2)
-        node.consume(2, world.clock(node))
-        world.settle(1)
-    level, consumed = node.level, node.consumed
-    assert level > 3
-    assert consumed > 2
-    for _ in range(3):
-        node.lose_journal()
-        world.settle(2)
-        world.use_bucket("n0", 2)
-        node.consume(2, world.clock(node))
-        world.settle(1)
-        node.begin(node.life + 1)
-        world.settle(2)
-        assert world.ledger.counted(SECONDS) >= node.forgotten + node.consumed
-    assert world.ledger.counted(BUCKET) >= level + node.level - 2  # 2: what came back meanwhile
-    use_all(world)
-    world.audit()
-
-
-def use_all(world):
-    """Let every node use all GPU-seconds of the day that it gets; return how many are used."""
-    for _ in range(30):
-        for node in world.nodes.values():
-            if node.alive and not node.budgets.drains:
-                node.consume(20, world.clock(node))
-        world.settle(1)
-    return sum(node.consumed + node.forgotten for node in world.nodes.values())
-
-
-def test_new_ledgers_count_what_a_gone_node_used_once(world):
-    node = world.nodes["n0"]
-    world.settle(1)
-    node.consume(5, world.clock(node))
-    world.settle(2)
-    world.order("n0", True)
-    world.settle(3)
-    for _ in range(4):
-        assert world.ledger.counted(SECONDS) < 5 + 3 * 2
-        world.kill_ledger()
-        world.settle(3)
-    world.order("n0", False)
-    world.settle(4)
-    world.kill_ledger()
-    world.settle(3)
-    assert world.ledger._gone.amount(SECONDS) == 0
-    assert use_all(world) == 20
-
-
-def test_the_use_of_one_gone_node_does_not_hide_that_of_another(world):
-    """A ledger that has heard neither learns of one after the other has left."""
-    for name in ("n0", "n1"):
-        world.settle(1)
-        world.nodes[name].consume(5, world.clock(world.nodes[name]))
-    world.settle(2)
-    world.crash("n1")
-    world.do(world.current, ev.Fenced(now=world.now, node="n1"))
-    world.ask("n0", "ada", 1)
-    world.settle(1)
-    world.advance(11)
-    world.settle(2)
-    world.nodes["n0"].budgets.drain(True)
-    world.settle(1)
-    world.nodes["n0"].begin(5)  # its copy is not in the journal
-    world.ledgers.clear()
-    world.start_ledger(members={"n0", "n2"})
-    world.settle(2, silent={"n1", "n2"})
-    world.end("n0")
-    world.settle(2, silent={"n1", "n2"})
-    world.settle(2, silent={"n1"})
-    assert world.ledger.serving
-    use_all(world)
-    world.audit()
-
-
-def test_a_node_that_left_uses_no_more_of_its_part(world):
-    """An admin of that machine puts a GPU back, and a user without a limit of slices takes it."""
-    for name in ("n0", "n1", "n2"):
-        world.use_bucket(name, 1)
-        world.settle(1)
-    node = world.nodes["n0"]
-    node.consume(1, world.clock(node))
-    world.settle(2)
-    world.order("n0", True)
-    world.settle(3)
-    assert node.budgets.has_left
-    for _ in range(20):
-        for name in ("n1", "n2"):
-            world.nodes[name].consume(5, world.clock(world.nodes[name]))
-            world.use_bucket(name, 2)
-        world.settle(1, silent={"n0"})
-    node.others = 1
-    node.tell()
-    node.consume(5, world.clock(node))
-    world.use_bucket("n0", 5)
-    world.audit()
-
-
-def test_a_report_that_is_not_counted_frees_nothing(world):
-    """A node comes back without its token, reports once, and its cable is cut."""
-    node = world.nodes["n0"]
-    for _ in range(5):
-        world.settle(1)
-        node.consume(2, world.clock(node))
-    world.settle(2)
-    world.order("n0", True)
-    world.settle(3)
-    used = node.consumed
-    assert used > 5
-    node.begin(node.budgets.life + 1)
-    node.budgets.epoch = Epoch()
-    world.report("n0")
-    world.deliver()
-    world.wires.clear()
-    assert world.ledger.counted(SECONDS) >= used
-    world.settle(5, silent={"n0"})
-    use_all(world)
-    world.audit()
-
-
-def test_a_lost_journal_counts_once_until_its_answer_arrives(world):
-    node = world.nodes["n0"]
-    world.settle(1)
-    node.consume(5, world.clock(node))
-    world.settle(2)
-    node.lose_journal()
-    for life in range(10, 14):
-        node.begin(life)
-        world.report("n0")
-        world.deliver()
-        world.wires.clear()
-    world.settle(3)
-    assert world.ledger._gone.amount(SECONDS) <= 7
-
-
-def test_rounds_of_fence_and_return_count_no_part_twice(world):
-    node = world.nodes["n0"]
-    world.settle(1)
-    node.consume(3, world.clock(node))
-    world.settle(2)
-    for _ in range(4):
-        world.crash("n0")
-        world.do(world.current, ev.Fenced(now=world.now, node="n0"))
-        world.advance(11)
-        world.settle(1, silent={"n0"})
-        node.alive = True
-        node.begin(node.budgets.life + 1)
-        world.settle(3)
-        assert world.ledger._gone.amount(SECONDS) == 0
-        world.nodes["n0"].budgets.drain(True)
-        world.settle(1)
-        world.nodes["n0"].budgets.drain(False)
-        world.settle(3)
-        assert world.ledger._gone.amount(SECONDS) == 0
-    assert use_all(world) == 20
-
-
-def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
-    for name in ("n0", "n1"):
-        for _ in range(3):
-            world.use_bucket(name, 2)
-            world.settle(1)
-    world.settle(2)
-    half = world.nodes["n0"].budgets.most(REFILL, world.now)
-    assert 0 < half < 12
-    world.crash("n0")
-    world.do(world.current, ev.Fenced(now=world.now, node="n0"))
-    for _ in range(30):
-        world.advance(2.0)
-        world.settle(1, silent=["n0"])
-    # Alone with half of the refill it would have taken as long; nobody else needs any by then.
-    assert [*world.ledger._gone] == []
-    assert world.ledger.counted(REFILL) in (0, 12)
-
-
 # --------------------------------------------------------------------------- what a broker keeps
 
 
@@ -846,6 +615,19 @@ def test_what_is_no_token_is_refused_and_forgotten(values):
         epoch_from_json(values)
     assert token_from(json.dumps(values)) == token_from("rubbish") == token_from("") == Epoch()
     assert token_from('[3, "l1"]') == Epoch(3, "l1")
+
+
+@pytest.mark.parametrize("amount", [math.nan, math.inf, -1, 1.5, "5", None, True, 1 << 63])
+def test_what_is_no_amount_is_refused(amount):
+    """One such amount would spoil the sum of its key for good: each later ledger learns it."""
+    spent = {Spent("n1", "j", SECONDS): 7}
+    report = Report("n0", 1, 1, Epoch(), 0, {ADA: Holding(7, 7, 7)}, ({ADA: 7},), spent=spent)
+    text = json.dumps(report_to_json(report))
+    assert report_from_json(json.loads(text)).holdings == {ADA: Holding(7, 7, 7)}
+    for place in re.finditer(r"\b7\b", text):
+        spoilt = f"{text[: place.start()]}{json.dumps(amount)}{text[place.end() :]}"
+        with pytest.raises(ValueError, match="is no amount"):
+            report_from_json(json.loads(spoilt))
 
 
 # --------------------------------------------------------------------------- guarantees

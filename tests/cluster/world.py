@@ -284,6 +284,15 @@ class World:
         node = self.nodes[name]
         self.level += node.use_bucket(amount, self.clock(node))
 
+    def use_all(self, at_once=20):
+        """Let every node use all GPU-seconds of the day that it gets; return how many are used."""
+        for _ in range(40):
+            for node in self.nodes.values():
+                if node.alive and not node.budgets.drains:
+                    node.consume(at_once, self.clock(node))
+            self.settle(1)
+        return sum(node.consumed + node.forgotten for node in self.nodes.values())
+
     def end(self, name, at=0):
         node = self.nodes[name]
         if node.running:
