@@ -98,7 +98,8 @@ class Kernel:
 
     def session(self) -> str:
         """Return the id of the kernel's session in the pool, which the kernel itself prints."""
-        return self.run("import os; print(os.environ['GPUPOOL_SESSION'])").strip()
+        # A kernel with policy "cell" may have printed that it waited for a slice before this.
+        return self.run("import os; print(os.environ['GPUPOOL_SESSION'])").split()[-1]
 
     def run(self, code: str, timeout: float = 120) -> str:
         """Run a cell to its end and return its output.
@@ -111,6 +112,16 @@ class Kernel:
             If the cell does not end within ``timeout`` seconds.
         """
         return self.finish(self.begin(code), timeout)
+
+    def interrupt(self) -> None:
+        """Interrupt the cell that runs; :meth:`finish` then raises."""
+        self._manager.interrupt_kernel()
+
+    def wait_for_output(self, timeout: float = 120) -> None:
+        """Return after the first text that the running cell prints."""
+        deadline = time.monotonic() + timeout
+        while self._next(self._client.get_iopub_msg, deadline)["msg_type"] != "stream":
+            pass
 
     def begin(self, code: str) -> str:
         """Send a cell; return the argument for :meth:`finish`. One cell at a time."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -192,7 +191,7 @@ def test_one_cell_gets_a_larger_slice(pool):
     play(scenario())
 
 
-def test_an_interrupted_wait_ends_at_once(pool):
+def test_an_interrupt_ends_a_wait_before_its_cell(pool):
     pool = pool(ONE, default_memory=400 * MiB)
     flag = pool.folder / "go"
 
@@ -200,18 +199,14 @@ def test_an_interrupted_wait_ends_at_once(pool):
         busy, waiting = await pool.kernel("busy"), await pool.kernel("waiting")
         work = asyncio.create_task(busy.run(cells.setup(1, DATA) + cells.busy(flag)))
         await state(busy, "active")
-        seconds = []
-        for _ in range(5):
-            cell = asyncio.create_task(waiting.run("pass"))
+        for _ in range(2):
+            cell = asyncio.create_task(waiting.run("print('ran')"))
             await state(waiting, "queued")
-            begun = time.monotonic()
             await waiting.interrupt()
-            assert not (await cell).ok
-            seconds.append(time.monotonic() - begun)
-        print(f"interrupts took {[round(s, 3) for s in seconds]} s")
-        # The promise is 0.2 s. The machine has other work, too, so the minimum of five values
-        # counts.
-        assert min(seconds) < 0.2, seconds
+            done = await cell
+            assert done.ename == "GPUWaitInterrupted", done
+            assert "ran" not in done.text
+            await state(waiting, "detached")
         flag.touch()
         (await work).check()
         await pool.stop_kernels()

@@ -16,10 +16,6 @@ from jupyter_gpupool.guard import page as pages
 
 NOT_READY, OUT_OF_MEMORY, DEINITIALIZED = 802, 2, 4
 
-#: An interrupt must end a wait within this many seconds. Only the shortest of several attempts
-#: counts, because a busy machine delays some of them.
-INTERRUPT, ATTEMPTS = 0.2, 5
-
 #: AWAY: seconds after which a call stops waiting for a missing broker. BUSY: the seconds that a
 #: busy machine may add before the child answers.
 AWAY, BUSY = 4.5, 20
@@ -43,15 +39,11 @@ def waiting(session):
 @pytest.mark.parametrize("library", ["C", "P"], ids=["lock released", "lock held"])
 def test_interrupt_ends_the_wait_with_an_error(session, waiting, library):
     waiting.do(NOTE)
-    seconds = []
-    for attempt in range(ATTEMPTS):
+    for attempt in range(2):
         waiting.send(f"_ = {library}.cuCtxSynchronize(), len(seen)")
         session.broker.asked(attempt + 1)
-        sent = time.monotonic()
         waiting.process.send_signal(signal.SIGINT)
         assert waiting.reply() == (NOT_READY, attempt + 1)
-        seconds.append(time.monotonic() - sent)
-    assert min(seconds) < INTERRUPT, seconds
     session.broker.wait(lambda b: b.open == 0)
     reading = session.page.read()
     assert (reading.waiting, reading.inflight) == (0, 0)

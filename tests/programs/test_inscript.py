@@ -216,7 +216,7 @@ tell("done")
     assert one.said().startswith("bad-request The memory is wrong: '12' has no unit")
     assert one.said().startswith("bad-request The memory is wrong: 8 is less than 1 MiB.")
     assert one.said().startswith("unknown-priority")
-    assert one.said().startswith("bad-request max_wait is wrong")
+    assert one.said().startswith("bad-request The value of max_wait is wrong: 'x' is not a")
     assert one.said() == "done"
     assert one.end() == 0
 
