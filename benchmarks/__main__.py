@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 #: Longest time of a benchmark in seconds; a hang is a failure.
 TIMEOUT = 1800
 
-#: An interrupted benchmark has so many seconds to end the processes that it started.
+#: An interrupted benchmark has this many seconds to end the processes that it started.
 ENDING = 60
 
 #: The code of the child process: it writes the benchmark's dict to a file and prints nothing.

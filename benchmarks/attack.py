@@ -185,7 +185,7 @@ class Attack:
         made = [one for _ in range(200) if (one := self.connect())]
         for one in made:
             if self.over:
-                break  # a broker that reads no more delays each connection by 0.5 s
+                break  # if the broker no longer reads, each connection takes 0.5 s
             one.settimeout(0.5)
             with contextlib.suppress(OSError):
                 one.sendall(b'{"v":1,"x":"' + b"x" * 250_000)

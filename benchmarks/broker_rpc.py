@@ -42,8 +42,8 @@ DEVICES = 16
 #: The most milliseconds of a grant (p99, end to end), and the number of sessions in that case.
 GRANT_BUDGET_MS, GRANT_SESSIONS = 2.0, 300
 
-#: Limits of the broker and its children at rest: bytes (PSS) and share of one core. They hold with
-#: so many idle sessions and devices.
+#: Limits of the broker and its children at rest: bytes (PSS) and share of one core. The last line
+#: has the numbers of idle sessions and devices in that case.
 MEMORY_BUDGET = 500e6
 CPU_BUDGET = 0.01
 IDLE_SESSIONS, IDLE_DEVICES = 1000, 8
@@ -314,7 +314,8 @@ def measure(folder: Path, pid: int, steps: Sequence[int], rounds: int) -> list[d
     empty = rss(pid)
     members: list[Member] = []
     found = []
-    # A thread of Client exists at each fork, so the forked process uses only its own Peer.
+    # At each fork a thread of Client exists. So the forked process does not use Client, but only
+    # its own Peer.
     try:
         for count in steps:
             with Client(path) as server:

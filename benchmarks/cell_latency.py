@@ -7,7 +7,7 @@ Five kernels run at the same time and take turns in random order, one ``pass`` c
 - *plain* and *plain again*: ipykernel. Their difference is the noise of all differences.
 - *attached*: a kernel with policy ``lazy`` (the default), a slice, a context and device memory.
 - *without CUDA*: a kernel with policy ``lazy`` and no CUDA call. The broker counts its messages.
-- *per cell*: a kernel with policy ``cell``, which takes a hold for each cell, and a slice.
+- *per cell*: a kernel with a slice and policy ``cell``, which takes a hold for each cell.
 
 A round trip ends when the client has the reply and the kernel is idle again. The difference at p50
 is the median of the differences within each round. The difference at p99 is one p99 minus the other
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     plain = took["plain"]
     more = {
         name: {
-            # Compare within a round: other work of the machine has disturbed both cells of a round.
+            # Compare cells of the same round, because other work disturbs both of them.
             "p50_ms": median(mine - base for mine, base in zip(values, plain, strict=True)),
             "p99_ms": percentile(values, 99) - percentile(plain, 99),
         }

@@ -36,8 +36,9 @@ OPTIONS = (
     "--window-size=1280,800",
 )
 
-#: Trace events during which a page's JavaScript runs, or the browser works for it. Style and layout
-#: that a script forces at once happen within such an event, so they also count.
+#: Trace events during which a page's JavaScript runs, or the browser works for it. A script may
+#: force the browser to compute style and layout at once. This happens within such an event, so it
+#: counts, too.
 SCRIPT = frozenset(
     {
         *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
@@ -46,7 +47,8 @@ SCRIPT = frozenset(
     }
 )
 
-#: Trace events of a garbage collection of the whole page. Those within an event above do not count.
+#: Trace events of a garbage collection of the whole page. A collection within one of the events
+#: above is not counted.
 COLLECTION = frozenset(
     {"MajorGC", "MinorGC", "V8.GCScavenger", "V8.GCFinalizeMC", "V8.GCIncrementalMarking"}
 )
@@ -131,7 +133,7 @@ class Page:
         raise TimeoutError(f"{method} was not answered")
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-        """Return the first true result of ``condition``, checked after each event, or 0.02 s."""
+        """Return the first true result of ``condition``, checked after each event and 0.02 s."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             if time.monotonic() > deadline:

@@ -57,7 +57,7 @@ KERNELS, PER_USER, PER_GROUP = 20, 4, 40
 THINK, COMPUTE = 60.0, 20.0
 USER_SLICES, GROUP_SLICES = 2, 48
 DELAY, NOTICE = 0.001, 3.0
-#: For one report in so many, the simulation counts the lines and not the seconds.
+#: For one report in ``SAMPLE``, the simulation counts the lines and not the seconds.
 SAMPLE = 100
 #: Seconds between two regular reports of a node, and the least seconds between any two reports.
 INTERVAL, LEAST = 2.0, 0.05

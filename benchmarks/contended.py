@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a user reads in a crowded pool, against what then happens: three scenes, second by second.
+"""Compares the texts that a user reads in a crowded pool with the later events, in three scenes.
 
 The pool itself runs on a simulated clock. The texts are those of the cell and the chip. A row is
 wrong if its text turns out to be untrue: the range does not contain the rest of the wait, or the

@@ -261,7 +261,7 @@ def budgets(seen: Record) -> list[dict[str, Any]]:
         budget("longest pause of all training by night", seen.pause(every), TURN + 2 * swap, "s")
     )
     for name, steps in seen.steps.items():
-        # The turns of all others, and one more turn of each training.
+        # The longest allowed pause is the turns of all others, and one more turn of each training.
         turn = max(TURN, swap / MOVING) + 2 * swap
         most = (sum(WEIGHTS.values()) / WEIGHTS[name] + 2) * turn
         lines.append(

@@ -51,14 +51,14 @@ from jupyter_gpupool.pool.residence import slice_length
 
 GiB, MiB = 1 << 30, 1 << 20
 
-#: A slice is so many times as large as its state.
+#: A slice is this many times as large as its state.
 SCALE = 128
 
 CARD = "1x16GiB,context=256MiB,bandwidth=31MB/s"
 #: The card of the short form (``--quick``): a move takes a quarter of the time.
 QUICK = "1x16GiB,context=256MiB,bandwidth=125MB/s"
 
-#: Seconds that a request computes, of a turn of the pool, and of the pool's shortest time slice.
+#: Seconds of a request's computing, of a turn of the pool, and of the pool's shortest time slice.
 REQUEST, TURN, SLICE = 0.02, 0.1, 10.0
 
 Case = dict[str, Any]
@@ -190,7 +190,7 @@ def services(quick: bool) -> Case:
 
 
 def resident(quick: bool) -> Case:
-    """A service of 12 GiB that answers now and then, and a training that fits beside it or not."""
+    """A service of 12 GiB with rare requests, and a training: one fits beside it, one does not."""
     found: Case = {"budgets": []}
     for memory, fits in ((3.0, True), (8.0, False)):
         with place(quick) as here:
@@ -320,10 +320,11 @@ def flood(quick: bool) -> Case:
 
     *p50: two swaps more than before, and the rest of a time slice.* A person whose kernel was
     suspended while they thought needs at least one swap: the pool moves a victim's state out, and
-    moves their own state in. They need up to one more swap if a copy is under way, because a device
-    copies one state at a time. They also need a victim. The crowd computes without a pause, so each
-    of its kernels keeps its slice for one time slice: at least 10 s, even if its move is short. The
-    pool owes the rest of this time slice to the crowd, so the rest is no part of the two swaps.
+    moves the person's state in. If a copy is under way, the person needs up to one more swap,
+    because a device copies one state at a time. The person also needs a victim. The crowd computes
+    without a pause, so each of its kernels keeps its slice for one time slice: at least 10 s, even
+    if its move is short. The pool owes the rest of this time slice to the crowd, so the rest is no
+    part of the two swaps.
     :func:`benchmarks.owed.waits` takes the rest from the journal, for each wait: the seconds until
     the first of these time slices ends, or until a victim leaves earlier. A kernel of the crowd
     that stays longer, or gets its slice first, counts against the budget.

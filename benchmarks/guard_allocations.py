@@ -33,7 +33,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 #: Most nanoseconds that the guard may add to an allocation, and to a free.
 BUDGETS_NS = {"alloc": 80.0, "free": 100.0}
 
-#: An allocation that the broker has just refused may take at most so many nanoseconds.
+#: An allocation that the broker has just refused may take at most this many nanoseconds.
 REFUSED_NS = 5000.0
 
 #: Another process of the session: it makes a context, allocates a little, and waits.

@@ -52,7 +52,8 @@ static double round_of(function call, void *a, long b)
 
 typedef int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void *, void *);
 
-/* Launches no function: the driver refuses at once, so the time is mostly that of the way to it. */
+/* The launch names no function, so the driver refuses it at once. The measured time is mostly
+ * the time that the call needs to reach the driver. */
 static double launches_of(function call)
 {
     launch submit = (launch)call;

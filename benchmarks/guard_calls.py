@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """The time that the guard adds to each kind of call, and to the start of a program without CUDA.
 
-A C program in a session calls the driver through the guard, and directly the driver that the guard
-has opened, in one process and one run. The benchmark also starts ``ls`` in turns, with the guard
-preloaded and without it. HAMi-core works differently: it replaces ``dlsym``, so it handles every
-symbol look-up of every library of the process, and each known driver call passes through a C
-function. HAMi-core is not measured here.
+A C program in a session calls the driver through the guard. In the same process and run, it also
+calls directly the driver that the guard has opened. The benchmark also starts ``ls`` in turns, with
+the guard preloaded and without it. HAMi-core works differently: it replaces ``dlsym``, so it
+handles every symbol look-up of every library of the process, and each known driver call passes
+through a C function. HAMi-core is not measured here.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 
 Each job waits (as if for data) and computes, in turns of the same length. While one job waits, the
 other computes, and each change moves both states. *Serial* is the time of both jobs one after the
-other, without the pool: a quarter of one job's rounds runs alone, and its time counts eight times.
-A move takes as long as a move of the whole slice at 4 GB/s in both directions. Others have measured
-this rate for suspends with NVIDIA's driver, and 7 GB/s for resumes. (A state is a 32nd of its
-slice, and the device's copies are 32 times slower than 4 GB/s.) The pool decides with its default
-options; ``--quick`` changes only ``quiet_after``.
+other, without the pool. To measure it, a quarter of one job's rounds runs alone, and the benchmark
+multiplies the time by eight. A move takes as long as a move of the whole slice at 4 GB/s in both
+directions. Others have measured this rate for suspends with NVIDIA's driver, and 7 GB/s for
+resumes. (A state is a 32nd of its slice, and the device's copies are 32 times slower than 4 GB/s.)
+The pool decides with its default options; ``--quick`` changes only ``quiet_after``.
 
 Any pool needs at least 0.5 + 1 / (4 x rounds) + swap / (2 x turn) of the serial time.
 """
@@ -36,7 +36,7 @@ GiB = 1 << 30
 #: The most time that both jobs may take together, as a part of the serial time.
 RATIO = 0.60
 
-#: A slice is so many times as large as its state.
+#: A slice is this many times as large as its state.
 SCALE = 32
 
 #: Rounds of a job, and their divisor: the baseline runs ``ROUNDS // PART`` rounds.

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How long a cell that waits for a slice lives on after an interrupt.
+"""Time from an interrupt to the end of a cell that waits for a slice.
 
 Another kernel holds the only GPU. In each round, a user interrupts one cell of each kind:
 
@@ -27,8 +27,8 @@ from benchmarks.first_call import SETUP, session_of
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: The most milliseconds that the end of a wait may add to Jupyter's own time. People take an answer
-#: within 0.2 s for "at once".
+#: The most milliseconds that the end of a wait may add to Jupyter's own time. People perceive an
+#: answer within 0.2 s as immediate.
 ADDED_MS = 200.0
 
 MEMORY = 10 << 30
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         )
         lazy.run(SETUP)
         held, first, call = holder.session(), per_cell.session(), lazy.session()
-        # The last cell of a kernel with policy "cell" left it a slice.
+        # A kernel with policy "cell" still has the slice of its last cell, so release the slice.
         client.call("release", session=first)
         wait_until(lambda: session_of(client, first)["state"] == "detached", "it has no slice")
         holding = holder.begin(ASLEEP)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The effect of one user's attack on the others: their p99 with and without it.
+"""The effect of one user's attack on other users: their p99 with and without the attack.
 
 One broker with emulated devices serves two users of the machine, so this benchmark needs root. One
 user asks for ``status`` on a new connection every 20 ms, and has one session that gets a slice and

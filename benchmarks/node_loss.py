@@ -26,7 +26,7 @@ from tests.cluster.kit import Cluster, family
 #: The benchmark kills and stops the machine LOST, and asks the broker of the machine ASKED.
 LOST, ASKED = "m1", "m2"
 
-#: Seconds between two questions: a broker shows a view again for a second.
+#: Seconds between two requests. For a second, a broker may answer with the same view again.
 BETWEEN = 0.2
 
 
@@ -51,7 +51,7 @@ def seconds_until(cluster: Cluster, state: str) -> float:
 
 
 def send(cluster: Cluster, number: int) -> None:
-    """Send a signal to all processes of the machine's part of the cluster, the eldest first."""
+    """Send a signal to all processes of the machine's part of the cluster, parents first."""
     for pid in family(cluster.agents[LOST].process.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How much of each wait on one device a time slice explains, by the journal. Not a benchmark."""
+"""The part of each wait on one device that a time slice explains, by the journal. No benchmark."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
     found: list[Wait] = []
     #: By session of the crowd: when it got the slice that it has.
     began: dict[str, float] = {}
-    #: By session: its group, when it asked, and the seconds until the first time slice ended then.
+    #: By session: its group, the time of its request, and the seconds from the request to the end
+    #: of the first time slice.
     asked: dict[str, tuple[str, float, float]] = {}
     #: By session: when its suspend began.
     leaving: dict[str, float] = {}
@@ -54,7 +55,7 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
             asked[name] = group, at, max(0.0, rest)
         elif new == "attaching" and name in asked:
             group, since, rest = asked.pop(name)
-            # If the kernel needed a victim, it takes the place of the one whose suspend just ended.
+            # If the kernel needed a victim, the victim is the session whose suspend ended last.
             found.append(Wait(group, since, min(rest, max(0.0, freed - since))))
     return found
 

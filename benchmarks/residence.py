@@ -8,11 +8,11 @@ page of the documentation from them. It uses no GPU and no kernel: a simulated c
 itself. ``python -m benchmarks.residence --kernels`` measures two real kernels instead, on an
 emulated GPU, and also runs with an older version of the package.
 
-Each of two sessions needs the whole device. It runs a cell of half a second (times a random factor
-of 0.5 to 1.5), thinks for the time of the row (times another such factor), and wants the device
-again. A suspend takes 0.3 s and 1 s for each 4 GB. A resume takes 0.3 s and 1 s for each 7 GB.
-These are figures that others report for NVIDIA's driver on single GPUs. They are used until they
-are measured here.
+Each of two sessions needs the whole device. A session runs a cell of half a second (times a random
+factor of 0.5 to 1.5), thinks for the time of the row (times another such factor), and wants the
+device again. A suspend takes 0.3 s and 1 s for each 4 GB. A resume takes 0.3 s and 1 s for each
+7 GB. These are figures that others report for NVIDIA's driver on single GPUs. They are used until
+they are measured here.
 """
 
 from __future__ import annotations

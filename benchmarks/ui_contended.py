@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a user reads in all places of a crowded pool, against what then happens.
+"""Compares the texts that a user reads in all places of a crowded pool with the later events.
 
 There are three scenes with real notebooks in a real JupyterLab, a real broker and real neighbours
 on its devices. At each look the benchmark reads the figure from the chip, the cell, the panel and
@@ -37,7 +37,7 @@ FIGURE = re.compile(
 
 #: Seconds between two looks.
 LOOK = 4.0
-#: The broker learns from so many waits before the benchmark reads a range.
+#: The broker learns from this many waits before the benchmark reads a range.
 EARLIER = 10
 
 #: Uses the GPU until the file ``flag`` exists.
@@ -85,8 +85,8 @@ class Seen:
     at: float
     #: The broker's own figure, before and after the others were read.
     true: tuple[str, str]
-    #: All figures that the broker had from one second before until then, because a page updates
-    #: its clocks once a second.
+    #: All figures that the broker had during the reading and in the second before it, because a
+    #: page updates its clocks once a second.
     allowed: tuple[str, ...]
     figures: dict[str, str]
     since: float | None = None

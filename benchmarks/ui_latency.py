@@ -34,7 +34,8 @@ from .ui_rest import DEVICES, SESSIONS, stage
 
 GiB = 1 << 30
 
-#: So many other sessions have a slice. There is room left, so the notebook gets its slice at once.
+#: This many other sessions have a slice. The devices have room for more, so the notebook gets its
+#: slice at once.
 HOLDING = 20
 POOL = {
     "emulate": f"{DEVICES}x8GiB,context=64MiB",

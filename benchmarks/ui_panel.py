@@ -42,7 +42,8 @@ WANTING = 40
 COMES, RESTS = 1.0, 0.1
 
 #: Chromium's counters of a page's seconds. ScriptDuration leaves out the callbacks of promises, in
-#: which JupyterLab updates widgets. So the trace counts those.
+#: which JupyterLab updates widgets. So the benchmark takes the time of these callbacks from the
+#: trace.
 METRICS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 

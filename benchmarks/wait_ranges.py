@@ -26,7 +26,7 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.evidence import Expected
 from jupyter_gpupool.units import range_ends
 
-#: (sessions, devices): some wait, most wait, and few wait.
+#: (sessions, devices): in the first load some sessions wait, in the second most, in the third few.
 LOADS = ((30, 2), (50, 2), (60, 4))
 DAY = 86400.0
 

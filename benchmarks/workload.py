@@ -24,7 +24,7 @@ from benchmarks.gpu.raw import Raw
 #: Seconds of a kernel launch, and of a training step.
 LAUNCH, STEP = 0.02, 0.05
 
-#: The state of a training changes after so many steps.
+#: The state of a training changes after this many steps.
 CHANGE = 20
 
 

@@ -50,7 +50,7 @@ def compiler() -> list[str]:
 
 
 #: The versions of CUDA for which a runtime is compiled, and the flags for each. Programs look up
-#: the names of a runtime with its SONAME as their version.
+#: the symbols of a runtime with a symbol version, which is the runtime's SONAME.
 _RUNTIMES = {f"libcudart.so.{major}": [f"-DRUNTIME={major}"] for major in (12, 13)}
 _VERSIONED = "-Wl,--default-symver"
 
@@ -97,7 +97,7 @@ def compile(  # noqa: A001 - the name that package builds and tests call
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # of concurrent test runs only one compiles
+        fcntl.flock(directory, fcntl.LOCK_EX)  # several test runs may start at once: one compiles
         for soname, sources in libraries().items():
             if only and soname not in only:
                 continue
@@ -121,8 +121,8 @@ def _compile(target: Path, sources: Sequence[Path], command: Sequence[str]) -> N
     finally:
         aside.unlink(missing_ok=True)
     if target.name in _RUNTIMES:
-        # Without an alias, a program that is linked here uses NVIDIA's runtime, which also works on
-        # machines with a GPU.
+        # A runtime gets no alias (libcudart.so). So a program that is linked on this machine uses
+        # NVIDIA's runtime, which also works on machines with a GPU.
         return
     alias = target.with_suffix("")
     if not alias.is_symlink():

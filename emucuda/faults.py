@@ -72,18 +72,18 @@ class Faults:
     ``residue``               ``bytes`` of the device are in use and belong to no process
     ``nvml-less``             NVML lists a process with ``bytes`` less than it has
     ``nvml-waits``            NVML answers only after a running checkpoint or restore
-    ``nvml-late``             NVML lists a process only ``ms`` after its first memory
-    ``nvml-lag``              NVML lists a suspended process unchanged for ``ms`` more
-    ``suspend-keeps``         a suspended process keeps ``bytes``, and is listed (0: with none)
+    ``nvml-late``             NVML lists a process only ``ms`` after its first allocation
+    ``nvml-lag``              NVML lists a process with its old bytes for ``ms`` after a suspend
+    ``suspend-keeps``         a suspended process keeps ``bytes``; NVML lists it, even with 0
     ``restore-keeps-state``   a restore that fails leaves the process CHECKPOINTED
-    ``restore-hides-loss``    a restore that fails leaves the process CHECKPOINTED, and so do all
-                              later ones, with 304 (580.159.04)
+    ``restore-hides-loss``    a restore that fails leaves the process CHECKPOINTED; all later
+                              restores fail with 304 and leave this state (580.159.04)
     ``restore-more``          a restored process has ``bytes`` more than before
     ``migration-refused``     a restore onto another device fails (NOT_SUPPORTED) and can be
                               repeated
     ``init-not-enough``       a process that has only called cuInit cannot be suspended
-    ``lock-ignores-timeout``  a lock waits for running work, whatever its time-out, until this
-                              quirk is cleared
+    ``lock-ignores-timeout``  a lock waits for running work until this quirk is cleared, and
+                              ignores its time-out
     ``nvml-host-pids``        NVML lists processes by numbers of another PID namespace, as in a
                               container: as ``number``, or as one that no process here can have
     ``context-more``          a context takes ``bytes`` more than the machine's text says

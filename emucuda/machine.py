@@ -28,8 +28,8 @@ MAX_DEVICES = 64
 #: address space of a process.
 MAX_MEMORY = 1 << 40
 MAX_TOTAL = 16 << 40
-#: The lowest accepted rate of copies, in bytes/s. It refuses ``bandwidth=8``, because the user
-#: means 8 GB/s.
+#: The lowest accepted rate of copies, in bytes/s. A lower rate such as ``bandwidth=8`` is refused,
+#: because the user means 8 GB/s.
 MIN_BANDWIDTH = 1_000_000
 #: Device memory comes in pages of this many bytes, as on current NVIDIA hardware.
 PAGE = 2 << 20

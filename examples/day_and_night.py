@@ -22,7 +22,7 @@ c.GPUPool.groups = {
                  "gpu_seconds_per_day": {"seconds": "8h", "rule": "window", "then": "borrow"}},
 }  # fmt: skip
 
-# Usage at this time yesterday counts one eighth of usage now.
+# Usage from this time yesterday counts one eighth as much as present usage.
 c.GPUPool.fair_share_half_life = "8h"
 
 # ---- By day

@@ -44,8 +44,8 @@ def slice(  # noqa: A001 (the word of the pool)
     Entering the block waits for the slice. After the block the slice is idle: it goes back to the
     pool when another session may take it, or after ``c.GPUPool.idle_timeout``. In a program that
     ``jupyter gpupool run`` has started, in a Pooled GPU kernel and in their children the block
-    holds the slice of that session. Any other program gets a session of its own, if it has not
-    called CUDA before.
+    holds the slice of the session that exists already. Any other program gets a new session, if it
+    has not called CUDA before.
 
     Parameters
     ----------
@@ -53,11 +53,11 @@ def slice(  # noqa: A001 (the word of the pool)
         Guaranteed device memory, and the limit to which it may grow: bytes, or text like
         ``"8GiB"``.
     devices, compute, priority:
-        Number of GPUs, per cent of their time, priority class. Empty or 0: the value of the session
-        or the pool.
+        Number of GPUs, per cent of their time, priority class. An empty value or 0 stands for the
+        value of the session or the pool.
     group:
-        Which of your groups provides the share, if the program gets a session of its own. The group
-        of an existing session cannot change.
+        Which of your groups provides the share, if the program gets a new session. The group of an
+        existing session cannot change.
     max_wait:
         Seconds, or text like ``"10m"``, after which entering gives up; None: the pool's limit.
     name:

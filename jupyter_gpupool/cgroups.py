@@ -3,9 +3,10 @@
 """Memory of the machine and its control groups: limits, available bytes, pressure.
 
 A suspend moves a kernel's device memory to the host memory of the kernel's own process. So the
-limits of the machine *and* of every memory cgroup above that process apply, version 1 or 2. A limit
-of at least the machine's memory has no effect. A group that cannot be read (because it is outside
-this namespace, or threaded and without a memory controller) sets no limit; the group above it does.
+limits of the machine *and* of every memory cgroup above that process apply. Cgroups of version 1
+and 2 both count. A limit of at least the machine's memory has no effect. A group that cannot be
+read (because it is outside this namespace, or threaded and without a memory controller) sets no
+limit. The limits of the groups above it still apply.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Stress:
-    """The memory pressure of a level. Both figures only have a meaning together with ``free``."""
+    """The memory pressure of a level. Both figures are useful only together with ``Level.free``."""
 
     #: How often the level was at its limit since its creation.
     events: int = 0
@@ -82,7 +83,7 @@ class Host:
         return Level(None, found.get("MemTotal", free), free)
 
     def total(self) -> int:
-        """Return the most bytes that this process can use: the machine's, or a lower hard limit."""
+        """Return the most bytes that this process can use, by the machine and its hard limits."""
         limits = (_number(group.folder / _HARD[group.version]) for group in self.groups(None))
         return min([self._meminfo()["MemTotal"], *(n for n in limits if n is not None)])
 
@@ -96,7 +97,7 @@ class Host:
         return found
 
     def groups(self, pid: int | None) -> tuple[ControlGroup, ...]:
-        """Return the memory cgroups of a process (None: this one), its own first; () if unknown."""
+        """Return the memory cgroups of ``pid`` (None: this process), own first; () if unknown."""
         try:
             path = self._proc / ("self" if pid is None else str(pid)) / "cgroup"
             lines = path.read_text().splitlines()
@@ -134,13 +135,13 @@ class Host:
         return Level(group, limit, max(0, limit - usage + _reclaimable(group)))
 
     def levels(self, pid: int | None = None) -> list[Level]:
-        """Return the levels that limit a process (None: this one): the machine first."""
+        """Return the levels that limit ``pid`` (None: this process); the machine is the first."""
         machine = self.machine()
         found = (self.level(group, machine.limit) for group in self.groups(pid))
         return [machine, *(level for level in found if level is not None)]
 
     def available(self, pid: int | None = None) -> int:
-        """Return the bytes that a process (None: this one) could still take."""
+        """Return the bytes that ``pid`` (None: this process) could still take."""
         return min(level.free for level in self.levels(pid))
 
     def stress(self, level: Level) -> Stress:
@@ -156,12 +157,12 @@ class Host:
 
 
 def available(pid: int | None = None, *, root: Path = ROOT, proc: Path = PROC) -> int:
-    """Return the bytes that process ``pid`` (None: this one) could still take."""
+    """Return the bytes that process ``pid`` (None: this process) could still take."""
     return Host(root, proc).available(pid)
 
 
 def stalled(text: str) -> float:
-    """Return in how many per cent of the last ten seconds a task waited, from a PSI file's text."""
+    """Return the per cent of the last ten seconds in which a task waited, from a PSI file."""
     for line in text.splitlines():
         kind, *figures = line.split()
         if kind == "some":

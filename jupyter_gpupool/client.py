@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Python's only caller of the broker's socket. Standard library only: it runs inside kernels.
+"""The only Python code that calls the broker's socket. Standard library only (kernels use it).
 
 One :class:`Client` is one connection with one reader thread. Calls may come from any thread;
 ``start`` returns a future, so that asynchronous code can ``await asyncio.wrap_future(...)`` it.
@@ -72,7 +72,8 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         check_socket(self.path)
-        #: The broker's last error that answers no request: why the broker closes the connection.
+        #: The last error message of the broker that answers no request. It says why the broker
+        #: closes the connection.
         self._said: GPUPoolError | None = None
         try:
             self._socket = dial(self.path, CALL_TIMEOUT)
@@ -249,8 +250,9 @@ class Client:
 class ClientAgain:
     """A connection that survives the broker: it reconnects and repeats the call under way.
 
-    A call may therefore reach two brokers. Then ``open`` leaves a session without a process, and
-    the broker ends that session. A second run of any other call does no harm.
+    A call may therefore reach two brokers. If the call is ``open``, the first run leaves a session
+    without a process, and the broker ends that session. A second run of any other call does no
+    harm.
 
     Parameters
     ----------

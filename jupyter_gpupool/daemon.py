@@ -133,7 +133,7 @@ def _spawn(
             os.close(writing)
         lines, late = _read_until(report.fileno(), give_up)  # until the broker's program runs
         if late:
-            for pid in (between.pid, *map(int, lines[:1])):  # each leads its own session
+            for pid in (between.pid, *map(int, lines[:1])):  # each is a session leader
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
         between.wait()
@@ -152,7 +152,7 @@ def _spawn(
 
 
 def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
-    """Read to the end of the file; return its words, and whether ``give_up`` came before that."""
+    """Read to the end of the file; return its words, and whether time ``give_up`` came first."""
     data = b""
     while True:
         left = give_up - time.monotonic()

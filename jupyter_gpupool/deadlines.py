@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Wait in asyncio for work that may hang: with a time-out, or in a thread of its own."""
+"""Wait in asyncio for work that may hang: with a time-out, or in a separate thread."""
 
 from __future__ import annotations
 

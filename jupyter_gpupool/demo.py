@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool demo``: three notebooks, too few GPUs, nothing lost.
 
-Runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with its own broker. In the middle, two
-other notebooks (the neighbours) take the GPU. At the end it prints the events from the broker's
-journal. Notebook, neighbours and broker are real; only the driver is emulated, if there is no
-NVIDIA driver or emulation was requested.
+The demo runs ``examples/pooled_gpu.ipynb`` on the Pooled GPU kernel with its own broker. While this
+notebook runs, two other notebooks (the neighbours) take the GPU. At the end the demo prints the
+events from the broker's journal. Notebook, neighbours and broker are real; only the driver is
+emulated, if there is no NVIDIA driver or emulation was requested.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EMULATE = "GPUPOOL_EMULATE"
 _CONFIG_PATH = "JUPYTER_CONFIG_PATH"
 _LABEL = "EMULATED devices, real everything else"
 
-#: Each notebook asks for this part of a device, so that two never fit on one.
+#: Each notebook asks for this part of a device, so that two notebooks never fit on one device.
 SHARE_OF_DEVICE = 0.6
 
 #: Time-out of a cell in seconds. An emulated copy of 512 MiB takes much less than one second.
@@ -104,8 +104,8 @@ def private_broker(emulate: str) -> Iterator[Path]:
             "host_memory": "100%",
         }
     }
-    # The notebooks read this file. If their configuration is the broker's, they show no notice of a
-    # difference.
+    # The notebooks read this file. So they have the same configuration as the broker, and show no
+    # notice of a difference.
     (folder / "jupyter_server_config.json").write_text(json.dumps(config))
     paths = [str(folder), *filter(None, [os.environ.get(_CONFIG_PATH)])]
     ours = {SOCKET_VARIABLE: str(socket), _CONFIG_PATH: os.pathsep.join(paths)}

@@ -22,7 +22,7 @@ from .errors import BrokerUnavailable, Code
 #: The variable with the socket for a process and its children; the provisioner sets it for kernels.
 SOCKET_VARIABLE = "GPUPOOL_SOCKET"
 
-#: The variable that a kernel without a session gets: the reason, in a sentence.
+#: A kernel without a session gets this variable. Its value is the reason, as a sentence.
 NO_SESSION_VARIABLE = "GPUPOOL_NO_SESSION"
 
 #: The socket of the broker that an admin has set up for the whole machine.
@@ -59,7 +59,8 @@ def find_socket(configured: str = "") -> Path:
 
     It is the first of these: ``configured`` (``c.GPUPool.socket``), ``$GPUPOOL_SOCKET``, the
     machine-wide socket if it exists, this user's own socket. If the user's own socket does not
-    exist but the user's broker lives, it is the socket that the lock of the broker's journal names.
+    exist but the user's broker lives, the result is the socket that the lock of the broker's
+    journal names.
     """
     chosen = configured or os.environ.get(SOCKET_VARIABLE, "")
     if chosen:
@@ -181,7 +182,7 @@ def check_socket(path: Path) -> None:
     )
 
 
-#: The user id that a user namespace shows as the owner of the files of all users it does not know.
+#: A user namespace shows this user id as the owner of a file if it does not know the real owner.
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
 
 
@@ -216,8 +217,8 @@ def dial(path: Path, seconds: float) -> socket.socket:
 
     If many processes connect to a broker at the same time, its queue of connections is full for a
     moment. Then a blocking ``connect`` waits, but a ``connect`` in any other mode fails with
-    EAGAIN. That includes Python's sockets with a time-out. So this function uses a blocking socket
-    with the operating system's own time-out.
+    EAGAIN. Python's sockets with a time-out are in such a mode. So this function uses a blocking
+    socket with the operating system's own time-out.
 
     Raises
     ------
@@ -232,7 +233,7 @@ def dial(path: Path, seconds: float) -> socket.socket:
             _set_send_timeout(connection, left)
             connection.connect(str(path))
             # If a signal interrupts a connect, Python assumes that the connect continues, as in
-            # TCP. On a unix socket it has failed.
+            # TCP. On a unix socket, the connect has failed.
             connection.getpeername()
             _set_send_timeout(connection, 0.0)
             return connection

@@ -194,7 +194,7 @@ class RefusedError(GPUPoolError):
 
 
 class BrokerUnavailable(GPUPoolError):
-    """No broker listens at the socket, or it went away; the message names the socket."""
+    """No broker listens at the socket, or the connection ended; the message names the socket."""
 
     code = Code.BROKER_UNAVAILABLE
 

@@ -167,7 +167,7 @@ def check_options(stanza: Mapping[str, Any], kernel: str, known: Sequence[str] =
 
 
 def options_of(provisioner: str) -> tuple[str, ...]:
-    """Return the options that a kernelspec may have for a provisioner of ours."""
+    """Return the options that a kernelspec may have for one of our provisioners."""
     return (*OPTIONS, *PLACEMENT_OPTIONS) if provisioner == REMOTE_PROVISIONER else OPTIONS
 
 
@@ -202,7 +202,7 @@ def agent_folder() -> Path:
     package = Path(__file__).resolve().parent
     base = user_runtime_dir()
     folder = base / f"agent-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
-    for path in (base, folder):  # one by one: ``parents=True`` ignores the mode for parents
+    for path in (base, folder):  # in two steps: ``parents=True`` ignores the mode for parents
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (base, folder):
         found = path.lstat()
@@ -290,7 +290,7 @@ def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple
         answer: dict[str, Any] = {"env": {}, "attach": "lazy"}
         return enter_session(command, env, answer)[0], why
     except GPUPoolError:
-        return command, why  # without the agent: it would only repeat the line on stderr
+        return command, why  # without the agent, which would only repeat the line on stderr
 
 
 def open_session(
@@ -317,7 +317,7 @@ def open_session(
     check_options(stanza, shown, options_of(str(provisioner.get("provisioner_name"))))
     request, attach = _wanted(stanza, shown)
     if attach != "manual" and not runs_ipykernel(command):
-        attach = "lazy"  # as in the provisioner: no agent sees its cells
+        attach = "lazy"  # no agent sees the cells of this kernel; the provisioner does the same
     named = str(stanza.get("broker_socket") or "")
     with closing(ClientAgain(lambda: living_broker(named), timeout=START_TIMEOUT)) as client:
         answer, socket = client.ask(

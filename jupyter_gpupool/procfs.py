@@ -32,8 +32,9 @@ _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 #: A longer chain of parents does not belong to a notebook.
 MAX_DEPTH = 64
 
-#: Nanoseconds that each clock tick certainly stands for, if Linux has no finer count of run time
-#: (gVisor, or built without it). It is half a tick: of two counted ticks, only one was complete.
+#: Nanoseconds of run time that each counted clock tick proves. This is used only if Linux has no
+#: finer count of run time (gVisor, or a Linux that was built without it). The value is half a tick:
+#: if Linux has counted two ticks, perhaps only one of them was complete.
 _TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
 
 #: In ``flags``: the first thread is exiting.
@@ -95,7 +96,7 @@ def read_stat(pid: int) -> Stat | None:
     try:
         return parse_stat(_read(pid, "stat").decode(errors="replace"))
     except (OSError, ValueError, IndexError):
-        return None  # ended before or while it was read
+        return None  # the process ended before or while its file was read
 
 
 def identify(pid: int) -> ProcessId | None:
@@ -107,8 +108,8 @@ def identify(pid: int) -> ProcessId | None:
 def presence(process: ProcessId) -> Presence:
     """Return whether ``process`` (not a later process with its pid) exists and can answer.
 
-    If this process has no descriptor left to read that, an existing process counts as alive: our
-    own lack of a resource must not end a session.
+    If this process has no free descriptor with which to read that, an existing process counts as
+    alive: our own lack of a resource must not end a session.
     """
     try:
         stat = parse_stat(_read(process.pid, "stat").decode(errors="replace"))
@@ -181,7 +182,7 @@ def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
 
 
 def session_of(pid: int) -> str | None:
-    """Return the session in which ``pid`` was started; "" if in none, None if unknown."""
+    """Return the session in which ``pid`` was started; "" if it has no session, None if unknown."""
     found = variables(pid, [SESSION_VARIABLE])
     return None if found is None else found.get(SESSION_VARIABLE, "")
 
@@ -216,7 +217,7 @@ def number_inside(pid: int) -> int:
 
 
 def translated(number: int, beside: int) -> int:
-    """Return the pid, as seen here, of the process that has pid ``number`` for process ``beside``.
+    """Return the pid here of the process that process ``beside`` knows as pid ``number``.
 
     0 if the PID namespace of ``beside`` has no such process.
     """
@@ -265,11 +266,11 @@ def open_files(pid: int) -> Iterator[tuple[Path, str]]:
         try:
             yield link, str(link.readlink())
         except FileNotFoundError:
-            continue  # closed meanwhile
+            continue  # the process closed the file meanwhile
 
 
 def command(pid: int) -> str:
-    """Return the command line of a process, or its name in brackets if empty; "" if it is gone."""
+    """Return the command line of a process, else its name in brackets; "" if it has ended."""
     try:
         line = _read(pid, "cmdline")[:4096].replace(b"\0", b" ").decode(errors="replace").strip()
         return line or f"[{_read(pid, 'comm').decode(errors='replace').strip()}]"
@@ -299,7 +300,7 @@ def thread_time(pid: int, thread: int) -> tuple[str, int]:
 
 
 class _Spare:
-    """One spare file descriptor: with it this process can read ``/proc`` when no other is left."""
+    """One spare file descriptor, for reading ``/proc`` when this process has no other one free."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -11,11 +11,11 @@ Unknown types, wrong field types and values outside the ranges below are errors.
 seconds.
 
 ``status``, ``why``, ``hour``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are
-*acts*. Each has a price, and each user (by user id, over all connections) has one budget for reads
-and another for acts. The broker delays requests beyond the budget. If a read has waited for 2 s,
-the broker refuses it with the code ``busy`` and with the seconds until a retry in
+*acts*. Each request has a price. Each user (by user id, over all connections) has one budget for
+reads and another for acts. The broker delays requests beyond the budget. The broker refuses a read
+that has waited for 2 s, with the code ``busy`` and with the seconds until a retry in
 ``details.retry_after``. It never refuses acts for that reason. The broker handles the acts of one
-connection in their order; they may overtake one read.
+connection in their order. These acts may overtake one read that waits.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
@@ -42,8 +42,8 @@ Why ``yield``/``yielded``: a cell on an attached session must not wait for a rou
 broker. The agent owns its lease until it agrees to give it up, so it may start a cell with one
 ``hold`` that has no answer (``wait`` false). If the agent sent a ``hold`` before it read the
 ``yield``, it answers the ``yield`` with ``false``. The agent may send a ``hold`` up to 50 ms late,
-and one ``hold`` and ``drop`` for all cells that have ended by then. But it always sends them before
-a ``yielded`` or any other request.
+and may send only one ``hold`` and one ``drop`` for all cells that have ended by then. But it always
+sends these messages before a ``yielded`` or any other request.
 
 A session has one agent and any number of *members*: its programs, and ``jupyter gpupool run``,
 which started its process. A member sends each ``hold`` with ``wait`` true and continues when the
@@ -51,9 +51,9 @@ broker grants it, so the broker need not send the member a ``yield``. A member g
 ``queue``, ``lease``, ``lost``, ``notice`` and ``refused`` like the agent. Its holds end with its
 connection.
 
-The guard sends ``attach`` and ``grow``, without a ``hello``, each on a connection of its own, and
-only if a call must wait according to the session's shared page. The broker writes the grant to the
-page before it sends the ``ok``. Closing the connection ends the wait.
+The guard sends ``attach`` and ``grow`` without a ``hello``, and opens a new connection for each of
+them. It sends them only if a CUDA call must wait according to the session's shared page. The broker
+writes the grant to the page before it sends the ``ok``. Closing the connection ends the wait.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Ties a kernel to its session in the pool: opens it before the start, closes it at the end.
+"""Opens a session in the pool before a kernel starts, and closes the session when the kernel ends.
 
 One object serves a kernel until its end, with all restarts. jupyter_client calls:
 
@@ -74,7 +74,7 @@ _EXAMPLE = 'Write for example {"memory": "12GiB"} in the config of the kernelspe
 
 
 class KernelNotStarted(GPUPoolError, HTTPError):
-    """Why a kernel was not started. Jupyter Server shows users only HTTP errors, so this is one."""
+    """Why a kernel was not started. An HTTP error: Jupyter Server shows users no other errors."""
 
     def __init__(self, error: GPUPoolError) -> None:
         GPUPoolError.__init__(
@@ -278,7 +278,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return dict(info)
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over what :meth:`get_provisioner_info` returned."""
+        """Take over the kernel that the data of :meth:`get_provisioner_info` describes."""
         await super().load_provisioner_info(provisioner_info)
         self._session = str(provisioner_info.get("gpupool_session", ""))
         self._retires = bool(provisioner_info.get("gpupool_retire"))
@@ -339,7 +339,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return ensure_broker(self._pool_config(), self._configured_socket())
 
     def _other_configuration(self, answer: Mapping[str, Any]) -> str:
-        """Return the notice for the user if the broker's configuration differs from this one."""
+        """Return the notice for the user if the broker's configuration is not the server's."""
         text = notice(self.config.get("GPUPool"), answer)
         if not_logged(text):
             self.log.warning("GPU pool: %s", text)

@@ -35,7 +35,8 @@ from .provisioner import GPUPoolProvisioner, KernelNotStarted
 PATIENCE, BETWEEN = 70.0, 0.3
 _T = TypeVar("_T")
 
-#: The exit code if it is unknown, because the broker that started the kernel has been replaced.
+#: The exit code to report if the real one is unknown, because the broker that started the kernel
+#: has been replaced.
 UNKNOWN = 1
 
 #: After an error with one of these codes, this server does not know whether the other machine has
@@ -213,7 +214,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         }  # fmt: skip
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
-        """Take over what :meth:`get_provisioner_info` returned."""
+        """Take over the kernel that the data of :meth:`get_provisioner_info` describes."""
         await KernelProvisionerBase.load_provisioner_info(self, provisioner_info)
         self.pid = provisioner_info["pid"]
         self._node = str(provisioner_info["gpupool_node"])
@@ -306,7 +307,8 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
     def _send(self, order: Mapping[str, Any]) -> Mapping[str, Any]:
         """Send the kernel's machine an order; return its broker's answer."""
         socket = self._find_again(self._socket) if self._socket else self._find_broker()
-        # Only the owner of the socket can read the credential: that is the user of the brokers.
+        # Only the owner of the socket can read the credential. This owner is the user of the
+        # brokers.
         identity = self._authenticator(socket.stat().st_uid)
         text = order_text(self._node, {**order, "kernel_id": self.kernel_id})
         # Do not repeat the order on another connection: each credential is valid only once.

@@ -52,8 +52,8 @@ class Failures:
     code: str = ""
     #: When the broker was restarted, within :data:`WINDOW`.
     starts: tuple[float, ...] = ()
-    #: When a process found a useless broker (:attr:`StartRecord.useless`) dead; a death of any
-    #: other broker clears the list.
+    #: The times at which a process found a useless broker (:attr:`StartRecord.useless`) dead. If
+    #: any other broker dies, the list becomes empty.
     deaths: tuple[float, ...] = ()
     #: The pid of the broker whose death was counted last.
     counted: int = 0
@@ -167,8 +167,8 @@ def note_killed(socket: Path, before: Failures) -> None:
 def too_often(before: Failures) -> bool:
     """Return whether every recent broker died before it served a kernel.
 
-    False after callers have got that error and the pause after it has ended: then one more broker
-    may start.
+    The answer is False once callers have got the error about these deaths and the pause after this
+    error has ended: then one more broker may start.
     """
     return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
 

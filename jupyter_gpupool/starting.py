@@ -57,10 +57,10 @@ def ensure_broker(
 ) -> Path:
     """Return the socket of a living broker; start this user's own broker if none lives.
 
-    The provisioner calls it before each kernel; the demo calls it, too. It blocks while a broker
-    starts. If several callers, in any processes, need a broker at once, one of them starts it and
-    the others wait. If a broker has died, it restarts with its own configuration, because kernels
-    may depend on that broker.
+    The provisioner calls this function before each kernel; the demo calls it, too. The function
+    blocks while a broker starts. If several callers, in any processes, need a broker at once, one
+    of them starts it and the others wait. If a broker has died, this function restarts it with its
+    own configuration, because kernels may depend on that broker.
 
     Parameters
     ----------
@@ -196,7 +196,8 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in found.items():
         # If code reads a missing option of a traitlets Config, the Config stores an empty object of
-        # this type. A function comes from a configuration file, which the broker also reads.
+        # this type. A value that is a function comes from a configuration file, which the broker
+        # also reads.
         if type(value).__name__ != "LazyConfigValue" and not callable(value):
             values[name] = value
     try:
@@ -309,9 +310,9 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
             launch(path, record.command, record.environment, give_up)
         except BrokerUnavailable as error:
             if error.code == Code.ALREADY_RUNNING:
-                return False  # the broker lives but does not answer: another one would not help
+                return False  # the broker lives but does not answer: a second broker would not help
             if error.code == Code.KILLED and time.monotonic() < give_up:
-                # Another process killed it: it counts as dead, not as failed.
+                # Another process killed the broker. This counts as a death, not as a failed start.
                 startfailures.note_killed(path, known)
                 continue
             failed = _failed(path, known, error.message, error.next_step, code=error.code)

@@ -74,7 +74,7 @@ class StartRecord:
     namespace: str = ""
     #: The file with the broker's sessions.
     journal: str = ""
-    #: Whether the broker has served a kernel, or a server that starts one.
+    #: Whether the broker has served a kernel, or a server that starts kernels.
     served: bool = False
     #: The unhandled error that ended the broker.
     crashed: str = ""
@@ -265,7 +265,7 @@ def can_restore(socket: Path, copy: str = "") -> bool:
 
 
 def restore(socket: Path, copy: str = "") -> bool:
-    """Restore the record of the broker at ``socket`` if it was deleted; return True if so.
+    """Restore the record of the broker at ``socket`` if it was deleted; return whether it is back.
 
     The caller holds the start's lock. Owner and mode of the copy decide whether it can be trusted,
     as for the record itself. If the broker lives, it restores deleted files itself.

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Draw a pool's history from the rows of the broker's journal: as text and as SVG.
 
-A lane shows ``state`` rows of the journal, which the broker commits before it acts. It does not
+A lane shows ``state`` rows of the journal, which the broker commits before it acts. A lane does not
 show what a notebook saw.
 """
 

@@ -83,7 +83,7 @@ def guaranteed_bytes(session: Mapping[str, Any]) -> int:
 def format_grant(granted: int, guaranteed: int) -> str:
     """Return the size of a slice: ``"9 GiB, 4 guaranteed"`` if it has grown, else ``"4 GiB"``.
 
-    JupyterLab prints the same (``labextension/src/__tests__/sizes.json``).
+    JupyterLab prints the same text (``labextension/src/__tests__/sizes.json``).
     """
     text, least = format_bytes(granted), format_bytes(guaranteed)
     if guaranteed >= granted or text == least:
@@ -128,7 +128,7 @@ _DAY = 86400
 def format_range(least: float, most: float) -> str:
     """Return two durations as text: ``"20 to 60 s"``, ``"up to 5 min"``.
 
-    The shorter one is rounded down and the longer one up. JupyterLab prints the same
+    The shorter one is rounded down and the longer one up. JupyterLab prints the same text
     (``labextension/src/__tests__/waits.json``).
     """
     low, high = range_ends(least, most)
@@ -194,7 +194,7 @@ def wait_of(session: Mapping[str, Any], now: float) -> str:
 
 
 def idle_of(session: Mapping[str, Any], now: float) -> float | None:
-    """Return the seconds that a session of the status has been idle; None if not or if unknown."""
+    """Return the seconds for which ``session`` has been idle; None if it is not, or if unknown."""
     since = session.get("idle_since")
     return None if since is None else max(0.0, now - since)
 

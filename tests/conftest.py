@@ -32,8 +32,8 @@ HERE = Path(__file__).parent
 #: This folder makes the start of third-party packages in a process faster; its README.md says how.
 LIGHT = HERE / "light"
 
-#: Seconds that each file takes while other workers run. Only the order of the values counts, see
-#: below.
+#: Seconds that each file takes while other workers run. Only the order of the values matters: the
+#: file with the largest value runs first.
 COSTS = {
     "e2e/test_broker_returns": 95,
     "e2e/test_hard_use": 81,
@@ -197,7 +197,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_teststatus(report) -> tuple[str, str, str] | None:
-    """Name a failed test in the progress line: the report comes minutes later, when all end."""
+    """Name a failed test in the progress line. Its report comes minutes later, after all tests."""
     if not report.failed:
         return None
     kind = "failed" if report.when == "call" else "error"

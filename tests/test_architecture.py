@@ -21,7 +21,8 @@ LEAVES = ("cgroups", "deadlines", "errors", "procfs", "states", "text", "units")
 #: part -> the parts that it may import. Each part may also import itself, the leaves and the
 #: standard library.
 ALLOWED: dict[str, str] = {
-    "__init__": "programs",  # only inside a function: see below
+    # Only a function of ``__init__`` imports ``programs``: see the test of the package's import.
+    "__init__": "programs",
     "local_machine": "",
     "endpoint": "local_machine",
     "durations": "",
@@ -45,8 +46,8 @@ ALLOWED: dict[str, str] = {
     "provisioner": "__init__ client config endpoint guard kernelspecs "
     "launcher protocol starting startrecord",
     "remote_provisioner": "client cluster launcher provisioner",
-    # emulation: with this part, the server finds out without a broker whether there is a real or
-    # emulated driver.
+    # The server needs ``emulation`` to find out, without a broker, whether the machine has a real
+    # or an emulated driver.
     "server": "__init__ client config durations emulation endpoint protocol starting startrecord",
     "kernelspecs": "launcher",
     "programs": "client guard kernel launcher local_machine startrecord",
@@ -147,7 +148,7 @@ def test_tests_of_the_emulated_driver_do_not_import_the_product():
         files += (ROOT / "tests" / folder).glob("*.py")
     for path in files:
         assert PACKAGE.name not in {top for top, _ in imports(path)}, path
-        # Some tests send code to child processes, so the text is checked, too.
+        # Some tests send code to child processes as text, so check the text of the file, too.
         assert f"from {PACKAGE.name}" not in path.read_text(), path
 
 
@@ -227,8 +228,8 @@ def test_commands_for_programs_do_not_import_asyncio():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-#: By part: variables whose values are plain data, records with fields. Other code may set these
-#: fields.
+#: For each part: the variables that hold plain data, that is, records with fields. Any code of the
+#: part may set the fields of these variables.
 PLAIN_DATA = {
     "broker": {
         "session": "what the broker knows of a kernel (sessions.LiveSession)",

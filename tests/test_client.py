@@ -157,7 +157,7 @@ def test_dead_socket_file_is_reported_as_no_broker(tmp_path):
 
 
 def test_client_waits_while_the_listen_queue_is_full(tmp_path):
-    """Other clients have filled the queue, and the system keeps our place in it."""
+    """Other clients have filled the queue. A blocking connect waits for a place in the queue."""
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -235,11 +235,12 @@ def test_error_has_the_brokers_reason_for_closing(server, client):
         future.result(30)
 
 
-def test_machine_wide_broker_may_answer_first_after_its_start(tmp_path, monkeypatch):
+def test_call_waits_for_a_machine_wide_broker_that_starts(tmp_path, monkeypatch):
     """The service manager's queue accepts the connection while the broker still starts."""
     monkeypatch.setattr(client_module, "is_machine_path", lambda _: True, raising=False)
     monkeypatch.setattr(client_module, "CALL_TIMEOUT", 0.001)
-    # The default of the parameter was evaluated earlier, so it is set separately.
+    # Python evaluated the default of the parameter ``timeout`` when it imported the module, so the
+    # test must also change this default.
     monkeypatch.setitem(Client.call.__kwdefaults__, "timeout", 0.001)
     asks = (
         lambda path: ClientAgain(lambda: path, timeout=60).call("ping")["type"] == "ok",

@@ -27,7 +27,7 @@ def started(work):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_cancellation_counts_if_the_work_ends_at_that_instant(fails):
+def test_wait_is_cancelled_even_if_its_work_ends_just_then(fails):
     async def scenario():
         answer = asyncio.get_running_loop().create_future()
         task = await started(within(answer, 60))
@@ -54,7 +54,7 @@ def test_result_and_error_of_the_work_are_passed_on():
 
 
 @pytest.mark.parametrize("seconds", [0, 0.01])
-def test_late_work_has_been_cancelled_when_the_error_comes(seconds):
+def test_late_work_is_cancelled_before_the_time_out_is_raised(seconds):
     over = []
 
     async def work():

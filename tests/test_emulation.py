@@ -12,8 +12,8 @@ from jupyter_gpupool import emulation
 
 @pytest.fixture
 def machine_with(monkeypatch):
-    """Return a function that gives the machine these files, and the result of
-    opening /dev/nvidiactl.
+    """Return a function that fakes the machine's files, and what happens when /dev/nvidiactl is
+    opened.
     """
 
     def have(files, opened=errno.ENOENT):

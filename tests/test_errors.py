@@ -19,8 +19,9 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "errors.
 
 
 def texts(node: ast.AST | None) -> list[str]:
-    """Return the possible texts of ``node``: its own, those of its branches, or
-    of the sides of ``or``.
+    """Return the texts that the expression ``node`` can have as its value.
+
+    They are a literal, or the texts of its items, of its branches, or of the operands of ``or``.
     """
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []

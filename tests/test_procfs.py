@@ -229,7 +229,8 @@ def test_numbers_of_another_namespace_are_translated():
         assert procfs.number_inside(first.pid) == 1
         assert procfs.translated(1, beside=first.pid) == first.pid
         assert procfs.translated(1, beside=second.pid) == second.pid
-        # Process numbers of the machine, or of the other namespace, belong to no process there.
+        # The number of a process on the machine, or in the other namespace, belongs to no process
+        # in the namespace of ``first``.
         assert procfs.translated(os.getpid(), beside=first.pid) == 0
         assert procfs.translated(os.getpid(), beside=os.getpid()) == os.getpid()
         assert procfs.apart(first.pid, second.pid)
@@ -240,7 +241,7 @@ def test_numbers_of_another_namespace_are_translated():
         there = ProcessId(1, first.start_time)
         false = ProcessId(1, first.start_time + 1)
         translation, named = Translation(), {there, false, second, procfs.identify(os.getpid())}
-        for _ in range(2):  # the first time by a look, the second time from memory
+        for _ in range(2):  # the second time, the answer comes from memory
             assert translation.here(session, named) == {there: first}
     finally:
         for box in boxes:

@@ -36,7 +36,7 @@ def test_record_is_read_back_and_private(socket):
     assert not startrecord.can_revive(socket)
 
 
-def test_record_has_no_secrets_and_no_outer_session(socket):
+def test_record_leaves_out_secrets_and_session_variables(socket):
     environ = {
         "JUPYTER_TOKEN": "t", "JUPYTERHUB_API_TOKEN": "t", "SLURM_JWT": "t", "AWS_SECRET": "t",
         "GPUPOOL_SESSION": "s", "GPUPOOL_TOKEN": "t", "GPUPOOL_PAGE": "/dev/shm/x",
@@ -120,7 +120,7 @@ def test_failed_starts_back_off_until_one_succeeds(socket):
     assert known.message == "failed 3"
     assert 25 < known.pause(time.time()) <= 30
     assert startfailures.read_failures(socket) == known
-    # For example, a user has started the broker by hand, and it serves.
+    # A broker calls this when it serves, for example after a user has started it by hand.
     startfailures.forgive(socket)
     assert startfailures.read_failures(socket) == Failures()
 

@@ -36,7 +36,7 @@ from jupyter_gpupool.emulation import real_driver_present
 
 GiB = 1 << 30
 
-#: On an emulated device, one byte stands for so many bytes on a real device.
+#: On an emulated device, one byte stands for this many bytes on a real device.
 SCALE = 16
 
 #: Seconds without CUDA until a kernel counts as idle here; no figure contains this wait.
@@ -218,7 +218,7 @@ def turns(
                 took[name].append(sessions[name].cell())
                 ended = True
             if not ended:
-                # The session's state is unknown: the others continue without it.
+                # The session's state is unknown, so the other sessions continue without it.
                 del sessions[name]
         told = ", ".join(f"{name} {took[name][-1]:.1f} ms" for name in order if took[name])
         print(f"round {number}: {told}", flush=True)

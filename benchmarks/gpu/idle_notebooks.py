@@ -188,7 +188,7 @@ def measure(
         kernels = [stack.enter_context(Kernel("python3", outside)) for _ in range(plain)]
         for number, kernel in enumerate(kernels):
             kernel.run(CELL % (state, number), PATIENCE)
-        # The plain kernels have the same time as the pooled ones had.
+        # The plain kernels get the same time as the pooled kernels had.
         see.until(base, min(seconds, 10.0))
         stays = max(0, see.settled() - base)
     each, plain_each = left / count, stays / plain

@@ -12,9 +12,9 @@ class Item:
     """A file of tests, or a benchmark. It runs alone, and again later if it has no outcome."""
 
     name: str
-    #: After so many seconds the item is killed and counts as hung.
+    #: After this many seconds the item is killed and counts as hung.
     bound: int
-    #: After so many seconds the item begins no further repetition. 0 means its own default.
+    #: After this many seconds the item begins no further repetition. 0: the item's own default.
     enough: int = 0
 
     @property

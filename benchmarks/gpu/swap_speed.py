@@ -4,9 +4,8 @@
 
 A process fills device memory and is suspended and resumed through ``DeviceService``, as in the
 broker. Between two rounds the process computes on the memory, and at the end it checks the memory.
-Every repetition counts, even the first, because a notebook that is suspended once has only a first
-one. The baseline, in the same run, is synchronous copies of pinned and of pageable memory, in each
-direction.
+Even the first repetition counts, because a notebook may be suspended only once. The baseline, in
+the same run, is synchronous copies of pinned and of pageable memory, in each direction.
 
 Smaller sizes come first. The benchmark leaves out a size that would probably not end in time, and
 lists it in the result.
@@ -40,11 +39,11 @@ from .child import Remote, remote
 PLAN = tuple((int(gib * GiB), 3 if gib <= 8 else 2) for gib in (0.5, 1, 2, 4, 8, 16, 24, 48))
 QUICK = ((GiB // 2, 2), (2 * GiB, 2), (8 * GiB, 2))
 
-#: On an emulated device, one byte stands for so many bytes on a real device.
+#: On an emulated device, one byte stands for this many bytes on a real device.
 SCALE = 64
 
-#: The copy of a state takes slightly more host memory than its size. FACTOR times the size, and
-#: ROOM, must be free.
+#: The copy of a state takes slightly more host memory than its size. So the host must have FACTOR
+#: times the size plus ROOM free.
 FACTOR, ROOM = 1.3, 8 * GiB
 
 #: Device bytes that a process needs beside its state: its context.
@@ -57,8 +56,8 @@ COPY, COPIES = GiB, 5
 #: ``suspend_overhead``.
 BUDGET_MS = 50.0
 
-#: If one operation takes longer than so many seconds, the rest is skipped. This is about the time
-#: of 48 GiB at 0.6 GB/s.
+#: If one operation takes longer than this many seconds, the benchmark skips the rest. The bound is
+#: about the time of 48 GiB at 0.6 GB/s.
 LONGEST = 80.0
 
 CALLS = ("lock", "checkpoint", "restore", "unlock")

@@ -166,7 +166,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
             # phase takes as long as with the small state.
             few = max(1, passes * size // large)
             slow = f"job({large}, {rounds}, {few}, {max(1, batch * size // large)}, {phase})"
-            # The serial time is that of the small state, because the phases take as long.
+            # The serial time of the small state is valid here, too, because the phases take as
+            # long.
             case(0.9, slow, large, serial, max(30.0, end + 25 - time.monotonic()))
     if not cases:
         raise RuntimeError(f"No two jobs have run: {problems}")
@@ -206,8 +207,8 @@ def larger(
     if not cases or not cases[0]["moves"]:
         return 0
     seconds = cases[0]["moving_seconds"] / cases[0]["moves"]
-    # The time for moves is what the jobs' computing and waiting leave. The number of moves is
-    # that of the first case.
+    # The time left for moves is the total time minus the jobs' computing and waiting. The number of
+    # moves is the same as in the first case.
     left = end - time.monotonic() - 10 - 2 * rounds * 2 * phase
     most = int(size * left / max(seconds * cases[0]["moves"], 0.1))
     found = min(largest, most)

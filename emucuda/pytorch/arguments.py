@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def host(launcher: Launcher, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the host whose elements are the same bytes of the device."""
+    """Return a host tensor that shares its bytes with the device tensor ``tensor``."""
     storage = tensor.untyped_storage()
     size = storage.nbytes()
     if not size:
@@ -35,9 +35,9 @@ def host(launcher: Launcher, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the CUDA device that an argument, or the first fitting item of a list, is on or names.
+    """Return the CUDA device of an argument: the device of a tensor, or the named device.
 
-    None if there is none.
+    For a list, this is the device of the first item that has one. None: there is no such device.
     """
     if isinstance(value, torch.Tensor):
         return value.device if value.is_cuda else None
@@ -56,7 +56,7 @@ def refuse_elsewhere(tensor: torch.Tensor, device: torch.device) -> None:
     """Refuse an argument that is not on ``device``, as PyTorch's kernels for a GPU do.
 
     The host could compute with such an argument, and then the program would fail only on a real
-    GPU. A tensor of the host without dimensions is a number, and is allowed.
+    GPU. A host tensor without dimensions is a number, and is allowed.
     """
     if tensor.device != device and (tensor.is_cuda or tensor.dim()):
         raise RuntimeError(
@@ -118,14 +118,14 @@ class Call:
 
 
 def _dense(value: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of a result; for an expanded result, those of its contiguous form."""
+    """Return the strides of a result; for an expanded result, the contiguous strides."""
     strides = tuple(value.stride())
     expanded = any(step == 0 and size > 1 for size, step in zip(value.size(), strides, strict=True))
     return tuple(torch.empty(value.size(), device="meta").stride()) if expanded else strides
 
 
-#: The random numbers of a CUDA generator depend only on its seed and offset. So do the random
-#: numbers that are computed here.
+#: The random numbers of a CUDA generator depend only on its seed and offset. The random numbers of
+#: :func:`drawn` also depend only on these two.
 _STEP = 4
 
 

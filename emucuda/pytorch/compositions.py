@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Operators that PyTorch has only for the device, composed of others that it has for the host."""
+"""Operators that PyTorch has only for the device, composed of operators for the host."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 A line in ``emucuda.pth`` imports this file when Python starts, if ``EMUCUDA_MACHINE`` is set, or if
 the environment has stand-ins: PyTorch needs the stand-ins even where it finds no device. For this
-import the file is installed a second time, as the module ``_emucuda_pytorch``: so the start of
-Python need not import a package.
+import the file is installed a second time, as the module ``_emucuda_pytorch``. A starting Python
+then imports this module and no package.
 """
 
 from __future__ import annotations

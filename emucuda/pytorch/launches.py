@@ -65,7 +65,7 @@ class Launcher:
         self._address = ctypes.c_uint64(ctypes.cast(self._entry, ctypes.c_void_p).value or 0)
 
     def bytes_at(self, address: int, size: int) -> int:
-        """Return the host's address of these bytes of the device; 0 if it has no such bytes."""
+        """Return the host's address of these bytes; 0 if they are not device memory."""
         return self._table.bytes_at(address, size) or 0
 
     def launch(
@@ -127,8 +127,9 @@ class Launcher:
     def _called(self, key: int) -> int:
         try:
             self._work[key]()
-        except BaseException as error:  # also an interrupt: the launch raises it
-            # No thread waits for the result of a graph: as on hardware, the context ends.
+        except BaseException as error:  # launch() raises it, even a KeyboardInterrupt
+            # For the launch of a graph, no thread waits for the result. As on hardware, the error
+            # ends the context.
             if key in self._kept:
                 traceback.print_exc()
                 return _LAUNCH_FAILED

@@ -38,7 +38,7 @@ CHOOSING = ("convolution", "convolution_backward", "linalg_solve")
 #: The one way to compute attention that uses only other operators.
 _PLAIN_ATTENTION = 0
 
-#: Operators that also on a real GPU accept some tensors of the host, or tensors of several devices.
+#: Operators that accept some host tensors, or tensors of several devices, on a real GPU as well.
 ANYWHERE = frozenset({
     "index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put",
     "_ctc_loss", "_ctc_loss_backward",
@@ -185,12 +185,12 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _no(*_: Any, **__: Any) -> bool:
-    """Return whether one of NVIDIA's libraries is to compute an operator: never."""
+    """Return False: none of NVIDIA's libraries may compute an operator."""
     return False
 
 
 def _copier(launcher: Launcher) -> Callable[..., torch.Tensor]:
-    """Return ``copy_``: PyTorch's own if one copy of the driver is enough, else a kernel."""
+    """Return ``copy_``. If one copy call of the driver is enough, it runs PyTorch's own code."""
     native = torch.ops.aten.copy_.default
     keys = DispatchKeySet(DispatchKey.CPU)  # this kernel of copy_ is the same for all devices
 

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Operators on tensors with a sparse layout.
 
-Most such operators consist of operators on the tensors' indices and values, which are dense. Other
-such operators have their own kernels or call cuSPARSE. This module computes those with PyTorch on
-copies in host memory. The copies are calls of the driver, so they pass the guard and take time. A
-graph cannot capture these operators.
+Most such operators consist of operators on the tensors' indices and values, which are dense. The
+other operators have their own kernels or call cuSPARSE. This module computes these other operators
+with PyTorch on copies in host memory. The copies are calls of the driver, so they pass the guard
+and take time. A graph cannot capture these operators.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEYS = ("SparseCUDA", "SparseCsrCUDA")
 
-#: Names of operators; all overloads of a name are meant.
+#: Names of operators. A name stands for all its overloads.
 COMPUTED = frozenset({
     "_coalesce", "_to_dense", "_to_sparse", "_to_sparse_bsc", "_to_sparse_bsr", "_to_sparse_csc",
     "_to_sparse_csr", "_sparse_broadcast_to", "_sparse_csr_prod", "_sparse_csr_sum",

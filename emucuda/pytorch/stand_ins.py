@@ -59,11 +59,12 @@ def folder() -> Path:
 
 
 def _line(name: str, prefix: str) -> str:
-    if name == "cuptiGetResultString":  # then PyTorch's profiler goes on without the device
+    if name == "cuptiGetResultString":  # with a text, PyTorch's profiler runs without the device
         return f"TEXT_INTO({name})"
     if name.endswith(("String", "ErrorName")) or name == "ncclGetLastError":
         return f"TEXT({name})"
-    # PyTorch reads versions when it is imported, and the ranges of a profiler mean nothing here.
+    # PyTorch reads versions when it is imported, so these calls succeed. Calls for the ranges of a
+    # profiler also succeed, because they have nothing to do here.
     if "Version" in name or not STATUS[prefix]:
         return f"ZERO({name})"
     return f"STATUS({name}, {STATUS[prefix]})"
@@ -137,7 +138,8 @@ def load(origin: str, *, emulated: bool) -> None:
 
     The dynamic loader uses a library that is already loaded, wherever PyTorch would look for it.
     ``origin`` is the path of PyTorch's ``__init__.py``. If there are no emulated devices and
-    NVIDIA's runtime is installed, PyTorch gets that runtime, because this one would find no device.
+    NVIDIA's runtime is installed, PyTorch gets NVIDIA's runtime, because the emulated runtime would
+    find no device.
     """
     theirs = Path(origin).parents[1].glob("nvidia/*/lib/libcudart.so.*")
     with contextlib.suppress(OSError):

@@ -5,9 +5,10 @@
  * node of a graph. A stream joins a capture when it waits for an event of that capture. When the
  * capture ends, the stream that began it must have waited for all work of the other streams.
  *
- * A vector clock records for which work a stream has waited: for each stream of the capture, the
- * number of that stream's steps for which it has waited. An event has the clock that its stream had
- * when the event was recorded.
+ * Each stream in a capture has a vector clock, which records the work for which the stream has
+ * waited. The clock has one number for each stream of the capture: how many steps of that stream
+ * the owner of the clock has waited for. An event has the clock that its stream had when the
+ * event was recorded.
  */
 #include "graph.h"
 
@@ -164,8 +165,8 @@ bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresul
     return taken;
 }
 
-/* The graph of a stream in capture. The functions that add memory nodes take the lock themselves,
- * so this one releases it. */
+/* The graph of a stream in capture. This function releases the lock before it returns, because the
+ * functions that add memory nodes take the lock themselves. */
 static struct graph *graph_of(CUstream stream, CUresult *result)
 {
     *result = CUDA_SUCCESS;

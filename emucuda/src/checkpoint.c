@@ -10,7 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define LIVENESS_NS 20000000 /* time between two checks by a waiting caller that its target still
+#define LIVENESS_NS 20000000 /* a waiting caller checks this often whether its target still
                               * lives */
 
 /* The slot of a CUDA process, if the caller may act on it. */

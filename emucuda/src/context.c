@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Contexts. A process is charged the overhead of a context from its first context on a device until
- * its last context there ends.
+ * Contexts. A process is charged the overhead of a context on a device from its first context on
+ * that device until its last context on that device ends.
  */
 #include "driver.h"
 
@@ -70,7 +70,7 @@ CUresult context_new(int device, unsigned flags, struct context **out)
             return CUDA_ERROR_OUT_OF_MEMORY;
         d->charged = true;
     }
-    struct context *c = *out; /* if set, a primary context that has ended: it keeps its handle */
+    struct context *c = *out; /* not NULL: a primary context that has ended, and keeps its handle */
     if (!c) {
         c = calloc(1, sizeof *c);
         if (!c)
@@ -281,8 +281,8 @@ EXPORT CUresult cuCtxSetCurrent(CUcontext c)
             depth--;
         return CUDA_SUCCESS;
     }
-    /* A primary context may be current while it is not active: the CUDA runtime makes it current
-     * before it retains it, and keeps its handle after a reset. */
+    /* A primary context may be current while it is not active. The CUDA runtime makes the context
+     * current before it retains the context, and keeps the context's handle after a reset. */
     if (!context_known(c) && !primary_ended(c))
         return CUDA_ERROR_INVALID_CONTEXT;
     if (!depth)

@@ -2,7 +2,7 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * Copies and fills. The bytes move during the call. The modelled time comes from the machine's
- * bandwidth. It passes on the stream, or, for a synchronous call, during the call.
+ * bandwidth. The stream is busy for this time, and a synchronous call waits until it has passed.
  */
 #include "driver.h"
 

@@ -2,8 +2,8 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * The part of the CUDA driver ABI (64-bit, version 13.0) that this repository's C code uses. The
- * emulated driver includes it, and by a symbolic link the guard. To the guard every handle is
- * opaque.
+ * emulated driver includes this file. The guard also includes it, through a symbolic link. To the
+ * guard every handle is opaque.
  *
  * It was written for this project from the published CUDA Driver API reference
  * (https://docs.nvidia.com/cuda/cuda-driver-api/), so that a build needs no CUDA toolkit. It has

@@ -159,8 +159,8 @@ CUresult driver_check(void); /* whether the driver is initialised and this proce
 CUresult driver_sticky(void); /* the error that ended the contexts, or success */
 CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
-void gate_inside(int change); /* the thread begins or ends a host call; in between its own calls
-                               * pass the gate */
+void gate_inside(int change); /* the thread begins or ends a host call; between the two, the
+                               * thread's own calls pass the gate */
 bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: no
                                      * deadline) */
 void gate_open(void);
@@ -183,8 +183,8 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the proc
             return check_result_;                   \
     } while (0)
 
-/* Comes before GATED or CHECKED: checks of arguments that NVIDIA's libraries make before their
- * check for cuInit (tests/driver_records). */
+/* These checks of arguments come before GATED or CHECKED, because NVIDIA's libraries make them
+ * before their check for cuInit (tests/driver_records). */
 #define REQUIRE(condition)                          \
     do {                                            \
         if (!(condition))                           \
@@ -195,8 +195,8 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the proc
         if (!(condition))                           \
             return CUDA_ERROR_INVALID_HANDLE;       \
     } while (0)
-/* For most calls with a stream. Copies, kernel launches, allocations, synchronise calls and
- * cuStreamQuery do not have this check. */
+/* Most calls with a stream make this check. Copies, kernel launches, allocations, synchronise calls
+ * and cuStreamQuery do not make it. */
 #define REQUIRE_STREAM(stream) REQUIRE_HANDLE(!stream_bad(stream))
 
 /* ---- context.c ---- */

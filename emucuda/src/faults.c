@@ -132,8 +132,8 @@ static bool same_fault_lost(const struct fault_table *table, unsigned device)
 /* With the lock held: reads the faults file into the shared table. */
 static void load_file(const struct stat *st, int fd)
 {
-    static struct fault_table table; /* of the threads of this process, only the one with the
-                                      * machine lock uses it */
+    static struct fault_table table; /* only the thread that holds the machine lock uses this
+                                      * table */
     char *text = calloc(1, (size_t)st->st_size + 1);
     if (!text)
         return;
@@ -173,9 +173,9 @@ static bool same_file(const struct stat *st)
     return !memcmp(identity, machine->faults_identity, sizeof identity);
 }
 
-/* Python announces a change of the file, and this function notices the announcement with one load.
- * With `look` (NVML and checkpoint calls, where the time of a stat() does not matter) it also
- * notices a file that was edited by hand. */
+/* Python announces a change of the file in faults_touch. This function notices the announcement
+ * with one load. With `look`, it also notices a file that was edited by hand. NVML and checkpoint
+ * calls set `look`, because the time of a stat() does not matter there. */
 static void refresh(bool look)
 {
     uint64_t touch = __atomic_load_n(&machine->faults_touch, __ATOMIC_ACQUIRE);

@@ -145,7 +145,7 @@ static bool has_memory(const struct node *first)
     return false;
 }
 
-/* The checks that every call that adds a node makes. */
+/* Every call that adds a node makes these checks. */
 static CUresult check(const struct graph *g, CUgraphNode *const *out, const CUgraphNode *dependencies, size_t count)
 {
     CHECKED;
@@ -275,7 +275,7 @@ EXPORT CUresult cuGraphAddChildGraphNode(CUgraphNode *out, CUgraph g, const CUgr
     if (graph_bad(child) || child == g)
         return CUDA_ERROR_INVALID_VALUE;
     if (has_memory(child->first))
-        /* As on drivers before CUDA 12.9, which brought ownership of child graphs. */
+        /* Drivers before CUDA 12.9 do the same. CUDA 12.9 introduced ownership of child graphs. */
         return CUDA_ERROR_NOT_SUPPORTED;
     struct graph *copy;
     CUresult result = graph_copy(child, &copy);

@@ -18,7 +18,7 @@ struct graph_memory {
     uint64_t address, size, extent;
     int device;
     bool live;
-    bool instantiated;   /* one executable graph uses it, and a second one is refused */
+    bool instantiated;   /* an executable graph uses it; a second instantiation fails */
     unsigned references; /* one for each node, and one more while `live` */
     CUmemPoolProps props;
     struct graph_memory *next;

@@ -166,9 +166,9 @@ static CUresult run(const struct node *first, CUstream stream)
     return result;
 }
 
-/* If an earlier launch has left memory allocated, returns an error, or frees that memory if the
- * graph was instantiated with that flag. A launch takes its memory before it runs any node. So if
- * there is no memory, it does nothing. */
+/* Prepares the memory of a launch. If an earlier launch has left memory allocated, returns an
+ * error. With AUTO_FREE_ON_LAUNCH, frees that memory instead. A launch takes its memory before it
+ * runs any node, so a launch without enough memory runs no node. */
 static CUresult prepare(struct executable *e)
 {
     CUresult result = CUDA_SUCCESS;

@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Memory of graphs. When a program adds an allocation node, its address is fixed. A launch or an
- * upload then takes the device memory from a pool: each device has one pool for its graphs. The
- * pool keeps its memory until cuDeviceGraphMemTrim.
+ * Memory of graphs. When a program adds an allocation node, the node gets its final address. A
+ * launch or an upload then takes the device memory from a pool: each device has one pool for its
+ * graphs. The pool keeps its memory until cuDeviceGraphMemTrim.
  */
 #include "graph.h"
 

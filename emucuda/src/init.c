@@ -125,8 +125,9 @@ EXPORT CUresult cuInit(unsigned flags)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    /* This is the child of a fork(). The second answer was observed with 550 and 555 after a cuInit
-     * that found no device. The first was reported for all drivers after a successful cuInit. */
+    /* This is the child of a fork(). NOT_INITIALIZED was reported for all drivers after a
+     * successful cuInit. OPERATING_SYSTEM was observed with 550 and 555 after a cuInit that found
+     * no device. */
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);

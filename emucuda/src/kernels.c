@@ -44,7 +44,7 @@ static CUresult operand(void **params, int i, uint64_t count, unsigned unit, voi
     if (address % unit || count > INT64_MAX / unit)
         return CUDA_ERROR_ILLEGAL_ADDRESS;
     pthread_mutex_lock(&driver.lock);
-    /* A kernel can use only memory that the driver knows, also in host memory. */
+    /* A kernel can use only memory that the driver knows. This also holds for host memory. */
     CUresult result = resolve(address, count * unit, host, NULL);
     if (!result && *host == (void *)address && !allocation_find(address))
         result = CUDA_ERROR_ILLEGAL_ADDRESS;

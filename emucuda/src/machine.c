@@ -145,8 +145,8 @@ static struct machine *create_file(const char *path, const struct spec *spec)
     m->abi = MACHINE_ABI;
     m->size = sizeof *m;
     m->spec = *spec;
-    m->faults_touch = 1; /* makes each process read the faults file: it may be older than the
-                          * machine */
+    m->faults_touch = 1; /* makes each process read the faults file, because the file may be
+                          * older than the machine */
     init_mutex(&m->lock);
     for (unsigned i = 0; i < spec->count; i++)
         make_uuid(i, m->uuid[i]);

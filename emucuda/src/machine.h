@@ -62,8 +62,8 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
-    /* Quirks. Each is one of two possible behaviours, where nobody knows the behaviour of all real
-     * drivers. */
+    /* Quirks. Each quirk selects one of two possible behaviours, because it is not known how all
+     * real drivers behave. */
     FAULT_RESIDUE,
     FAULT_NVML_LESS,
     FAULT_NVML_WAITS,
@@ -187,11 +187,11 @@ void machine_device_file(bool open_it);
 void machine_gpu_file(unsigned index);
 
 /* A process holds the lock of its slot until it ends, so that processes of other PID namespaces can
- * find it. A driver in the operating system also knows a process independently of its number in its
- * own namespace. */
+ * find the process. A real driver is part of the operating system, so it also knows a process in
+ * any namespace. */
 void machine_hold(unsigned slot);
-pid_t machine_holder(unsigned slot); /* its pid here; 0: it has no pid in this namespace; -1: nobody
-                                      * holds the lock */
+pid_t machine_holder(unsigned slot); /* the holder's pid in this namespace; 0: it has none here; -1:
+                                      * no process holds the lock */
 uint64_t machine_space(void);        /* this process's PID namespace */
 
 void machine_lock(void);
@@ -227,12 +227,12 @@ void pci_bus_id(unsigned device, char *out, size_t size);
 /* Faults. `device` < 0: no particular device. Each hit of a fault with a count reduces the
  * count. */
 bool fault_hit(enum fault_kind kind, pid_t pid, int device, const char *op, struct fault *out);
-/* The same, but does not reduce the count. */
+/* Like fault_hit(), but does not reduce the count. */
 bool fault_active(enum fault_kind kind, pid_t pid, int device, struct fault *out);
 bool faults_pending(void); /* a cheap check whether any fault may be set */
 bool device_is_lost(unsigned device);
-/* The bandwidth of a copy: the machine's, or, if it has none, that of its profile; a fault may
- * lower it. 0: unlimited. */
+/* The bandwidth of a copy: the machine's bandwidth, or the rate of its profile if the machine has
+ * no bandwidth. A fault may lower the result. 0: unlimited. */
 uint64_t copy_bandwidth(unsigned device, uint64_t profile_rate);
 uint64_t device_residue(unsigned device); /* bytes in use that belong to no process */
 

@@ -128,7 +128,7 @@ void host_release(const struct allocation *a)
 EXPORT CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t size)
 {
     if (out)
-        *out = 0; /* also if the call fails */
+        *out = 0; /* the driver also sets this if the call fails */
     GATED;
     struct context *c;
     struct allocation a;
@@ -337,7 +337,7 @@ EXPORT CUresult cuMemGetInfo_v2(size_t *free, size_t *total)
 EXPORT CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *size, CUdeviceptr p)
 {
     if (!base && !size)
-        return CUDA_SUCCESS; /* a call that asks for no result gets no other check in the driver */
+        return CUDA_SUCCESS; /* the driver does not check a call that asks for no result */
     CHECKED;
     pthread_mutex_lock(&driver.lock);
     struct allocation *a = allocation_find(p);

@@ -61,8 +61,8 @@ EXPORT nvmlReturn nvmlInitWithFlags(unsigned flags)
 EXPORT nvmlReturn nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
 EXPORT nvmlReturn nvmlInit(void) { return nvmlInitWithFlags(0); }
 
-/* Since driver 580 one shutdown too many is an error; before, it was none
- * (tests/driver_records). */
+/* Since driver 580, a shutdown is an error if NVML is not initialised. Older drivers returned
+ * success (tests/driver_records). */
 EXPORT nvmlReturn nvmlShutdown(void)
 {
     pthread_mutex_lock(&init_mutex);
@@ -195,7 +195,7 @@ EXPORT nvmlReturn nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice *out)
     for (unsigned i = 0; i < machine->spec.count; i++) {
         char name[41];
         uuid_text(machine->uuid[i], name);
-        machine_gpu_file(i); /* its manual: "NVML may initialize additional GPUs as it searches" */
+        machine_gpu_file(i); /* manual: "NVML may initialize additional GPUs as it searches" */
         if (!strcasecmp(name, uuid))
             return nvmlDeviceGetHandleByIndex_v2(i, out);
     }

@@ -6,14 +6,14 @@
  */
 #include "cuda_abi.h"
 
-/* Defines the variant of `name`, whose last parameter is the stream. */
+/* Defines the variant of a call whose last parameter is the stream. */
 #define LAST(name, parameters, ...)                                           \
     extern CUresult name parameters;                                          \
     EXPORT CUresult name##_ptsz parameters                                    \
     {                                                                         \
         return name(__VA_ARGS__, stream ? stream : STREAM_PER_THREAD);        \
     }
-/* The same for a call whose first parameter is the stream. */
+/* Defines the variant of a call whose first parameter is the stream. */
 #define FIRST(name, parameters, ...)                                          \
     extern CUresult name parameters;                                          \
     EXPORT CUresult name##_ptsz parameters                                    \

@@ -2,9 +2,9 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * The driver's own thread in a CUDA process. It performs the checkpoint calls of other processes.
- * The thread runs in the target process, so the calls behave as on hardware: if the target is
- * stopped, they hang; if the target is killed, they end; and a posted request completes even if its
- * caller dies.
+ * The thread runs in the target process, so the calls behave as on hardware. If the target is
+ * stopped, the calls hang. If the target is killed, the calls end. If a caller dies, its posted
+ * request still completes.
  */
 #include "driver.h"
 
@@ -37,7 +37,7 @@ static CUresult do_lock(uint32_t timeout_ms)
         sleep_until(deadline);
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_READY;
     }
-    /* The quirk: work that does not end, and a lock that ignores its time-out. */
+    /* With the quirk, running work does not end, and the lock ignores its time-out. */
     while (fault_active(FAULT_LOCK_IGNORES_TIMEOUT, getpid(), -1, NULL)) {
         deadline = 0;
         sleep_until(now_ns() + 5000000);

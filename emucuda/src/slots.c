@@ -64,8 +64,8 @@ bool slot_alive(const struct slot *slot)
     return !tid || !syscall(SYS_tgkill, slot->pid, tid, 0) || errno != ESRCH;
 }
 
-/* Computes the sums again. If a process dies while it holds the lock, the sums may be half updated,
- * but the slots are right. */
+/* Computes the sums again from the slots. If a process dies while it holds the lock, the sums may
+ * be half updated, but the slots are right. */
 static void recount(void)
 {
     memset(machine->used, 0, sizeof machine->used);
@@ -93,8 +93,8 @@ static void free_slot(struct slot *slot)
     __atomic_store_n(&slot->pid, 0, __ATOMIC_RELEASE);
 }
 
-/* Reads /proc without the lock: if a signal stops this process meanwhile, it must not block all
- * others. */
+/* Reads /proc without the lock: a signal may stop this process meanwhile, and a stopped process
+ * must not block all other processes. */
 static void reap_slot(struct slot *slot)
 {
     int32_t pid = __atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE);

@@ -12,15 +12,16 @@
 #define MAX_MEMORY (1ull << 40)       /* bytes of one device */
 #define MAX_TOTAL (16ull << 40)       /* bytes of all devices: the driver needs twice this much
                                        * address space */
-#define MIN_BANDWIDTH 1000000ull      /* of copies, in bytes/s: refuses a plain 8, which means 8
-                                       * GB/s */
+#define MIN_BANDWIDTH 1000000ull      /* lowest rate of copies, in bytes/s: a user who writes 8
+                                       * means 8 GB/s, so 8 is refused */
 #define DEFAULT_CONTEXT (64 * MIB)
 
 /* The rates of copies and of device memory are the published ones: PCIe 5.0 and 4.0 x16, HBM3 and
- * GDDR6X. The rates of suspend and resume are those that were reported for the driver's checkpoint
- * calls, which use pageable memory: 5 GB/s on an H100, and 7 GB/s on other boards; 4 and 7 GB/s on
- * an RTX 4090. This project measured copies, suspends and resumes of the H200, the suspends and
- * resumes under its guard (benchmarks/results/gpu-h200-*). `machine.py` has the same names. */
+ * GDDR6X. The rates of suspend and resume were reported for the driver's checkpoint calls, which
+ * use pageable memory. For the H100, the suspend is 5 GB/s, and the resume is 7 GB/s, a rate of
+ * other boards. For the RTX 4090, they are 4 and 7 GB/s. The exception is the H200: this project
+ * measured its copies, and its suspends and resumes under the guard
+ * (benchmarks/results/gpu-h200-*). `machine.py` has the same names. */
 static const struct {
     const char *name;
     struct rates rates;

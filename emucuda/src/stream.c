@@ -153,8 +153,8 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
     for (struct stream **link = &driver.streams; *link; link = &(*link)->next)
         if (*link == stream && !is_legacy(stream)) {
-            /* The stream's work continues. From now on the legacy stream has its completion
-             * time. */
+            /* The stream's work continues. From now on, the legacy stream ends no earlier than this
+             * work. */
             if (stream->context->legacy->tail < stream->tail)
                 stream->context->legacy->tail = stream->tail;
             capture_drop(stream);
@@ -386,8 +386,8 @@ EXPORT CUresult cuEventQuery(CUevent e)
 
 static CUresult event_wait_time(CUevent e, uint64_t *time)
 {
-    GATED; /* the call blocks here while the process is locked, but the lock does not wait for the
-            * call's own wait */
+    GATED; /* the call blocks here while the process is locked. Its later wait for the event is
+            * outside the gate, so a lock does not wait for it. */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->mark)

@@ -28,8 +28,8 @@ EXPORT CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr to, uint64_
     return result ? result : cuMemsetD32Async(to + 4, (uint32_t)(value >> 32), 1, stream);
 }
 
-/* Defines the same functions under their other names: those of the earlier forms and of the
- * per-thread variants. */
+/* Defines the same functions under two other kinds of names: those of the earlier forms, and those
+ * of the per-thread variants. */
 #define NAMES(bits)                                                                                          \
     EXPORT CUresult cuStreamWriteValue##bits(CUstream s, CUdeviceptr to, uint##bits##_t v, unsigned flags)    \
     {                                                                                                        \

@@ -180,8 +180,9 @@ static void charge(uint32_t physical, int64_t bytes)
     machine->used[physical] += (uint64_t)bytes;
 }
 
-/* Charges the owed bytes on the devices of the map. If one device is full, undoes the other charges
- * if `nothing`, and otherwise keeps them. */
+/* Charges the owed bytes on the devices of the map. Returns false if one device has too little
+ * room. With `nothing`, the charges are then as before the call. Without it, each device is charged
+ * as many bytes as it has room for. */
 static bool charge_all(const uint32_t *target, bool nothing)
 {
     bool fits = true;

@@ -5,9 +5,9 @@ c = get_config()
 
 # All machines of the pool, as `kubectl get nodes` names them. The ledger waits for each of them.
 c.GPUPool.cluster_nodes = ["gpu-a", "gpu-b"]
-# The downward API sets it, see nodes.yaml.
+# The downward API sets this variable to the name of the machine, see nodes.yaml.
 c.GPUPool.cluster_node = os.environ.get("NODE_NAME", "")
-# The user of the agent's container, which has no account in the broker's.
+# The user of the agent's container. The broker's container has no account for this user.
 c.GPUPool.cluster_agent = "uid-990"
 
 c.GPUPool.socket = "/run/gpupool/broker.sock"

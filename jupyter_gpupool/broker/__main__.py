@@ -30,7 +30,8 @@ class _Reader:
         message = f"The GPU pool broker ended by an error: {type(error).__name__}: {error}"[:500]
         found = {"ok": False, "code": Code.START_FAILED, "message": message}
         try:
-            # After the start, the broker has closed the pipe, and another file may have its number.
+            # The broker closes the pipe at the end of its start. After that, another file may have
+            # the pipe's number.
             if os.path.samestat(os.fstat(self._descriptor), self._pipe):
                 os.write(self._descriptor, json.dumps(found).encode() + b"\n")
         except OSError:

@@ -48,7 +48,7 @@ from .transport.listener import Claim, Server
 from .wakeups import wake_soon
 
 if TYPE_CHECKING:
-    # Loaded only where containers are served.
+    # This module is loaded only if the broker serves containers.
     from .transport.usersockets import UserSockets
 
 #: When the broker ends, it waits this many seconds for driver calls under way. The next broker
@@ -61,7 +61,8 @@ CLOSE = 0.5
 #: A broker that does not linger still waits this many seconds for the client that started it.
 LEAST_LINGER = 2.0
 
-#: Most seconds between two checks whether a service of the machine replaces this broker.
+#: The longest time, in seconds, between two checks whether the machine's service replaces this
+#: broker.
 LOOK_ASIDE = 5.0
 
 #: Seconds for which a thread may go on computing while the event loop waits to run.
@@ -112,7 +113,9 @@ class BrokerApp:
         self._ending = ending or Ending()
 
     async def run(self, ready: int | None = None) -> None:
-        """Serve until asked to end. ``ready`` is a descriptor to report to, see :func:`report`.
+        """Serve until a signal asks the broker to end.
+
+        The broker reports the result of its start to the descriptor ``ready``: see :func:`report`.
 
         Raises
         ------
@@ -125,13 +128,14 @@ class BrokerApp:
             supervisor = Supervisor()
             claim = Claim(self.path, supervisor.listening(self.path))
             stack.callback(claim.close)
-            # After a request to end, nothing may start this broker again, even if it ends by force.
+            # After a request to end, nothing may start this broker again, even if it does not end
+            # in time and is forced to end.
             self._ending.before_force(self.start_record.forget)
             self._ending.before_force(claim.close)
             tidy_due = asyncio.Event()
             lock, journal, note = self._open_journal(stack, tidy_due.set)
             stack.callback(self._forget_emulated, journal)
-            alone_since = time.monotonic()  # the broker before this one has ended
+            alone_since = time.monotonic()  # the previous broker has ended
             broker = await assemble(
                 self.configuration, journal, self.start_record, self._open_devices,
                 partial(self._find, stack, journal),
@@ -147,13 +151,14 @@ class BrokerApp:
             reload.check()
             stack.callback(reload.close)
             await self._ending.unless_asked(broker.recovery.run(str(self.path)))
-            # Modules live as long as the broker. Without them, a full garbage collection stops the
-            # event loop for one millisecond instead of twenty.
+            # Modules live as long as the broker, so the garbage collector need not look at them. A
+            # full collection without them stops the event loop for one millisecond instead of
+            # twenty.
             gc.collect()
             gc.freeze()
-            # Without this, a thread that computes (the text of metrics, a page of history) may keep
-            # the event loop waiting for 5 ms each time. In a measurement, the median delay was 7 ms
-            # without it and 0.7 ms with it.
+            # With Python's own interval, a thread that computes (the text of metrics, a page of
+            # history) may keep the event loop waiting for 5 ms each time. In a measurement, the
+            # median delay was 7 ms with Python's interval and 0.7 ms with this one.
             sys.setswitchinterval(SWITCH)
             # The monitor starts only now. Before the recovery, it would take the sessions'
             # processes for foreign processes.
@@ -203,7 +208,7 @@ class BrokerApp:
     def _open_journal(
         self, stack: AsyncExitStack, on_long: Callable[[], None]
     ) -> tuple[JournalLock, Journal, str]:
-        """Return this machine's journal, its lock, and a note on its place.
+        """Return the journal's lock, the journal, and a note on its folder, or "".
 
         No other broker uses this journal.
         """
@@ -249,9 +254,9 @@ class BrokerApp:
     def _known(self, journal: Journal) -> dict[str, Device]:
         """Return the devices that need no self-test, because an earlier broker tested them.
 
-        There are such devices only while sessions of that broker may live. A self-test takes the
-        memory of a CUDA context. If that memory is granted to one of the sessions, the session's
-        resume may fail, which ends the session.
+        The result is empty if no session of the earlier broker can still be alive. A self-test
+        takes the memory of a CUDA context. If that memory is granted to a session that is still
+        alive, the session's resume may fail, and then the session ends.
         """
         if not journal.records() or journal.meta("boot") != boot_id():
             return {}
@@ -279,7 +284,8 @@ class BrokerApp:
         emulated = emulated_folder(self.path, journal)
         users = UserSockets(
             self.path.with_name("users"), self.path.name, broker.router, broker.content, _LOG,
-            # This folder stands for the device files, which a container's runtime adds.
+            # A container's runtime adds the device files of real GPUs. This folder replaces them
+            # for emulated GPUs.
             mounts=(emulated.name,) if self.configuration.settings.emulate else (),
         )  # fmt: skip
         users.prepare()
@@ -332,7 +338,8 @@ class BrokerApp:
             if core.journal.seq != written:
                 written = core.journal.seq
                 await asyncio.to_thread(core.journal.tidy)
-            due.clear()  # this clean-up also serves the requests that came during it
+            # The clean-up that has just ended also answers requests that came while it ran.
+            due.clear()
             if loop.time() - checked >= TIDY:
                 checked = loop.time()
                 for problem in core.pool.self_check():
@@ -377,7 +384,7 @@ class BrokerApp:
         if not self.configuration.settings.emulate or self.configuration.machine_wide:
             return
         if journal.records() or journal.set_aside or journal.problem:
-            return  # a lost journal does not show whether sessions still use the devices
+            return  # without its journal, the broker cannot know whether sessions use the devices
         remove_emulated(self.path, journal.path)
 
     async def _end(self, broker: Broker) -> None:
@@ -386,7 +393,7 @@ class BrokerApp:
         broker.usage.close()
         broker.runner.stop()
         broker.router.close()
-        # Let the last answers reach their readers.
+        # Give the event loop one turn to send the last answers.
         await asyncio.sleep(0)
 
 
@@ -461,7 +468,8 @@ def main(
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}
-            listens = str(error.details.get("socket", ""))  # the broker that the caller can join
+            # A broker that already serves the caller's pool, if there is one.
+            listens = str(error.details.get("socket", ""))
             report(options.ready_fd, {**failure, "next_step": error.next_step, "socket": listens})
         print(f"jupyter gpupool broker: {error}", file=sys.stderr)
         return 1

@@ -89,8 +89,8 @@ class Broker:
     usage: UsageBook
     router: Router
     content: Content | None
-    #: Returns the rules. What this machine may not use of the shared limits counts as used
-    #: elsewhere.
+    #: Returns the rules as the pool of this machine must see them. The part of a shared limit that
+    #: this machine may not use counts as used by other machines.
     limits: Callable[[PoolSettings], PoolSettings]
 
 
@@ -107,8 +107,8 @@ async def assemble(
 ) -> Broker:
     """Return a broker for the opened devices that ``find`` returns.
 
-    ``alone_since`` is a monotonic time after which no other broker can have used the sessions in
-    the journal.
+    ``alone_since`` is a monotonic time. No other broker can have used the journal's sessions after
+    it.
     """
     settings, socket = configuration.settings, configuration.socket
     sessions = LiveSessions()
@@ -156,7 +156,8 @@ async def assemble(
     content = content_inside(settings, socket) if configuration.machine_wide else None
     guarded = [device.uuid for device in devices if device.tier == "guarded"]
     folder, problem = _page_folder(configuration)
-    # Without a guard no session is guarded, so nothing calls a method of GuardedDevices.
+    # If the service has no guard, no session is guarded, so nothing calls a method of
+    # ``guardable``.
     guardable = service.guard or cast(GuardedDevices, service)
     context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
     pages = ControlPages(folder, core.sessions, configuration, log, context_bytes=context_bytes)

@@ -33,7 +33,7 @@ PATIENCE = 5.0
 
 
 def summary_of(core: Core, data: tuple[str, ...]) -> Summary:
-    """Return what this machine has; ``data`` names the folders on its own disks."""
+    """Return a summary of this machine; ``data`` names the folders on its own disks."""
     views = core.pool.device_views()
     return Summary(
         len(views), sum(bool(view.drained_reason) for view in views),

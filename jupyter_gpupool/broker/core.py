@@ -24,8 +24,9 @@ from .stirs import Stirs
 from .store.journal import Journal, Row
 from .store.records import journaled, slices_to_json
 
-#: A changed hold reaches the journal within this many seconds. A restart does not need it earlier:
-#: the pool takes no slice before the session's agent has had time to reconnect (see ``recovery``).
+#: The broker writes a changed hold to the journal within this many seconds. A restarted broker does
+#: not need the hold earlier: its pool takes no slice before the session's agent has had time to
+#: reconnect (see ``recovery``).
 FLUSH_AFTER = 0.25
 
 #: The broker ignores a step of the time of day that is shorter than this many seconds: the time of
@@ -96,22 +97,22 @@ class Core:
         self.now = clock.now
         self._clock = clock
         self.handle = handle
-        #: The number of changes on each device: a sample that began before the last change is
-        #: stale.
+        #: For each device: how many times a process has come to it or left it. A sample that began
+        #: before the last such change is stale.
         self.changes: dict[str, int] = {}
         #: Set whenever ``changes`` grows.
         self.changed = asyncio.Event()
-        #: The state of each session that is not detached. Most sessions are detached, and cost
-        #: nothing here.
+        #: The state of each session that is not detached. Most sessions are detached, and this
+        #: dictionary does not contain them.
         self.busy: dict[str, str] = {}
-        #: Grows with each change that a snapshot of the pool may show.
+        #: A number that grows with each change that a snapshot of the pool may show.
         self.version = 0
         self._replies: dict[str, Reply] = {}
         self._dirty: set[str] = set()
         self._flush: asyncio.TimerHandle | None = None
         self._rows = RowBudget()
         self._readers: list[RowReader] = []
-        #: Changes for which the journal gets no row.
+        #: Tells readers of the status about changes for which the journal gets no row.
         self.stirs = Stirs()
         self._stopped = False
 
@@ -134,7 +135,8 @@ class Core:
         """Tell the pool by how much the time of day is ahead, if that has changed.
 
         Parts also call this before each request. After a machine has woken up, timers do not fire
-        at once, and yesterday's budget must not refuse what today's budget allows.
+        at once. Without this call, the pool could refuse a request by yesterday's budget although
+        today's budget allows it.
         """
         if step := self._clock.follow():
             way = "forward" if step > 0 else "back"
@@ -209,7 +211,7 @@ class Core:
             self.flush_later()
 
     def note_missing(self, *, all_of_them: bool = False) -> None:
-        """Write one row for each user with too many rows; it counts the rows left out."""
+        """Write one row for each user with too many rows; the row counts those left out."""
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},
@@ -218,7 +220,7 @@ class Core:
             )  # fmt: skip
 
     def dirty(self, session: str) -> None:
-        """Write the session's record, and what the broker keeps beside it, with the next commit."""
+        """Write the session, as the pool and the broker know it, with the next commit."""
         self.version += 1
         self._dirty.add(session)
         self.flush_later()
@@ -249,7 +251,7 @@ class Core:
         self.journal.commit()
 
     def stop(self) -> None:
-        """Write pending changes. From now on, only :meth:`commit` writes."""
+        """Write pending changes. After this, only a call of :meth:`commit` commits."""
         self._stopped = True
         self.stirs.stop()
         self.note_missing(all_of_them=True)

@@ -1,10 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The amounts of shared limits that this machine's sessions have, wait for and will use again.
+"""How much of the shared limits this machine's sessions have, wait for and will use again.
 
 Sessions use up GPU-seconds. So the machine borrows the GPU-seconds of a budget in parts, while its
-users have sessions. Shortly before the next day begins, it borrows GPU-seconds of that day. Of a
-group's guarantee it borrows what the sessions of the group have and wait for.
+users have sessions. Shortly before the next day begins, the machine borrows GPU-seconds of that
+day. From a group's guarantee, the machine borrows the bytes that the sessions of the group have and
+wait for.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from ..cluster.overlay import (
 from ..pool.model import Charge, PoolSettings
 from .core import Core
 
-#: A machine with a session of a user or group keeps PART GPU-seconds more than are used up, and
-#: EACH more for each GPU that the sessions have. The sessions use less than this until the broker
-#: looks again.
+#: While a user or group has a session on a machine, the machine keeps PART GPU-seconds more than
+#: are used up, and EACH more for each GPU that the sessions have. Until the broker looks again, the
+#: sessions use fewer GPU-seconds than these.
 PART, EACH = 300, 60
 #: The number of GPU-seconds that the machine keeps is a multiple of this, so that not every second
-#: of use needs a message. A session that may not run without GPU-seconds waits for this many.
+#: of use needs a message. If a session may not run without GPU-seconds, it waits for this many.
 STEP = 60
 #: The machine borrows GPU-seconds for a window this many seconds before the window begins.
 AHEAD = 60.0
@@ -75,8 +76,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
         lacks = (0, 0, 0)
         if slices:
-            # The session needs its guaranteed memory. Growth beyond it comes out of what the
-            # machine keeps.
+            # The session needs its requested memory. For growth beyond it, the session uses what
+            # the machine keeps.
             lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
         elif core.busy.get(session.id) == "queued":
             state = core.pool.record(session.id).suspended_bytes
@@ -86,7 +87,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         for key in keys:
             used[key] += _of(key, have)
             keep[key] += _of(key, again)
-        # Shortly before a window begins, the key for that window differs from the present key.
+        # Each window has its own key. Shortly before a window begins, its key counts in addition to
+        # the key of the present window.
         for key in {*daily, *budgets_of(rules, session.owner, now + AHEAD)}:
             gpus[key] += len(slices)
         for key in guaranteed:
@@ -98,7 +100,7 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         if not slices:
             bars = {key for key, rule in daily.items() if rule.then != "borrow"}
             if bars & budgets.used_up:
-                continue  # no machine can give it any GPU-seconds
+                continue  # no machine can give this session any GPU-seconds
             for key in bars:
                 if budgets.most(key, time.monotonic()) <= spent.get(key, 0):
                     needs[key] = STEP
@@ -110,7 +112,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         keep[key] = -(-(used[key] + more) // STEP) * STEP if more else used[key]
     keep.update(refills_of(rules, spent))
     for key, amount in held.items():
-        # The guarantee covers no more than this machine's part of it, whatever the group has.
+        # The group may have more bytes than this machine's part of the guarantee. Only that part
+        # counts as used.
         used[key] = min(amount, budgets.most(key, time.monotonic()))
     waits.sort(key=itemgetter(0))
     return Demands(

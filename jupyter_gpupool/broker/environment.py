@@ -48,7 +48,7 @@ def machine_environment(
 
 
 def content_inside(settings: BrokerSettings, socket: Path) -> Content | None:
-    """Return what containers get of this machine, or None if the broker serves no container."""
+    """Return what this machine gives to containers, or None if the broker serves no container."""
     if not settings.user_sockets:
         return None
     if not settings.emulate:
@@ -78,12 +78,13 @@ def version_file(settings: BrokerSettings, socket: Path, journal: Path) -> Path 
 def emulated_folder(socket: Path, journal: Path) -> Path:
     """Return the folder of the emulated devices.
 
-    It is beside the socket. If a logout would remove the folder there, it is beside the journal.
+    The folder is beside the socket. If a logout would remove it beside the socket, it is beside the
+    journal.
     """
     lasting = journal.with_suffix(".emulated")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if lasting.exists():
-        return lasting  # an earlier broker made it, perhaps with another XDG_RUNTIME_DIR
+        return lasting  # an earlier broker made this folder, perhaps with another XDG_RUNTIME_DIR
     if removed_at_logout(socket) or (runtime and Path(runtime) in socket.parents):
         return lasting
     return socket.with_name(socket.name + ".emulated")
@@ -102,7 +103,7 @@ def report(descriptor: int, message: Mapping[str, object]) -> None:
         os.write(descriptor, json.dumps(message).encode() + b"\n")
         os.close(descriptor)
     except OSError:
-        pass  # that process no longer waits
+        pass  # the process that asked no longer waits
 
 
 #: The broker logs a warning if its limit of open files is lower than this.

@@ -8,7 +8,8 @@ could not read a figure, or has not read it for a while, the figure is absent, n
 
 Every user of the machine may read the figures, so they name devices and priority classes, but no
 person, kernel or session. The server extension (``server/server_metrics.py``) counts the kernels of
-one server. Its metrics have other names, because nobody must add them to the broker's.
+one server. Its metrics have other names, so that nobody adds them to the broker's metrics by
+mistake.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ OPENMETRICS = "application/openmetrics-text"
 #: Seconds between two measurements of the event loop's delay.
 BEAT = 1.0
 
-#: By default, the library adds to each series a second series with the time when the first one
-#: began. Nobody needs the second one.
+#: By default, the library adds to each series a second series, which shows when the first series
+#: began. Nobody needs the second series, so the broker leaves it out.
 _leave_out_created: Callable[[], None] = disable_created_metrics
 
 
@@ -153,7 +154,7 @@ class Figures:
     def _observe_safely(self, row: Row) -> None:
         try:
             self.observe(row)
-        except Exception:  # a wrong figure must not cost a kernel its slice
+        except Exception:  # no kernel may lose its slice because a figure is wrong
             self._log.exception("A row of the journal was not counted in the metrics")
 
     def start(self) -> None:
@@ -197,14 +198,14 @@ class Figures:
             if new_format not in self._pages:
                 self.read()
                 # The cache has one key for each of the two formats. A client's Accept header must
-                # not become a key.
+                # not become a key, because clients could then fill the cache.
                 encode, kind = choose_encoder(OPENMETRICS if new_format else "")
                 self._pages[new_format] = await asyncio.to_thread(encode, self.registry), kind
             return self._pages[new_format]
 
 
 class _Accounts(Collector):
-    """The pool's accounts as they were read last."""
+    """The pool's accounts at the time of the last reading."""
 
     def __init__(self) -> None:
         self._families: list[Metric] = []
@@ -366,8 +367,8 @@ def _info(name: str, what: str, values: dict[str, str]) -> InfoMetricFamily:
     return InfoMetricFamily(f"{PREFIX}{name}", what, value=values)
 
 
-#: The most connections at the same time. A further connection closes the oldest one, because a
-#: scraper's own connection is the newest.
+#: The most connections at the same time. If one more connects, the server closes the oldest
+#: connection and not the newest, because the newest may be a scraper's.
 MOST = 32
 
 #: Seconds within which a connection must have its answer.

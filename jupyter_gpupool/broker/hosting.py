@@ -46,13 +46,14 @@ END_PATIENCE = 2.0
 #: most credentials that threads check at the same time.
 MOST_OF_USER, MOST, MOST_CHECKS = 8, 64, 64
 
-#: The most bytes of that program's answer. The program is the user's process, so it may send
-#: anything.
+#: The most bytes in the answer of the program that becomes a kernel. The program is the user's
+#: process, so it may send anything.
 MOST_BYTES = 1 << 17
 #: The number of ended kernels whose exit codes the broker keeps.
 KEPT = 1000
 
-#: The requests about a kernel here that a user may send this broker from another machine.
+#: The requests that a user may send this broker from another machine. Each of them is about a
+#: kernel on this machine.
 _TOLD = frozenset({"release", "keep", "request", "why", "elsewhere"})
 
 #: Python runs in isolated mode (-I), so that no environment variable of an account, and nothing in
@@ -89,7 +90,7 @@ def switch_to(account: Account) -> tuple[list[str], dict[str, Any]]:
 
 
 def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
-    """Refuse to start kernels if this broker's service leaves it no right to become a user."""
+    """Refuse to start kernels if its service gives this broker no right to become another user."""
     if os.geteuid() != 0:
         return
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text(), re.MULTILINE)
@@ -236,7 +237,7 @@ class Hosting:
         raise RefusedError(f"There is no order {str(do)[:40]!r}.", code=Code.UNKNOWN_TYPE)
 
     async def _look(self, uid: int, kernels: Any) -> Mapping[str, Any]:
-        """Return a user's sessions of these kernels, as ``status`` has them, and their GPUs."""
+        """Return a user's sessions of these kernels, as ``status`` shows them, and their GPUs."""
         if not isinstance(kernels, list) or len(kernels) > MOST_LOOKED:
             raise RefusedError(
                 f"An order may ask about at most {MOST_LOOKED} kernels.", code=Code.BAD_REQUEST
@@ -251,7 +252,7 @@ class Hosting:
         self._deaths.clear()
 
     async def _in_thread(self, uid: int, work: Callable[[], _T]) -> _T:
-        """Run ``work`` in a thread of its own; return its result.
+        """Run ``work`` in a new thread; return its result.
 
         When the broker ends, it does not wait for the thread. A user's files, processes and account
         are on systems that may hang, so the broker limits the number of these threads.
@@ -308,7 +309,7 @@ class Hosting:
 
         known = identify(process.pid)
         if known is None:
-            reap()  # it has ended already
+            reap()  # the kernel has ended already
         else:
             self._deaths[process.pid] = Death(known, reap)
 
@@ -362,7 +363,8 @@ class Hosting:
     def _kill_as(self, uid: int, pid: int, number: int) -> None:
         """Send a signal with the rights of a user.
 
-        The children of a kernel may be processes of other users.
+        The children of a kernel may be processes of other users, to which the kernel's user may
+        send no signal.
         """
         account = self._account(uid)
         prefix, switch = switch_to(account)
@@ -481,8 +483,8 @@ class Hosting:
             return configured
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                # This sends nothing. It only finds the source address of a packet to another
-                # network.
+                # ``connect`` sends nothing on this socket. It only finds the source address that a
+                # packet to another network would have.
                 probe.connect(("192.0.2.1", 9))
                 return str(probe.getsockname()[0])
             except OSError:

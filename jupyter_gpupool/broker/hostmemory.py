@@ -14,8 +14,9 @@ from ..units import format_bytes
 
 _T = TypeVar("_T")
 
-#: A suspend leaves the reserve free, and in addition this part of the reserve (one eighth). With
-#: less, the next few bytes would make memory short again, and the state would move back and forth.
+#: A suspend leaves the reserve free, and one eighth of the reserve in addition. Without this
+#: addition, memory would be short again as soon as a process takes a few more bytes, and the state
+#: would move back and forth.
 SLACK = 8
 
 
@@ -74,8 +75,8 @@ class HostRoom:
     async def take(self, session: str, pid: int, size: int) -> tuple[str, bool]:
         """Set ``size`` bytes aside for a suspend of process ``pid``, until :meth:`give`.
 
-        Return why this is refused, or "", and whether a limit would refuse it even if memory were
-        empty.
+        Return two values. The first is the reason if the broker refuses the suspend, or "". The
+        second says whether a limit refuses the suspend even when the memory is empty.
         """
         try:
             levels = await self.read(lambda: self.host.levels(pid))
@@ -87,8 +88,8 @@ class HostRoom:
         never = self.never(levels, size)
         if never:
             return never, True
-        # No await from here on: two suspends that have read the levels at the same time must count
-        # one after the other.
+        # There must be no await from here on. If two suspends have read the levels at the same
+        # time, the second suspend must count the bytes of the first.
         tightest = min(levels, key=self._spare)
         if size and size > self._spare(tightest):
             return self._refusal(tightest, size), False
@@ -96,7 +97,10 @@ class HostRoom:
         return "", False
 
     def give(self, session: str) -> None:
-        """Note that the suspend is over. The figures include its copy, or it made no copy."""
+        """Note that the suspend is over.
+
+        If the suspend made a copy, the system's figures include the copy now.
+        """
         self._going.pop(session, None)
 
     def never(self, levels: list[Level], size: int) -> str:

@@ -50,7 +50,7 @@ class Lifecycle:
         session.death = processes.Death(process, lambda: self.end(session, "its process has ended"))
 
     def start_grace(self, session: LiveSession, seconds: float = GRACE) -> None:
-        """Keep the session's holds for a while. Its agent may reconnect and name its true holds."""
+        """Keep the session's holds for a while, so that its agent can reconnect and report them."""
         if session.grace is not None:
             session.grace.cancel()
         session.grace = asyncio.get_running_loop().call_later(seconds, self._grace_over, session)
@@ -79,8 +79,9 @@ class Lifecycle:
             self.start_grace(session)
 
     def member_gone(self, session: LiveSession, connection: Connection) -> None:
-        """End the holds of a member whose connection has ended, because the program ended or needs
-        no GPU now.
+        """End the holds of a member whose connection has ended.
+
+        The member's program has ended, or it needs no GPU now.
         """
         for hold in session.members.pop(connection, ()):
             self.cancel(session, hold)

@@ -23,8 +23,8 @@ from . import nss
 from .configuration import Configuration
 from .transport.auth import User, owner_of
 
-#: Seconds for which an answer is valid. A user who joins a Unix group need not wait longer than
-#: this.
+#: Seconds for which an answer is valid. If a user joins a Unix group, the broker knows this after
+#: at most these seconds.
 LASTS = 300.0
 
 #: Seconds that the opening of a session waits for NSS.
@@ -56,8 +56,9 @@ def _names(found: Iterable[str]) -> frozenset[str]:
 
 
 class Memberships:
-    """Finds the owner of a session: a user and a group. A session may choose among its user's
-    groups.
+    """Finds the owner of a session: a user and a group.
+
+    A session may choose among its user's groups.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class Memberships:
     async def learn(self, uid: User, settings: BrokerSettings | None = None) -> None:
         """Find the groups of a user. After PATIENCE seconds, keep the groups known before.
 
-        ``settings`` are settings that are not in force yet: this method then asks their function.
+        If ``settings`` are not None, they are not in force yet. Then this method asks the function
+        in these settings for the Hub groups.
         """
         task = self._under_way.get(uid) or self._begin(uid, settings)
         done, _ = await asyncio.wait([task], timeout=PATIENCE)
@@ -106,8 +108,8 @@ class Memberships:
         found = _KnownGroups(hub_groups=before.hub_groups if hub else frozenset(), sure=True)
         async with self._threads:
             try:
-                # A Hub user needs no account on this machine, so an account of the same name may
-                # belong to another person.
+                # A Hub user needs no account on this machine, and an account of the same name may
+                # belong to another person. So a Hub user has no Unix groups.
                 unix = (
                     await nss.ask(lambda: self._unix_groups(uid))
                     if isinstance(uid, int)

@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 async def ask(question: Callable[[], _T]) -> _T:
-    """Run ``question`` in a thread of its own; return its result."""
+    """Run ``question`` in a new thread; return its result."""
     return await in_own_thread(question, "nss")
 
 

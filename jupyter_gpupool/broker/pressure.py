@@ -104,7 +104,8 @@ class Pressure:
     def _is_short(self, level: Level) -> bool:
         kept = self._room.kept(level)
         if level.key in self._short:
-            kept += kept // SLACK  # now as much as a suspend must leave free
+            # A short level must get as much free memory as a suspend must leave.
+            kept += kept // SLACK
         if level.free < kept:
             return True
         if level.free >= 2 * kept:

@@ -32,7 +32,9 @@ MAX_CAUSES = 1000
 
 
 class TokenBucket:
-    """A token bucket that one payment may overdraw. Pure: the time is an argument.
+    """A token bucket that one payment may overdraw.
+
+    It reads no clock: the time is an argument of each method.
 
     Parameters
     ----------

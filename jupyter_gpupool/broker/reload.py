@@ -6,10 +6,10 @@ If a user is no longer in the group of a session, the session uses the share of 
 group from then on.
 
 This module checks groups against the GPUs of the machine, and refuses a configuration that the
-machine cannot keep. At a start, the broker then ends. At a SIGHUP, it keeps the configuration in
-force. There is one exception: if the machine could give the same guarantees at an earlier start,
-the broker starts with a warning, because a GPU that is missing today must not take the pool away
-from everybody.
+machine cannot keep. If the broker is starting, it then ends. At a SIGHUP, it keeps the
+configuration in force. There is one exception: if the machine could give the same guarantees at an
+earlier start, the broker starts with a warning, because a GPU that is missing today must not take
+the pool away from everybody.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Reload:
     Parameters
     ----------
     limits:
-        Returns the rules. What this machine may not use of the shared limits counts as used
-        elsewhere.
+        Returns the rules as the pool of this machine must see them. The part of a shared limit that
+        this machine may not use counts as used by other machines.
     """
 
     def __init__(
@@ -111,8 +111,8 @@ class Reload:
         while self._asked:
             self._asked = False
             try:
-                # A thread does this, because it reads files and checks every combination of
-                # schedules.
+                # A thread reads the configuration, because it reads files and checks every
+                # combination of schedules.
                 timetable = await asyncio.to_thread(self._configuration.read)
                 faults = self._wrong_here(timetable)
                 if faults:
@@ -191,7 +191,8 @@ class Reload:
     async def _warn_of_names(self) -> None:
         """Log which users and Unix groups of the configuration do not exist.
 
-        This only logs them: a removed account must not take the pool away from everybody.
+        The broker logs them and goes on, because a removed account must not stop the pool for
+        everybody.
         """
         timetable = self._configuration.timetable
         for fault in await nss.ask(lambda: unknown_names(timetable.base)):

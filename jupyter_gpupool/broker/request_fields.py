@@ -264,7 +264,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # a thread waits at the gate. ok, when the gate opens: epoch
     "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # the process calls cuInit without a lease: write into the page the devices of the lease that
-    # the session would get now. ok, even if there are no such devices: -
+    # the session would get now. ok, also if there are no such devices: -
     "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # the session's page was deleted: put the page back. ok, when the page exists again: -
     "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
@@ -379,8 +379,8 @@ READS = frozenset({"status", "why", "hour", "journal", "watch", "ping"})
 
 
 def _whole(text: str) -> float:
-    # A number with too many digits becomes a value that no field accepts. Unlike an error of the
-    # decoder, that refusal can name the request's id.
+    # A number with too many digits becomes a value that no field accepts. So the field refuses the
+    # request, and the refusal can name the request's id. An error of the decoder could not name it.
     return int(text) if len(text) <= MAX_DIGITS else math.inf
 
 

@@ -122,7 +122,7 @@ class Runner:
             self._commit()
         elif self._core.marked:
             self._core.flush_later()
-        # This comes first: no process may go on before its page shows the new state.
+        # This call comes first, because no process may go on before its page shows the new state.
         self._tell_guard(actions, event)
         if self._changed is not None and not isinstance(event, _SAMPLES):
             self._changed()
@@ -180,7 +180,8 @@ class Runner:
         """Tell the processes of a session about an action that concerns them."""
         match action:
             case e.StateChanged():
-                # The agent needs no news of its own cells: it knows best whether they run.
+                # If only a hold began or ended, the agent needs no message: it knows which of its
+                # cells run.
                 if not steady(action):
                     self._news[session.id] = action.reason
             case e.Resize():
@@ -191,7 +192,7 @@ class Runner:
                 self._guard.refused(session, action.refusal)
             case e.HoldGranted():
                 wait = session.waits.pop(action.hold, None)
-                if wait is not None:  # else no request waits for an answer
+                if wait is not None:  # if it is None, no request waits for an answer
                     slices = slices_to_json(action.slices)
                     wait.answer({"epoch": action.epoch, "slices": slices})
             case e.HoldRefused():
@@ -277,8 +278,9 @@ def steady(change: e.StateChanged) -> bool:
 def _must_be_written_first(action: e.Action) -> bool:
     """Return whether the broker must commit to the journal before it performs ``action``.
 
-    A hold needs no such commit, nor does a session for which the pool still looks for a slice. The
-    broker commits the search together with its result, so a whole grant is mostly one commit.
+    A change of holds needs no such commit. A session for which the pool still looks for a slice
+    does not need it, either. The broker commits the search together with its result, so a grant
+    usually takes only one commit.
     """
     if isinstance(action, e.StateChanged):
         return not steady(action) and action.new not in WAITING

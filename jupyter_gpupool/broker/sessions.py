@@ -28,7 +28,11 @@ MAX_EARLY, MAX_EARLY_OF_USER = 16, 256
 
 
 def digest(token: str) -> str:
-    """Return the hash of a token: enough to check the token, useless to a reader of the journal."""
+    """Return the hash of a token.
+
+    The broker can check the token with the hash. A reader of the journal cannot use the hash as a
+    token.
+    """
     return hashlib.sha256(token.encode()).hexdigest()
 
 
@@ -105,15 +109,16 @@ class LiveSession:
     #: The connection that opened the session, until the session is launched.
     opener: Connection | None = None
     agent: Connection | None = None
-    #: The session's members are its other programs, and the program that started it. This has the
-    #: holds of each member, by connection.
+    #: By connection of a member: the holds of the member. A member is another program of the
+    #: session, or the program that started the session.
     members: dict[Connection, set[str]] = field(default_factory=dict)
     death: Death | None = None
     #: By hold: the request that waits for it.
     waits: dict[str, PendingHold] = field(default_factory=dict)
-    #: Runs while the agent may come back with holds that the broker does not know.
+    #: A timer that runs while the agent may reconnect and report holds that the broker does not
+    #: know.
     grace: asyncio.TimerHandle | None = None
-    #: Runs from ``open`` to ``launched``.
+    #: A timer that runs from ``open`` to ``launched``.
     launch_timer: asyncio.TimerHandle | None = None
     #: By connection: a message that the process or one of its children sent before ``launched``.
     early: dict[Connection, Message] = field(default_factory=dict)
@@ -126,7 +131,7 @@ class LiveSession:
     moving: Mapping[str, int] = field(default_factory=dict)
     #: When its present wait began, for the journal.
     queued_at: float = 0.0
-    #: Messages that its processes have sent, agent and guard.
+    #: The number of messages that the agent and the guards of the session have sent.
     messages: int = 0
     #: The page that it shares with the guard in its processes; None without a guard.
     page: Page | None = None
@@ -276,7 +281,7 @@ class LiveSessions:
 
     def __init__(self) -> None:
         self._by_id: dict[str, LiveSession] = {}
-        #: When (monotonic time) a session last came or went.
+        #: The monotonic time at which a session was last added or removed.
         self.changed_at = time.monotonic()
 
     def __len__(self) -> int:
@@ -331,7 +336,9 @@ class LiveSessions:
         return found
 
     def proven(self, peer: Peer, message: Message) -> LiveSession:
-        """Return the session of a message, after its sender has proved to belong to it.
+        """Return the session that a message names.
+
+        The message's token proves that the sender belongs to the session.
 
         Raises
         ------

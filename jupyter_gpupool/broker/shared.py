@@ -7,7 +7,8 @@ pool counts everything that the ledger has not lent to this machine as in use el
 within the lent budgets needs no message. A grant beyond them waits, even if no agent has ever
 connected.
 
-The order matters: a smaller ceiling reaches the pool before any report tells the ledger of it.
+The order matters: the pool must know a smaller ceiling before a report tells the ledger about this
+ceiling.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def token_from(text: str) -> Epoch:
 
 
 class LentLimits:
-    """The rules of the pool. All that was not lent to this machine counts as in use elsewhere."""
+    """The rules of the pool.
+
+    What the ledger has not lent to this machine counts as used by other machines.
+    """
 
     def __init__(
         self,
@@ -100,8 +104,8 @@ class LentLimits:
         clock: Clock,
     ) -> None:
         settings = configuration.settings
-        # The life is at least the time of day: a journal may be lost, and a ledger ignores a life
-        # with a smaller number.
+        # A journal may be lost, and with it the number of the last life. A ledger ignores a life
+        # with a smaller number. So the number is at least the time of day in milliseconds.
         life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
         journal.remember(LIFE, str(life))
         name = journal.meta(JOURNAL) or secrets.token_hex(8)
@@ -120,8 +124,9 @@ class LentLimits:
         self._written = self.budgets.parts(), self.budgets.epoch
 
     def remember(self) -> bool:
-        """Let the next commit write the parts and the token if they have changed; return whether
-        they have changed.
+        """Return whether the parts or the token have changed.
+
+        If they have changed, the next commit writes them.
 
         This commit must come before the next report. After the report, the ledger may lend to other
         machines what this machine has given back.
@@ -135,9 +140,13 @@ class LentLimits:
         return True
 
     def limits(self, settings: PoolSettings) -> PoolSettings:
-        """Return these rules. What this machine may not use now counts as in use elsewhere."""
+        """Return ``settings`` as the pool of this machine must see them now.
+
+        The part of a shared limit that this machine may not use counts as used by other machines.
+        """
         now, budgets = time.monotonic(), self.budgets
-        # A user without a session has a part, too: what was used here comes back.
+        # A user without a session may have a part here, too: it contains what the user's sessions
+        # have used here before.
         known = {key.name for key in budgets.ceilings if key.kind == "user"}
         owners = sorted({s.owner.name for s in self._sessions} | known)
         return overlay(
@@ -274,7 +283,7 @@ class SharedLimits:
             raise RefusedError(
                 f"This is no answer of a ledger: {type(error).__name__}.", code=Code.BAD_REQUEST
             ) from None
-        # This comes first: a ceiling never falls below what is in use now.
+        # This call comes first, so that no ceiling falls below what is in use now.
         self._look_at_sessions()
         before = self._budgets.drains
         self._budgets.answered(answer)
@@ -296,7 +305,7 @@ class SharedLimits:
         core.handle(e.UsedElsewhere(now=core.now(), users=kinds["user"], groups=kinds["group"]))
 
     def cluster(self, connection: Connection, message: Message) -> None:
-        """Answer with what all machines have, as the ledger knows it, and what this one has."""
+        """Answer with the ledger's view of all machines, and a summary of this machine."""
         request = message.get("id")
         self.look(
             connection, request,
@@ -334,7 +343,7 @@ class SharedLimits:
         }
 
     def leave(self, connection: Connection, message: Message) -> None:
-        """Drain this machine, so that it leaves the cluster; answer how far the drain is."""
+        """Drain this machine, so that it leaves the cluster; answer with the state of the drain."""
         peer = connection.peer
         if not self._configuration.access.is_admin(peer):
             raise RefusedError(
@@ -343,7 +352,8 @@ class SharedLimits:
                 next_step="Ask root, or one of c.GPUPool.admins.",
             )
         if not self._budgets.drains:
-            self._budgets.drain(True)  # its parts stay until they are used up or another day begins
+            # This machine keeps its parts of budgets until they are used up or another day begins.
+            self._budgets.drain(True)
             self._drains_now(owner_of(peer.uid).name)
         self._settle()
         self._report_if_due()

@@ -65,7 +65,7 @@ class Ending:
             self._event.set()
 
     def before_force(self, act: Callable[[], None]) -> None:
-        """Call ``act`` before a forced end, so that no leftovers trouble the next start."""
+        """Call ``act`` before a forced end, so that no old file hinders the next start."""
         self._last_acts.append(act)
 
     def ask(self) -> None:
@@ -80,7 +80,7 @@ class Ending:
                 pass  # the loop is closed: the broker is ending
 
     def over(self) -> None:
-        """Note that nothing is left that could keep the process from ending."""
+        """Note that the broker's work is over, so the process ends without force."""
         self._over.set()
         if not self.asked:
             os.write(self._writing, b"!")
@@ -126,7 +126,8 @@ class Ending:
         os.close(self._writing)
 
     def _end_now(self, why: str) -> None:
-        # This does not use logging: the interrupted thread may hold the lock of a log handler.
+        # This method does not use ``logging``, because the interrupted thread may hold the lock of
+        # a log handler.
         with suppress(OSError):  # perhaps no process reads stderr any more
             os.write(
                 2,

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Changes of a session that the journal does not have, for readers of the status.
 
-The journal gets no row when a cell begins or ends, or when there is news of a wait: there are too
-many of these changes, and nothing is lost without the rows. But a page that shows the session
+The journal gets no row when a cell begins or ends, or when the place of a waiting session changes.
+There are too many of these changes, and no report needs the rows. But a page that shows the session
 should soon ask for the status again. So the broker tells readers of such a change once, when the
 session has been quiet for ``SETTLED`` seconds. Several cells in quick succession are one change.
 
@@ -37,7 +37,7 @@ class Stirs:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._queue_readers: list[Callable[[], int]] = []
         self._queue_timer: asyncio.TimerHandle | None = None
-        #: Until this time of the loop, the broker tells readers of no change of the queue.
+        #: The loop time before which the broker tells no reader of a further change of the queue.
         self._queue_from = 0.0
 
     def read(self, reader: Callable[[str], None]) -> None:
@@ -45,8 +45,9 @@ class Stirs:
         self._readers.append(reader)
 
     def read_queue(self, reader: Callable[[], int]) -> None:
-        """From now on, call ``reader`` after changes of the queue. It returns how many readers it
-        told.
+        """Call ``reader`` after each change of the queue from now on.
+
+        ``reader`` returns the number of connections that it has told.
         """
         self._queue_readers.append(reader)
 

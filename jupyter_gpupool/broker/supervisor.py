@@ -62,7 +62,7 @@ class Supervisor:
                 if given.family == socket.AF_UNIX and given.getsockname() == str(path):
                     self._descriptors.remove(descriptor)
                     return given
-                given.detach()  # a socket of another path stays open
+                given.detach()  # a socket at another path stays open
         return None
 
     def ready(self, text: str) -> None:

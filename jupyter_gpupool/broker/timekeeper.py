@@ -17,7 +17,8 @@ from .configuration import Configuration
 from .core import Core
 
 #: The longest time in seconds between two looks at the time of day. Timers count only the time that
-#: the machine is awake, so a sleep, or a clock that somebody sets, shows only in the time of day.
+#: the machine is awake. So only a look at the time of day shows that the machine has slept, or that
+#: somebody has set the clock.
 LOOK = 15.0
 
 #: A timer may fire a little early. Then the timekeeper sets it again, for at least this many
@@ -69,7 +70,8 @@ class Timekeeper:
     def _look(self) -> None:
         """Apply what has come into force, and look again when the next change is due."""
         self._timer = None
-        self._core.follow_clock()  # first, because the pool computes the times of new rules from it
+        # This call is first, because the pool computes the times of new rules from the clock.
+        self._core.follow_clock()
         now = self._clock()
         if self._configuration.follow_calendar(now):
             self._note()

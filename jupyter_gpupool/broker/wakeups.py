@@ -3,10 +3,10 @@
 """How soon Linux runs the event loop after a message has come, on a machine whose cores are busy.
 
 A thread that wakes on a busy core waits until the time slice of the running thread ends. That takes
-up to 3 milliseconds, longer than a whole grant. Since Linux 6.12 a thread may ask for a shorter
-time slice of its own (``sched_setattr(2)``, ``sched_runtime`` of a normal thread). It gets no
-larger share of the processor, but its turn comes earlier: it interrupts a thread with a longer
-slice. Older kernels ignore the request.
+up to 3 milliseconds, longer than a whole grant. Since Linux 6.12, a thread may ask for shorter time
+slices (``sched_setattr(2)``, ``sched_runtime`` of a normal thread). It gets no larger share of the
+processor, but its turn comes earlier: it interrupts a thread with a longer slice. Older kernels
+ignore the request.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def time_slice(thread: int) -> int:
 
 
 def _read(thread: int) -> list[int] | None:
-    """Return the scheduling attributes of a thread, or None if the system does not tell."""
+    """Return the scheduling attributes of a thread, or None if the system does not show them."""
     if platform.machine() not in _CALLS:
         return None
     attributes = ctypes.create_string_buffer(_ATTRIBUTES.size)

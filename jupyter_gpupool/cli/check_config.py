@@ -47,10 +47,10 @@ _DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs with which sizes are compared; ``capacities`` is empty if they are unknown."""
+    """The GPUs that the report checks sizes against; if unknown, ``capacities`` is empty."""
 
     capacities: Sequence[int]
-    #: Where the GPUs are; this text ends the sentence "16 GPUs with 1.3 TiB ...".
+    #: Where the GPUs are, such as "in this machine". The report prints it after their number.
     source: str
 
 
@@ -119,7 +119,8 @@ def examine(
     settings = timetable.under(timetable.rules(now))
     faults = timetable.faults(now, lambda one: check_machine(one, machine.capacities))
     names = [timetable.place(fault) for fault in unknown_names(base)]
-    # GPUs given with ``--devices`` belong to another machine, which has its own users.
+    # GPUs given with ``--devices`` belong to another machine. This machine does not know the users
+    # of that machine, so an unknown name is only a warning.
     certain = given is None and knows_everybody()
     faults += names if certain else []
     report["ok"] = not faults
@@ -220,7 +221,7 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
 
 
 def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield warnings for settings that refuse kernels without options, or that have no effect."""
+    """Yield warnings for settings that refuse kernels with default options, or have no effect."""
     pool = base.pool
     if pool.classes_allowed is not None and pool.default_priority not in pool.classes_allowed:
         yield (

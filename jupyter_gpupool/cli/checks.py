@@ -28,7 +28,7 @@ from ..endpoint import check_socket, find_socket
 from ..errors import BrokerUnavailable, Code, GPUPoolError
 from ..units import format_bytes
 
-#: Required distributions, and for each the part that does not work without it.
+#: The Python distributions that this package needs, and for each the part that uses it.
 PACKAGES = {
     "jupyter_client": "kernels",
     "ipykernel": "the Pooled GPU kernel",
@@ -273,7 +273,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
-    """Where a broker at the socket ``path`` would write its journal. Used while no broker runs."""
+    """Where a broker at the socket ``path`` would write its journal, if none runs now."""
     from ..broker.store.journal_file import place
 
     try:

@@ -60,7 +60,7 @@ def _node(options: Options) -> int:
     )  # fmt: skip
 
 
-#: Each order, and the machine's state when it is done; "" if the command does not wait for a state.
+#: Each order, and the state of the machine after it. "": the command does not wait for a state.
 ORDERS = {"drain": "left", "resume": "present", "fence": ""}
 
 
@@ -112,7 +112,7 @@ def _cluster(options: Options) -> int:
 
 
 def picture(found: Mapping[str, Any]) -> str:
-    """Return the machines of a cluster and what each may use, as text."""
+    """Return the machines of a cluster, and what users and groups may use on each, as text."""
     lines = (
         [] if found["serving"] else ["The ledger lends nothing until all of them have reported."]
     )

@@ -3,7 +3,7 @@
 """``jupyter gpupool status --cluster``: all machines of the cluster, as its ledger knows them.
 
 The broker of this machine asks the ledger, so users need no access to Ray. Each figure is from its
-machine's last report. Where it matters, the table shows the age of that report.
+machine's last report. For a silent machine, the command also prints the age of that report.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def _tree(report: ConfigReport, width: int) -> Iterator[str]:
     ]
     yield from _columns(rows, width)
     devices = report["devices"]
-    # In a cluster, the guarantees are of all machines, and the GPUs of this one.
+    # In a cluster, the guarantees are for all machines together, but ``devices`` has only the GPUs
+    # of this machine. So the report does not compare the two.
     together = bool(report["cluster_nodes"])
     if devices and not together and any(group["guarantee"] for group in groups):
         top = sum(_needs(groups, group["name"]) for group in groups if not group["depth"])

@@ -120,7 +120,7 @@ def _inside(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     except WrongConfiguration as error:
         return [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
     # If the mount is missing, find_socket() would choose the user's own socket, which kernels use
-    # on a machine without a machine broker. So this code does not call it.
+    # on a machine without a machine broker. So this function does not call find_socket().
     named = socket or configured or os.environ.get(SOCKET_VARIABLE, "")
     return examine_inside(Path(named) if named else MACHINE_SOCKET)
 

@@ -54,8 +54,8 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
             next_step="Name another folder with --folder.",
         ) from None
     try:
-        # mkdtemp makes a folder that only its owner can read. A broker of another account may need
-        # to read the folder; kernels of other users never need that.
+        # mkdtemp makes a folder that only its owner can read. A broker that runs under another
+        # account may need to read the folder. Kernels of other users never read it.
         scratch.chmod(0o755)
         python = _fill(scratch / "new", wheels)
         found = vendor.interpreter.ask(str(python))

@@ -114,7 +114,7 @@ def _found(manager: Manager, base: Path) -> dict[Path, Path]:
 
     Each key is a path on the machine; the value is the path of the same file in ``base``.
     """
-    # The paths of the files do not depend on their contents, so any layout will do.
+    # A layout changes only the contents of the files. Their paths are the same for every layout.
     places = [file.path for file in manager.files(Layout(Path("/"), (), MACHINE_SOCKET, _STATE))]
     found = {place: base / place.relative_to("/") for place in places}
     return {place: path for place, path in found.items() if path.exists()}
@@ -150,7 +150,7 @@ def _running_manager(root: Path | None) -> str:
 
 
 def _layout(config: Sequence[Path]) -> Layout:
-    """Return what the service's files need to know, for the configuration files ``config``."""
+    """Return the facts for the service's files, from the configuration files ``config``."""
     wanted = [path.expanduser().absolute() for path in config]
     settings = load_timetable(wanted).base
     if settings.socket and Path(settings.socket) != MACHINE_SOCKET:
@@ -187,9 +187,10 @@ def _check_ours(path: Path) -> None:
 
 
 def _check_programs(layout: Layout) -> None:
-    """Refuse a service that would run programs as root which another user could change."""
+    """Refuse a service if another user could change a program that it would run as root."""
     package = Path(__file__).resolve().parents[1]
     # The broker starts in another folder than this process, and without this process's PYTHONPATH.
+    # So folders that are in sys.path only for one of these two reasons are not checked.
     here = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     imported = [Path(folder) for folder in sys.path if folder and folder not in here]
     programs = [layout.python, package, *imported, *layout.config]
@@ -206,7 +207,7 @@ def _check_programs(layout: Layout) -> None:
 
 
 def _check_free(layout: Layout) -> None:
-    """Refuse while another broker uses the socket, for which it and the service would compete."""
+    """Refuse while another broker uses the socket: the service would need the same socket."""
     from ..endpoint import journal_name
 
     lock = layout.state / f"{journal_name(layout.socket)}.lock"
@@ -232,7 +233,7 @@ def _write(path: Path, file: ServiceFile, dry_run: bool) -> None:
         # The file is written under another name and then renamed, so that the service manager never
         # reads half of it.
         new = path.with_name(f".{path.name}.new")
-        new.unlink(missing_ok=True)  # a killed call may have left it
+        new.unlink(missing_ok=True)  # an earlier call that was killed may have left this file
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(new, flags, 0o600), "w", encoding="utf-8") as opened:
             opened.write(text)

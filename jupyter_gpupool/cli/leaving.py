@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Orders machines to leave their cluster or to come back, and waits until they have."""
+"""Orders machines to leave their cluster or to come back, and waits until this is done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: In these states the command repeats the order, because a restarted ledger has forgotten it.
+#: In these states the machine does not follow the order: a ledger that has restarted has
+#: forgotten it. The command then gives the order again.
 UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
 
 _NEXT = (
@@ -52,7 +53,10 @@ def carry_out(
     look: Callable[[], Mapping[str, Any]],
     order: Callable[[], None],
 ) -> int:
-    """Order a machine to drain or come back, and wait for that; return 0, or 130 if interrupted."""
+    """Order a machine to drain or come back, and wait until it has.
+
+    Return 0, or 130 if interrupted.
+    """
     printer, ordered = _Printer(), False
     try:
         while True:

@@ -22,16 +22,16 @@ TEST_TIMEOUT = 600.0
 
 
 def pause(socket: str, device: str, reason: str) -> int:
-    """Pause the pool or one GPU, and wait for that; return 0, or 130 if interrupted.
+    """Pause the pool or one GPU, and wait until the pause is complete.
 
-    When this returns 0, no kernel has a slice there, and no process of the pool has a device file
-    of these GPUs open.
+    Return 0, or 130 if interrupted. When this returns 0, no kernel has a slice on these GPUs, and
+    no process of the pool has one of their device files open.
     """
     return _until_done(socket, "pause", device, reason)
 
 
 def drain(socket: str, device: str, reason: str) -> int:
-    """Drain one GPU, and wait until no kernel has a slice there.
+    """Drain one GPU, and wait until no kernel has a slice on it.
 
     Return 0, or 130 if interrupted.
     """
@@ -77,7 +77,10 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
 
 
 def _will_test(status: Mapping[str, Any], device: str) -> bool:
-    """Return whether a resume will test devices. If not, the broker's answer to it says why."""
+    """Return whether a resume will test devices.
+
+    If not, the broker's answer to the resume says why.
+    """
     orders = {str(row["device"]) for row in status.get("maintenance") or ()}
     if not device:
         return bool(orders)

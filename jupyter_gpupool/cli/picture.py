@@ -228,7 +228,7 @@ def _bar(
 ) -> str:
     """Return a bar of ``room`` columns.
 
-    Each part gets at least one column, so that it is visible.
+    While there is room, each part gets at least one column, so that it is visible.
     """
     drawn: list[str] = []
     left = max(0, room)
@@ -357,7 +357,7 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
         return []
     lines = ["", style.paint("WAITING", "bold")]
     for session in waiting:
-        # About sessions of other users, the broker sends their requests, but no expected wait.
+        # For a session of another user, the broker sends the request, but no expected wait.
         request = session.get("request") or session.get("asks") or {}
         asks = ""
         if request.get("memory"):

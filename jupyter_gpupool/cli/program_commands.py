@@ -152,8 +152,8 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
         print(start(words, run_options, options.name))
         return 0
     child = CommandProcess(words)
-    # This process closes its streams. From here on only the command has them open, so that their
-    # reader sees the end of the output when the command closes them.
+    # This process closes its standard input and output, so that only the user's program has them
+    # open. The reader of the output then sees its end as soon as that program closes it.
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.dup2(null, 1)

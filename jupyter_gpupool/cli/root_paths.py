@@ -19,14 +19,14 @@ _MOST_LINKS = 40
 def changeable(path: Path) -> str:
     """Return the place where a user who is not root can change ``path``; "" if there is none.
 
-    If the file does not exist, its folder counts, because another user might create the file there.
+    If the file does not exist, this checks its folder, because another user might create the file.
     """
     steps = [*_steps(path)]
     for number, at in enumerate(steps):
         try:
             found = at.lstat()
         except OSError:
-            return ""  # it does not exist, and the loop has already checked its folder
+            return ""  # ``at`` does not exist, and the loop has already checked its folder
         last = number + 1 == len(steps) or not os.path.lexists(steps[number + 1])
         # In a sticky folder other users cannot replace root's files, but they can make new ones.
         sticky = bool(found.st_mode & stat.S_ISVTX) and not last

@@ -202,7 +202,7 @@ SystemCallErrorNumber=EPERM
 LimitCORE=0
 """
 
-#: The text for a service with the option ``cluster_identity``.
+#: Lines of the unit if the option ``cluster_identity`` is set.
 _KILL_BROKER = """\
 # Kernels of servers on other machines are children of the broker, and go on without it.
 KillMode=process

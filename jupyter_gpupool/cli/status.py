@@ -28,7 +28,7 @@ _LEAVE = "\x1b[?25h\x1b[?1049l"
 
 
 def socket_path(given: str) -> Path:
-    """Return the broker's socket: ``--socket``, or the configured one, or the one that is found."""
+    """Return the socket that ``--socket`` or the configuration names; if none, search for one."""
     if given:
         return Path(given)
     try:

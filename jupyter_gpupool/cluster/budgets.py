@@ -13,13 +13,14 @@ from typing import Literal, Mapping, Sequence
 
 from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, Spent
 
-#: What a node does when the ledger is silent for longer than the time-out. ``closed``: its sessions
-#: keep what they have, and get no more. ``min_share``: each user and group may have a fixed share
-#: on each node. All nodes together may then exceed a quota by the share times the number of nodes.
+#: What a node does when the ledger is silent for longer than the time-out. ``closed``: the node's
+#: sessions keep what they have, and get no more. ``min_share``: each user and group may have a
+#: fixed share on each node. All nodes together may then exceed a quota by the share times the
+#: number of nodes.
 OnLoss = Literal["closed", "min_share"]
 
-#: Most waiting sessions that a report names. Later reports name the others, when these have been
-#: served.
+#: The most waiting sessions that one report names. Once these sessions have been served, later
+#: reports name the next ones.
 MOST_WAITS = 16
 
 
@@ -35,7 +36,7 @@ class Demand:
 class Budgets:
     """What one node may use of each key.
 
-    It knows only keys that the broker has mentioned; the ceiling of any other key is 0.
+    The object knows only keys that the broker has mentioned; the ceiling of any other key is 0.
     """
 
     node: str
@@ -76,8 +77,9 @@ class Budgets:
     #: report or a later one, each report contains ``spent``.
     _first: int = 1
     _told: bool = False
-    #: The number of the last report when the node began to drain. If an order comes with an answer
-    #: to this report or an earlier one, the ledger gave the order before it knew of the change.
+    #: The number of the last report that the node sent before it began to drain. If an order comes
+    #: with an answer to this report or to an earlier one, the ledger gave the order before it knew
+    #: that the node drains.
     _changed: int = -1
     #: A report of this life has said that the node has no session and leaves.
     _leaves: bool = False
@@ -91,16 +93,18 @@ class Budgets:
         return now < self.until
 
     def age(self, now: float) -> float | None:
-        """Return the seconds since the last report that was answered; None if none was."""
+        """Return the age of the last report that has got an answer; None without an answer."""
         return None if self.heard is None else now - self.heard
 
     def most(self, key: Key, now: float) -> int:
         """Return how much of ``key`` the sessions of this node may use in all.
 
-        Sessions that have more keep it, but the node adds no session. While the ledger is silent,
-        the ceilings of GPU-seconds and guarantees stay in force: see :attr:`Key.lasts`.
+        Sessions that already use more keep it, but the node grants nothing to another session.
+        While the ledger is silent, the ceilings of GPU-seconds and guarantees stay in force: see
+        :attr:`Key.lasts`.
         """
-        # A node that leaves claims no guarantee: others may have it before this node knows.
+        # A node that leaves claims no guarantee: other nodes may have the guarantee before this
+        # node learns of it.
         if key.lasts and not (self.drains and key.resource == GUARANTEE):
             most = self.ceilings.get(key, 0)
             return min(most, self._used(key)) if self._leaves and key.is_seconds else most
@@ -111,7 +115,7 @@ class Budgets:
         return self.share.get(key.resource, 0) if self.on_loss == "min_share" else 0
 
     def parts(self) -> dict[Key, int]:
-        """Return the ceilings that last, which the broker keeps across its restart."""
+        """Return the ceilings that the broker keeps across a restart: see :attr:`Key.lasts`."""
         return {key: amount for key, amount in self.ceilings.items() if key.lasts}
 
     # ------------------------------------------------------------------ events
@@ -150,7 +154,7 @@ class Budgets:
         self.due = True
 
     def drain(self, drains: bool) -> None:
-        """Grant nothing more, and leave when no session has a slice; with False, come back."""
+        """Let the node drain and leave when no session has a slice; False: let it come back."""
         if drains == self.drains:
             return
         self.drains, self.due = drains, True
@@ -202,7 +206,8 @@ class Budgets:
             self._spent, self._version = loan.spent, loan.version
         for key, amount in loan.ceilings.items():
             had = self.ceilings.get(key, 0)
-            # Sessions may have begun since the report, so the ceiling stays at what they use.
+            # Sessions may have begun since the report, so the ceiling does not fall below what they
+            # use.
             new = max(amount, min(had, self.uses.get(key, Demand()).used))
             if new < had:
                 self.due = True
@@ -219,7 +224,8 @@ class Budgets:
             del self._sent[min(self._sent)]
         self.due = False
         if self.drains and self.is_empty:
-            # The ledger lends on what this node has not used, so the node uses no more of it.
+            # The ledger will lend to other nodes the GPU-seconds that this node has not used. So
+            # the node uses no more of them.
             self._leaves = True
             for key in [key for key in self.ceilings if key.is_seconds]:
                 self.ceilings[key] = min(self.ceilings[key], self._used(key))
@@ -236,6 +242,6 @@ class Budgets:
 
     def _holding(self, key: Key) -> Holding:
         use = self.uses.get(key, Demand())
-        # What is used up comes back also while the node drains.
+        # GPU-seconds that were used up come back even while the node drains.
         keep = 0 if self.drains and key.resource != REFILL else use.keep
         return Holding(self.ceilings.get(key, 0), use.used, keep)

@@ -3,7 +3,8 @@
 """Why a kernel waits, as far as other machines are concerned: sentences for people. Pure.
 
 A kernel stays on the machine where it has started, so free GPUs of other machines only help the
-user's next kernel. But if a kernel waits for a limit, it waits for what other machines have of it.
+user's next kernel. But if a kernel waits because of a limit, it waits for the part of the limit
+that other machines have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..units import format_bytes, format_seconds
 from .messages import GPU_SECONDS, GUARANTEE, REFILL
 from .placing import PlacementRequest, lacks_model, lies_on
 
-#: Most folders that a sentence names; a kernel may work with 16.
+#: The most folders that one sentence names; a kernel may work with up to 16 folders.
 MOST_FOLDERS = 3
 
 #: For each state in which a machine takes no new kernel: the answer, and the reason.
@@ -48,7 +49,7 @@ def uses(node: Mapping[str, Any]) -> list[str]:
 
 
 def models(gpus: Iterable[Sequence[Any]]) -> str:
-    """Return the models of a machine's GPUs: one name if all are the same, else with counts."""
+    """Return the models of a machine's GPUs: one name if all are of one model, else with counts."""
     counts = Counter(str(name) for name, _ in gpus)
     if len(counts) == 1:
         return next(iter(counts))
@@ -56,7 +57,7 @@ def models(gpus: Iterable[Sequence[Any]]) -> str:
 
 
 def elsewhere(view: Mapping[str, Any] | None, here: str, owner: str, group: str) -> list[str]:
-    """Return sentences: what machines other than ``here`` have of a user's and a group's limits."""
+    """Return sentences about the parts of a user's and a group's limits on other machines."""
     if view is None:
         return ["What other machines have is unknown: the cluster's ledger does not answer now."]
     names = {("user", owner), ("group", group)}
@@ -122,7 +123,7 @@ def _lack(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
 
 
 def _place_of_data(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
-    """Return which folders of the kernel are on a disk of the machine; '' if it names none."""
+    """Return which of the kernel's folders are on the machine's disks; '' if it names none."""
     own = (node["summary"] or {}).get("data")
     if not wanted.data or own is None:
         return ""

@@ -20,12 +20,12 @@ from ..protocol import MAX_LINE
 from .broker_calls import BrokerCalls, broker_calls
 from .mail import Mail, PassOn, letter_in
 
-#: Seconds after which a report goes out although nothing has changed. The ledger's time-out is
-#: several times longer.
+#: Seconds after which the broker sends a report although nothing has changed. The ledger's time-out
+#: is several times longer.
 INTERVAL = 2.0
 #: Seconds until the next attempt if a broker or a ledger does not answer.
 AGAIN = 0.5
-#: Seconds in which a broker must answer, in addition to the time that the request lets it wait.
+#: Seconds in which a broker must answer, in addition to the waiting time that the request allows.
 PATIENCE = 10.0
 
 _LOG = logging.getLogger(__name__)

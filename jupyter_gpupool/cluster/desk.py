@@ -21,8 +21,8 @@ from .messages import loan_to_json, report_from_json
 
 _LOG = logging.getLogger(__name__)
 
-#: Seconds without an answer after which a machine grants nothing more of shared limits; and the
-#: seconds after that until the ceilings of a fenced machine are free.
+#: Seconds without an answer after which a machine grants nothing more of shared limits; and
+#: additional seconds until the ceilings of a fenced machine are free.
 TTL, MARGIN = 8.0, 2.0
 
 
@@ -32,14 +32,15 @@ _BORROWED = (
     "it limits before it heard this one. If it is dead, fence it again"
 )
 
-#: Most characters of a view for a node: its broker accepts no longer message.
+#: The most characters of a view for a node: the node's broker rejects a longer message.
 MOST_TEXT = 120_000
 
 
 def view_text(found: dict[str, Any]) -> str:
     """Return what all nodes have, as text for one node.
 
-    If the text is too long, it leaves out the details, and if necessary the last nodes, too.
+    If the text would be too long, this function leaves out the details, and if necessary the last
+    nodes, too.
     """
     nodes, brief = found["nodes"], False
     while True:
@@ -54,7 +55,7 @@ def view_text(found: dict[str, Any]) -> str:
 
 
 def _brief(node: dict[str, Any]) -> dict[str, Any]:
-    """Return a node without the details of its summary, which are then unknown."""
+    """Return a node without the details of its summary; they become None, which means unknown."""
     summary = node.get("summary")
     return node if summary is None else {
         **node, "summary": {**summary, "gpus": None, "sessions": None, "data": None},

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Credentials by a JupyterHub token: the Hub says whose token it is.
 
-A Hub can revoke a token, so an answer of the Hub is valid for :data:`FRESH` seconds only. The token
-itself is in the credential, so the agents that carry the credential could use the token. Choose
-this method only if all users of the agents' machines may act for each other anyway, or if MUNGE
-cannot tell users apart.
+A Hub can revoke a token, so an answer of the Hub is valid for :data:`FRESH` seconds only. The
+credential contains the token itself, so the agents that carry the credential could use the token.
+Choose this method only if all users of the agents' machines may act for each other anyway, or if
+MUNGE cannot tell users apart.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .identity import LIFETIME, CheckedCredential, bad, cannot
 FRESH, PATIENCE = 60.0, 10.0
 #: Most tokens whose owners this module remembers.
 MOST = 10_000
-#: Most bytes of an answer of the Hub.
+#: The most bytes that an answer of the Hub may have.
 _MOST_BYTES = 1 << 20
 
 #: The variable in which a server that JupyterHub has started finds its token.
 TOKEN_VARIABLE = "JUPYTERHUB_API_TOKEN"
 
 
-#: A scope that the Hub always gives to the token of a user's own server. A token that the user's
-#: browser has given to another user's server, or to a service, lacks this scope: such a token only
-#: names the user.
+#: A scope that the Hub always gives to the token of a user's own server. If the user's browser has
+#: given a token to another user's server, or to a service, the token lacks this scope. Such a token
+#: only names the user.
 _OWN = "users:activity"
 
 
@@ -109,7 +109,7 @@ class HubTokens:
                 raise bad("it was used before")
             if len(self._used) >= MOST:
                 self._used = {key: until for key, until in self._used.items() if until > now}
-            # A credential is valid for LIFETIME before its date and for LIFETIME after it.
+            # A credential is valid from LIFETIME before its date until LIFETIME after its date.
             self._used[mark] = now + 2 * LIFETIME
 
     def _owner(self, token: str) -> str:

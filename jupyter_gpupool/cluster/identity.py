@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Credentials: a credential carries an order to another machine's broker, and proves its user.
 
-The agents of the cluster carry credentials. With ``munge`` an agent can neither read nor change a
-credential, nor use it on another machine. ``hub_tokens`` does not protect against the agents: they
-can read the token.
+The agents of the cluster carry credentials. With ``munge`` an agent cannot read a credential,
+cannot change it, and cannot use it on another machine. ``hub_tokens`` does not protect against the
+agents: they can read the token.
 """
 
 from __future__ import annotations
@@ -57,15 +57,16 @@ def bad(why: str, next_step: str = "") -> RefusedError:
 
 
 def cannot(why: str, next_step: str = "") -> RefusedError:
-    """Return the refusal for the case that credentials cannot be made or checked now."""
+    """Return the refusal that says why credentials cannot be made or checked now."""
     return RefusedError(why, code=Code.NO_AUTHENTICATOR, next_step=next_step)
 
 
 def order_text(node: str, order: Mapping[str, Any]) -> str:
     """Return an order as text, for the broker of one machine only.
 
-    A machine remembers the credentials that it has seen itself. It does not know which credentials
-    another machine has seen. So the text names the machine.
+    A machine remembers the credentials that it has seen, so it accepts each one only once. It does
+    not know which credentials another machine has seen. So the text names the machine that may
+    accept it.
     """
     return json.dumps({**order, "node": node}, separators=(",", ":"))
 

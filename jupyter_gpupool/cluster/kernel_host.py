@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """A program that runs as a kernel's user, on the kernel's machine, and executes one order.
 
-It becomes the kernel, removes the kernel's files, returns the end of its log, or sends the broker
-there a request about the kernel. The broker, which runs as root, starts this program and never
-opens a file of a user itself. The order comes on standard input, and the answer goes to standard
-output: each is one line of JSON.
+The program becomes the kernel, removes the kernel's files, returns the end of the kernel's log, or
+sends this machine's broker a request about the kernel. The broker, which runs as root, starts this
+program and never opens a file of a user itself. The program reads the order from standard input and
+writes the answer to standard output: each is one line of JSON.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from ..protocol import encode, error_message
 
 PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
-#: Most bytes of a log that an answer has; and the size of a log above which the next start of the
-#: kernel empties it.
+#: The most bytes of a log that an answer contains; and the size of a log above which the next start
+#: of the kernel empties the log.
 LAST, MOST = 16 << 10, 4 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
 def missing(machine: str, what: str, next_step: str) -> RefusedError:
-    """Return the refusal for a machine that lacks something; it names the machine."""
+    """Return the refusal for a machine that lacks something; the refusal names the machine."""
     return RefusedError(f"On {machine}, {what}.", code=Code.NOT_THERE, next_step=next_step)
 
 
@@ -118,7 +118,7 @@ def command_of(spec: Mapping[str, Any], place: KernelFiles, machine: str) -> lis
     if has_launcher(command):
         command = kernel_command(command)
     if re.fullmatch(r"python(3(\.\d+)?)?", command[0]):
-        command[0] = sys.executable  # as in jupyter_client
+        command[0] = sys.executable  # jupyter_client does the same
     if command[0] != sys.executable and shutil.which(command[0]) is None:
         raise missing(
             machine, f"there is no program {command[0][:200]}",
@@ -150,7 +150,7 @@ def enter(folder: str, machine: str) -> None:
 
 
 def free_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
-    """Return a free port for each channel; after a restart, the same ports as ``before``."""
+    """Return a free port for each channel: the port in ``before`` if the kernel had one."""
     with ExitStack() as held:
         found = {}
         for name in PORTS:
@@ -191,7 +191,7 @@ def start(message: Mapping[str, Any]) -> tuple[list[str], dict[str, str], dict[s
     metadata = dict(spec.get("metadata") or {})
     provisioner = dict(metadata.get("kernel_provisioner") or {})
     stanza = dict(provisioner.get("config") or {})
-    # The user's options of this start come before those of the kernelspec.
+    # The user's options for this start take precedence over the options of the kernelspec.
     stanza.update(order.get("options") or {})
     model, data = str(stanza.pop("model", "")), [*map(str, stanza.pop("data", ()))]
     stanza["broker_socket"] = message["socket"]

@@ -6,17 +6,17 @@ Why no quota is ever exceeded
 -----------------------------
 A node uses no more of a key than its ceiling. So it is enough that the ceilings of all nodes
 together never exceed the limit. The ledger cannot know a node's ceiling exactly, because messages
-take time. So it counts the largest value that the ceiling can have. This is the maximum of the
-ceiling in the last report, the amount in use at that time, and every ceiling that the ledger has
-offered since and the node has not confirmed. A node applies answers only in the order of their
-serial numbers, so the offers before the last one that it confirms are void. A smaller ceiling
-counts as soon as the node reports it.
+take time. So it counts the largest value that the ceiling can have. This value is the maximum of
+three: the ceiling in the last report, the amount in use in that report, and the largest ceiling
+that the ledger has offered and the node has not confirmed. A node applies answers only in the order
+of their serial numbers. So when a node confirms an offer, all earlier offers are void. A smaller
+ceiling counts as soon as the node reports it.
 
 What a ledger forgets
 ---------------------
 A ledger forgets everything when it ends, because it writes nothing to a disk. A new ledger learns
-from the reports of the nodes. It lends nothing before it has heard every member. The list of
-members comes from the admin or from the engine. If the ledger only counted the nodes that it hears,
+from the reports of the nodes. It lends nothing before every member has reported. The list of
+members comes from the admin or from the engine. If the ledger only counted the nodes that report,
 it would lend again what an unreachable node has. Each life of a ledger has a fencing token. A node
 that has reported to a ledger ignores every ledger with a smaller token. So when the new ledger
 begins to lend, no node obeys an earlier ledger. (This is the first phase of Paxos: L. Lamport,
@@ -27,22 +27,23 @@ A node that is silent
 The kernels of a silent node probably still run: Ray declares a machine dead after only a few
 seconds without a heartbeat. So the node's ceilings count until it reports again, leaves, or is
 fenced. Fenced means that an admin says that no kernel runs there any more, or removes the node from
-the list. Even then the ceilings count until the node itself has stopped granting. That is ``ttl``
-after the last answer that it can have seen, and ``margin`` more because its clock may be slow.
+the list. Even then the ceilings count until the node itself has stopped granting. The node stops at
+the latest ``ttl`` seconds after the last answer that it can have seen. The ledger waits ``margin``
+seconds more, because the node's clock may be slow.
 
 A node that leaves
 ------------------
-A node that leaves drains first: it grants nothing more, and what its sessions have counts until
-they have given it back. A node that comes back begins a new life, because the ledger may have lent
-to other nodes what this node could use before.
+A node that leaves drains first: it grants nothing more. The amounts that its sessions have count
+until the sessions have given them back. A node that comes back begins a new life, because the
+ledger may have lent to other nodes what this node could use before.
 
-Who gets what is free
+Which node gets a free amount
 ---------------------
-A session gets all its keys or none. The ledger serves the nodes whose sessions wait in the order in
-which they began to wait; this order is the same for all keys. The ledger keeps for the first nodes
-what they need, so the first node is always served in the end. If no session needs an amount, the
-nodes keep it in proportion to what their sessions would use. If a node waits, the nodes that keep
-the most unused give up what the waiting node lacks.
+A session gets all its keys or none. If sessions of several nodes wait, the ledger serves the node
+that began to wait first; this order is the same for all keys. The ledger reserves for the first
+nodes what they need, so the first node always gets it in the end. If no session needs an amount,
+the nodes divide it in proportion to what their sessions would use. If a node waits, the nodes with
+the largest unused amounts give up what the waiting node lacks.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ from .ledger_usage import AllUsage
 from .messages import GUARANTEE, NOTHING, Epoch, Key, Loan, Report
 from .queues import Queues
 
-#: Most limits that the ledger remembers. Each day and each new user add keys.
+#: The most limits that the ledger remembers. There are new keys for each day and for each new user.
 MOST_KNOWN = 100_000
 
 
@@ -90,7 +91,7 @@ class Ledger:
     margin:
         Seconds after ``ttl`` until the ceilings of a fenced node are free.
     day:
-        Seconds in which a whole budget that refills comes back.
+        Seconds in which a budget that refills comes back from zero to full.
     """
 
     def __init__(
@@ -109,17 +110,17 @@ class Ledger:
         self._members = frozenset(self.nodes)
         #: Nodes that are fenced, and whose ceilings are not yet free.
         self._fenced: dict[str, Node] = {}
-        #: Fences that this event has dropped.
+        #: Notices of fences that the present event has removed.
         self._dropped: list[Action] = []
         self.stopped = False
         self.ttl, self.margin = ttl, margin
         self._limits = limits
-        #: Limits that were looked up since the last change of the limits.
+        #: Limits that were looked up since the limits last changed.
         self._known: dict[Key, int | None] = {}
         self._now = now
         self._serving = False
         self._counts = Counts()
-        #: Keys of GPU-seconds that were used up when the ledger looked last.
+        #: Keys of GPU-seconds that were used up when the ledger last checked them.
         self._used_up: set[Key] = set()
         self._gone = UsedByGone(self._counts, self.limit_of, self._is_counted, day)
         self._queues = Queues(self._is_silent)
@@ -164,9 +165,10 @@ class Ledger:
 
     @property
     def serving(self) -> bool:
-        """Whether the ledger lends: it has heard a member, and every other one that is not gone.
+        """Whether the ledger lends: a member has reported, and all others have or are gone.
 
-        It does not wait for a member that is added later, which has nothing of an earlier ledger.
+        Once it lends, the ledger does not wait for a member that is added later: such a member has
+        borrowed nothing from an earlier ledger.
         """
         if not self._serving:
             nodes = self.nodes.values()
@@ -176,7 +178,7 @@ class Ledger:
         return self._serving
 
     def limit_of(self, key: Key) -> int | None:
-        """Return the limit of a key; None if there is none."""
+        """Return the limit of a key; None if the key has no limit."""
         if key in self._known:
             return self._known[key]
         known = self._limits.get(key.kind, {})
@@ -189,7 +191,7 @@ class Ledger:
         return limit
 
     def counted(self, key: Key) -> int:
-        """Return how much of a key the nodes may use at most, plus what they have used up."""
+        """Return how much of a key the nodes may use at most, plus what gone nodes have used up."""
         return self._counts.totals.get(key, 0)
 
     def views(self) -> list[NodeView]:
@@ -229,7 +231,8 @@ class Ledger:
         node.seen = self._now
         if node.free_at < math.inf and not report.leaves:
             self._drop_fence(node, reported=True)
-        # While a node obeys an earlier ledger, that ledger can still change what the node has.
+        # Count the report only if the node obeys this ledger: an earlier ledger could still change
+        # what the node has.
         if report.epoch == self.epoch and report.spent is not None and not node.heard:
             node.heard = True
             if not self._serving:
@@ -246,7 +249,7 @@ class Ledger:
         return [*self._lend(node), *self._push_all(freed, but=node.name)]
 
     def _begin(self, number: int) -> None:
-        """Begin again with a greater token, because what the nodes have may have changed.
+        """Begin again with a greater token: another ledger may have changed the nodes' ceilings.
 
         A member that was fenced may have come back and obeyed the other ledger.
         """
@@ -259,7 +262,7 @@ class Ledger:
             node.version = -1
 
     def _wait_for_fenced(self) -> None:
-        """Wait for the members that were fenced before this ledger has heard them.
+        """Wait for the members that were fenced before they reported to this ledger.
 
         While the nodes obeyed another ledger, such a member may have come back and borrowed there.
         An admin who knows better fences it again.
@@ -271,9 +274,9 @@ class Ledger:
                 node.gone = False
 
     def _new_life(self, node: Node, life: int) -> None:
-        """Begin a node's new life; drop the offers to the earlier life: no node applies them.
+        """Begin a node's new life; drop the offers to its earlier life, which it no longer applies.
 
-        What counts for the node stays until its report is counted.
+        The amounts that count for the node stay until the ledger counts its next report.
         """
         node.life, node.number, node.serial, node.version = life, 0, 0, -1
         node.order_serial = 0
@@ -281,9 +284,9 @@ class Ledger:
         node.offers.clear()
 
     def _recognise(self, node: Node, report: Report) -> list[Key]:
-        """Replace by a report what counts as used by the node before; return the keys of that."""
+        """Stop counting what the node used before: its report contains it. Return the keys."""
         if node.journal not in ("", report.journal):
-            # Its journal is lost, so it never reports again what it used before.
+            # The node's journal is lost, so the node never reports again what it used before.
             self._gone.left(node.name, node.journal, node.counted, self._now)
         node.journal, node.is_new = report.journal, False
         return self._gone.drop(node.name, report.journal)
@@ -386,7 +389,7 @@ class Ledger:
                 need <= (self.limit_of(key) or 0) for key, need in limited.items()
             ):
                 unserved = limited
-        # This does not change how much the nodes need that have waited for longer.
+        # This does not change how much is reserved for nodes that have waited for longer.
         self._queues.put(node.name, unserved)
         found: dict[Key, int] = {}
         for key in dict.fromkeys((*keys, *extra)) if extra else keys:
@@ -404,13 +407,14 @@ class Ledger:
                 part = keep if whole else -(-limit * keep // keeps)
                 found[key] = max(found[key], min(part, self._unused(node, key)))
             if key.is_seconds:
-                # A session still uses GPU-seconds while it is being suspended. The limit here is
-                # what is free, so that the next session does not also use more.
+                # A session still uses GPU-seconds while it is being suspended. So the use can
+                # exceed the limit. Limit the ceiling to what is free, so that the next session does
+                # not exceed the limit, too.
                 found[key] = min(found[key], max(0, self._free(node, key)))
         return found
 
     def _needed(self, key: Key, need: int) -> int:
-        """Return how much a session waits for; of GPU-seconds, at most what is left of them."""
+        """Return how much a session waits for; for GPU-seconds, at most the rest of the budget."""
         if not key.is_seconds:
             return need
         return min(need, max(1, self._left_of_budget(key)))
@@ -422,13 +426,13 @@ class Ledger:
 
     def _left(self, node: Node, key: Key) -> int:
         """Return the most of a key that the sessions of a node may use."""
-        # The node keeps what it was just offered for a session. Otherwise two nodes would take it
-        # from each other.
+        # The node keeps an amount that it was just offered for a session. Otherwise two nodes would
+        # take the amount from each other again and again.
         kept = min(self._free(node, key), node.last_offer(key))
         return max(self._unused(node, key), kept)
 
     def _unused(self, node: Node, key: Key) -> int:
-        """Return the most of a key that a node may keep: not what nodes before it wait for.
+        """Return the most of a key that a node may keep, without what nodes before it wait for.
 
         Nodes before it are those that have waited for longer.
         """
@@ -442,8 +446,8 @@ class Ledger:
     def _push_all(self, keys: Iterable[Key], but: str = "") -> list[Action]:
         """Offer the free amounts of ``keys`` to the nodes that wait for them.
 
-        Only the first nodes in the order of their waits get an offer, as far as the free amount
-        reaches: a queue may be long.
+        A queue may be long. So only the first nodes of the queue get an offer: as many as the free
+        amount suffices for.
         """
         reached = dict.fromkeys(
             name
@@ -455,7 +459,7 @@ class Ledger:
         ]
 
     def _keep_unused(self, key: Key, need: int) -> list[str]:
-        """Return the nodes that keep the most of a key unused: enough nodes for ``need``."""
+        """Return the nodes with the largest unused amounts of a key: enough nodes for ``need``."""
         found = []
         for name in self._counts.holders(key):
             node = self.nodes[name]
@@ -528,7 +532,7 @@ class Ledger:
         self._fenced.pop(node.name, None)
 
     def _forget(self, node: Node, *, drained: bool) -> list[Action]:
-        """Count no ceiling of a node any more, except what it has used up."""
+        """Stop counting a node's ceilings; go on counting the GPU-seconds that it has used up."""
         freed = []
         for key, amount in node.counted.items():
             self._counts.totals.add(key, -amount)

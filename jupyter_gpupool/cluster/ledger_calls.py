@@ -21,8 +21,8 @@ from typing import Any
 
 from ..errors import Code, GPUPoolError, RefusedError
 
-#: Seconds to connect to the head's port; to join the cluster and get the first answer; and to get
-#: each later answer.
+#: Three time-outs in seconds: to connect to the head's port; to join the cluster and get the first
+#: answer; to get each later answer.
 PROBE, JOIN, ANSWER = 3.0, 20.0, 10.0
 
 #: Attempts of Ray to reach its head, one each second. Ray's default is 20.
@@ -53,7 +53,7 @@ class LedgerCalls:
             child.communicate()
 
     def call(self, asked: str, method: str, *arguments: Any) -> Any:
-        """Return what a method of the ledger answers; ``asked`` names it for people.
+        """Return the answer of a method of the ledger; ``asked`` names the question for people.
 
         Raises
         ------
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         method, *arguments = json.loads(line)
         try:
             found = {"answer": ask(address, method, *arguments)}
-        except Exception as error:  # any failure of Ray belongs in the command's message
+        except Exception as error:  # the command's message must report any failure of Ray
             text = str(error).strip().splitlines() or [type(error).__name__]
             found = {"error": text[0][:300]}
         print(json.dumps(found), file=answers, flush=True)

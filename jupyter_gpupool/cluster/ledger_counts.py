@@ -22,14 +22,14 @@ class Sums(dict[Key, int]):
 
 
 class Counts:
-    """What counts of each key, and for which nodes."""
+    """How much of each key counts, and for which nodes."""
 
     def __init__(self) -> None:
-        #: How much counts: for all nodes, and for what nodes that are gone have used.
+        #: How much of each key counts for all nodes, plus what gone nodes have used.
         self.totals = Sums()
-        #: What all nodes would keep.
+        #: How much of each key all nodes together would keep.
         self.keeps = Sums()
-        #: What the sessions of all nodes have used up, of keys of GPU-seconds.
+        #: For keys of GPU-seconds: how much the sessions of all nodes have used up.
         self.used = Sums()
         self._holders: dict[Key, set[str]] = {}
 

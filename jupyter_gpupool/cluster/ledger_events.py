@@ -9,7 +9,7 @@ from typing import Mapping
 
 from .messages import Epoch, Loan, Report
 
-#: The limits by kind ("user" or "group"), name and resource. The name ``"*"`` stands for all users
+#: The limits by kind ("user" or "group"), name and resource. The name ``"*"`` means all users
 #: without an entry.
 Limits = Mapping[str, Mapping[str, Mapping[str, int]]]
 
@@ -32,7 +32,7 @@ class Reported(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MembersChanged(Event):
-    """There is a new list of nodes: all that may have ceilings, including dead and silent ones.
+    """There is a new list of nodes: all nodes that may have ceilings, even dead and silent nodes.
 
     A node that is no longer in the list counts as fenced.
     """
@@ -94,18 +94,18 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Stranger:
-    """A node that is not in the list of members has reported. It gets nothing."""
+    """A node that is not in the list of members has reported. The ledger lends it nothing."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class FenceDropped:
-    """What a fenced node has counts again."""
+    """The ledger counts the ceilings of a fenced node again."""
 
     node: str
-    #: The node has reported. Otherwise nodes obeyed another ledger, from which this node may have
-    #: borrowed before this ledger was heard.
+    #: True if the node has reported. False if the nodes obeyed another ledger, from which the
+    #: fenced node may have borrowed before this ledger took over.
     reported: bool
 
 

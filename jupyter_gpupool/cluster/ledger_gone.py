@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""GPU-seconds that nodes used which left, were fenced or lost their journal. Pure.
+"""GPU-seconds that were used by nodes that have left, were fenced or lost their journal. Pure.
 
-Those of a budget with a window count until the window ends. Those of a budget that refills count
-until they would have come back on that node.
+GPU-seconds of a budget with a window count until the window ends. GPU-seconds of a budget that
+refills count until they would have come back on that node.
 
-Each amount belongs to a node and its journal. What a journal says that a node has used in a window
-only grows. So the largest amount that anybody knows is right, and no amount counts twice: when the
-node itself reports with the same journal, the report replaces what is counted here. (This is a
-grow-only counter: M. Shapiro et al., "A comprehensive study of Convergent and Commutative
-Replicated Data Types", 2011.)
+Each amount belongs to a node and its journal. In one journal, the amount that a node has used in a
+window only grows. So if several nodes report different amounts for it, the largest is right. No
+amount counts twice: when the node itself reports with the same journal, its report replaces the
+amount that is counted here. (This is a grow-only counter: M. Shapiro et al., "A comprehensive study
+of Convergent and Commutative Replicated Data Types", 2011.)
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from ..pool.groups import EXACT
 from .ledger_counts import Counts, Sums
 from .messages import REFILL, Key, Spent, recent
 
-#: The ledger looks again at what comes back when this part of a budget is back.
+#: The ledger updates a :class:`Leak` when this part of a whole budget has come back.
 BACK = 1 / 24
 
 
 class Leak(NamedTuple):
     """GPU-seconds of a budget that refills, which a node used before it was gone."""
 
-    #: When ``amount`` was true, and when the ledger looks again.
+    #: The time at which ``amount`` was right, and the time of the next update.
     since: float
     at: float
     what: Spent
     amount: float
-    #: How much of the refill brings them back, and how much the ledger wants for them.
+    #: The part of the refill that brings these GPU-seconds back, and the part that the ledger wants
+    #: for them.
     part: int
     wish: int
 
@@ -50,7 +51,7 @@ class UsedByGone:
     is_counted:
         Returns whether the ledger counts the reports of a node with a journal.
     day:
-        Seconds in which a whole budget that refills comes back.
+        Seconds in which a budget that refills comes back from zero to full.
     """
 
     def __init__(
@@ -62,12 +63,12 @@ class UsedByGone:
     ) -> None:
         self._counts, self._limit_of, self._day = counts, limit_of, day
         self._is_counted = is_counted
-        #: What they have used up of budgets with a window. The nodes keep a copy for a later
-        #: ledger; ``version`` grows with each change.
+        #: What gone nodes have used up of budgets with a window. The present nodes keep a copy for
+        #: a later ledger; ``version`` grows with each change.
         self.spent: dict[Spent, int] = {}
         self.version = 1
         self._leaks: list[Leak] = []
-        #: How much counts here of each key.
+        #: How much of each key this object counts.
         self._sums = Sums()
 
     def __iter__(self) -> Iterator[Leak]:
@@ -83,7 +84,7 @@ class UsedByGone:
         return min((leak.at for leak in self._leaks), default=math.inf)
 
     def learn(self, spent: Mapping[Spent, int]) -> None:
-        """Count what an earlier ledger has counted, according to a node."""
+        """Count the amounts that an earlier ledger counted, as a node reports them."""
         self._spend({
             what: amount
             for what, amount in spent.items()
@@ -97,12 +98,13 @@ class UsedByGone:
         })  # fmt: skip
         for key, amount in counted.items():
             if key.is_seconds and not key.window and amount:
-                # They come back as fast as on that node: its part of the refill stays counted.
+                # These GPU-seconds come back as fast as they did on that node: its part of the
+                # refill stays counted.
                 part = counted.get(key._replace(resource=REFILL), 0)
                 self._leak(Spent(node, journal, key), amount, part, now)
 
     def drop(self, node: str, journal: str) -> list[Key]:
-        """Count nothing of a node and its journal any more; return the keys that it was of."""
+        """Stop counting for a node and its journal; return the keys of the amounts that counted."""
         keys = []
         for what in [what for what in self.spent if what[:2] == (node, journal)]:
             self._add(what.key, -self.spent.pop(what))
@@ -115,7 +117,7 @@ class UsedByGone:
         return keys
 
     def refilled(self, now: float) -> list[Key]:
-        """Count less of what comes back; return the keys of which more may be free."""
+        """Count less for GPU-seconds that have come back; return keys that may have more free."""
         over = [leak for leak in self._leaks if leak.at <= now]
         self._leaks = [leak for leak in self._leaks if leak.at > now]
         for leak in over:
@@ -145,14 +147,14 @@ class UsedByGone:
         wish = self._limit_of(refill) or 0
         self._add(what.key, math.ceil(amount))
         self._counts.totals.add(refill, part)
-        self._counts.keeps.add(refill, wish)  # the nodes give up some of the refill
+        self._counts.keeps.add(refill, wish)  # so the nodes must give up a part of the refill
         wait = self._day * BACK
         if part:
             wait = min(wait, self._day * amount / part)
         self._leaks.append(Leak(now, now + wait, what, amount, part, wish))
 
     def _stop(self, leak: Leak) -> None:
-        """Count a leak no more."""
+        """Stop counting a leak."""
         refill = leak.what.key._replace(resource=REFILL)
         self._add(leak.what.key, -math.ceil(leak.amount))
         self._counts.totals.add(refill, -leak.part)

@@ -11,8 +11,8 @@ from typing import Literal, Mapping
 
 from .messages import Holding, Key, Report, Summary, Usages
 
-#: Most unconfirmed offers to one node that are kept separately. Older offers are merged; a merged
-#: offer counts at least as much as they do.
+#: The most unconfirmed offers to one node that the ledger keeps separately. It merges older offers;
+#: a merged offer counts at least as much as the offers in it.
 OFFERS = 16
 
 #: ``unheard``: the node has not reported since the ledger started. ``fenced``: its ceilings will be
@@ -43,7 +43,7 @@ class Node:
     life: int = 0
     #: The ledger has read a report with the ledger's own token from the node.
     heard: bool = False
-    #: The node has left or was fenced in this life, so nothing of it counts.
+    #: The node has left or was fenced in this life, so the ledger counts no ceiling of the node.
     gone: bool = False
     number: int = 0
     #: When the last report arrived. For a node without a report: when the ledger learnt of it.
@@ -58,17 +58,20 @@ class Node:
     counted: dict[Key, int] = field(default_factory=dict)
     #: When the ceilings of a fenced node are free; infinity if the node is not fenced.
     free_at: float = math.inf
-    #: ``drains``: the node reports that it drains. ``order``: what an admin has ordered, until the
-    #: node reports that it has done it. ``order_serial``: the first answer with that order.
+    #: ``drains``: the node reports that it drains. ``order``: the order of an admin, until the node
+    #: reports that it has executed the order. ``order_serial``: the serial number of the first
+    #: answer with that order.
     drains: bool = False
     order: bool | None = None
     order_serial: int = 0
     #: The journal of the last report that was counted; "" before the first. ``is_new``: the next
-    #: one that is counted may be of another life or journal, or come after another ledger's.
+    #: report that is counted may be from another life or with another journal, or the node may have
+    #: obeyed another ledger since the last one.
     journal: str = ""
     is_new: bool = True
-    #: What its users and groups had used by the last report with their usage, and the time of that
-    #: report. ``asks``: the next answer must have what they have used on other nodes.
+    #: The usage of the node's users and groups in the last report that contained it, and the time
+    #: of that report. ``asks``: the next answer must contain what these users and groups have used
+    #: on other nodes.
     usage: Usages = field(default_factory=dict)
     usage_at: float = 0.0
     asks: bool = False
@@ -80,11 +83,12 @@ class Node:
         return 0 if held is None else held.used
 
     def read_state(self, report: Report) -> None:
-        """Note whether the node drains, whether it has executed its order, and what it has."""
+        """Store whether the node drains and has executed the admin's order, and its summary."""
         self.summary = report.summary
         self.drains = report.drains
-        # Check that the node has read this order. Before that it may have reported the same state,
-        # and then have read an earlier order that changes the state.
+        # Check that the node has read this order. A report from before that may show the ordered
+        # state by chance, and an earlier order that the node reads afterwards may change the state
+        # again.
         if report.drains == self.order and report.applied >= self.order_serial:
             self.order = None
 

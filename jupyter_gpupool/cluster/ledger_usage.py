@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What users and groups have used on all nodes, for fair shares. Pure.
 
-Every usage decays by the same factor, so the sum over all nodes decays by this factor, too. What a
-node reported last still counts after the node is gone.
+Every usage decays by the same factor, so the sum over all nodes decays by this factor, too. The
+last usage that a node reported still counts after the node is gone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AllUsage:
             self._sums = {h: x for h, x in self._sums.items() if self._sum(h, now) > NOTHING}
 
     def elsewhere(self, node: Node, now: float) -> Usages | None:
-        """Return what a node's users and groups have used elsewhere; None if it has not asked."""
+        """Return what a node's users and groups have used on other nodes; None if not asked."""
         if not node.asks:
             return None
         node.asks = False

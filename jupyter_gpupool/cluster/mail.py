@@ -3,10 +3,10 @@
 """Orders of one broker to another, and their results, carried by the agents of both.
 
 An agent sends a letter to the ledger, and the ledger passes it on to the agent of the machine that
-the letter names. A letter may be lost. Then the broker that waits for the result gives up after a
-time-out, or at once if the ledger did not accept the letter. With MUNGE an agent can neither read
-nor make a credential: it can only lose letters, or give a wrong result. With a Hub's token an agent
-can read and make credentials.
+the letter names. A letter may be lost. In this case the broker that waits for the result gives up
+after a time-out, or at once if the ledger did not accept the letter. With MUNGE an agent can
+neither read nor make a credential: it can only lose letters, or report a false result. With a Hub's
+token an agent can read and make credentials.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class Mail:
         self._spawn(self._result(letter) if "result" in letter else self._order(letter))
 
     async def _send_order(self, order: dict[str, Any]) -> None:
-        """Send an order; if the ledger does not accept it, its broker gets an error at once."""
+        """Send an order; if the ledger does not accept it, give the broker an error at once."""
         if not await self._send(order["node"], order):
-            # The order may have gone out nevertheless. The code says that nobody knows.
+            # The order may have reached the other machine nevertheless. The error code says that
+            # this is unknown.
             lost = RefusedError(
                 f"{order['node']} cannot be reached: the ledger, which passes orders on, does not "
                 "answer.",

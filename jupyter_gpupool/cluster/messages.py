@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The messages between nodes and ledger. Any message may be lost, late, repeated or overtaken.
+"""The messages between nodes and ledger. A message may be lost, late, repeated or out of order.
 
-A *key* is one limit that all nodes share, and an amount of it is a whole number: bytes of device
-memory, devices, leases, GPU-seconds, or bytes that a group is guaranteed. A *ceiling* is how much
-of a key a node may use. The sum of all ceilings of a key never exceeds the limit: this alone keeps
-the quota.
+A *key* is one limit that all nodes share. An amount of a key is a whole number of bytes of device
+memory, devices, leases, GPU-seconds, or bytes of a group's guarantee. A *ceiling* is how much of a
+key a node may use. The sum of all ceilings of a key never exceeds the limit: this alone ensures
+that no quota is exceeded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, Literal, Mapping, NamedTuple
 
 HolderKind = Literal["user", "group"]
 
-#: The GPU-seconds of a budget. The key of a budget that is renewed once a day has a window; the key
-#: of a budget that refills has none: its amount in use decreases by itself.
+#: The GPU-seconds of a budget. The key of a budget that is renewed once a day has a window. The key
+#: of a budget that refills has no window: its amount in use decreases continuously.
 GPU_SECONDS = "gpu-seconds"
-#: Of a budget that refills, the GPU-seconds that come back in a day. Each node has a part of them.
+#: For a budget that refills: the GPU-seconds that come back in a day. Each node has a part of them.
 REFILL = "refill"
 #: The bytes of a group's guarantee.
 GUARANTEE = "guarantee"
@@ -49,7 +49,8 @@ class Key(NamedTuple):
     def lasts(self) -> bool:
         """Whether a node's ceiling stays in force while the ledger is silent.
 
-        The other ceilings are amounts that sessions hold. To these, ``on_ledger_loss`` applies.
+        The other ceilings limit amounts that sessions hold and give back. ``on_ledger_loss``
+        applies to these ceilings.
         """
         return self.resource in (GPU_SECONDS, REFILL, GUARANTEE)
 
@@ -76,7 +77,8 @@ class Holding(NamedTuple):
     #: Sessions may use this much without a message.
     ceiling: int = 0
     used: int = 0
-    #: What the node would keep while no other node waits: its sessions will use it again.
+    #: The amount that the node would keep while no other node waits, because its sessions will use
+    #: it again.
     keep: int = 0
 
 
@@ -84,9 +86,9 @@ NOTHING = Holding()
 
 
 class Summary(NamedTuple):
-    """What a node has, for people and for placing kernels; no quota depends on it. In bytes."""
+    """A node's GPUs and sessions, for people and for placing kernels only. Sizes in bytes."""
 
-    #: Its GPUs, and how many of them are out of service.
+    #: The number of its GPUs, and the number of GPUs that are out of service.
     devices: int
     out: int
     #: What the pool can grant there at most, what it has granted, and what it could grant without a
@@ -96,11 +98,12 @@ class Summary(NamedTuple):
     free: int
     #: Kernels that wait for a slice.
     waiting: int
-    #: Its GPUs in service: the model of each, and what the pool could grant on it, as in ``free``.
+    #: The GPUs in service: the model of each, and the bytes that the pool could grant on it without
+    #: a preemption.
     gpus: tuple[tuple[str, int], ...] = ()
     #: How many sessions each user has there.
     sessions: tuple[tuple[str, int], ...] = ()
-    #: Folders on disks of its own.
+    #: Folders on the node's own disks.
     data: tuple[str, ...] = ()
 
 
@@ -121,7 +124,8 @@ class Report:
     #: at once: two nodes that each get one of them would wait for each other.
     waits: tuple[Mapping[Key, int], ...] = ()
     #: ``spent`` is what nodes that are gone have used up of budgets with a window. A node sends it
-    #: only to a ledger that has just started, else None. ``version`` is the version that it knows.
+    #: only to a ledger that has just started, else None. ``version`` is the version of ``spent``
+    #: that the node knows.
     version: int = -1
     spent: Mapping[Spent, int] | None = None
     #: ``drains``: the node grants nothing more. ``leaves``: it has drained, no session there has a
@@ -131,8 +135,9 @@ class Report:
     summary: Summary | None = None
     #: A user of that node looks at the cluster, so the ledger sends it what all nodes have.
     looks: bool = False
-    #: Only in some reports: what users and groups have used there; 0 for those that only have a
-    #: session. Then the half-life of a usage in seconds, from the rules.
+    #: Only in some reports: what users and groups have used on this node; 0 for users and groups
+    #: that only have a session. The second field is the half-life of a usage in seconds, from the
+    #: rules.
     usage: Usages | None = None
     half_life: float = 0.0
     #: The name of the node's journal. A node that has lost its journal reports another name, and
@@ -141,7 +146,7 @@ class Report:
 
 
 def recent(spent: Mapping[Spent, int]) -> dict[Spent, int]:
-    """Return the last two windows of each user and group: one may be due to a wrong clock."""
+    """Return the last two windows of each user and group: a wrong clock may have caused one."""
     windows: dict[tuple[str, str, str], set[str]] = {}
     for _, _, key in spent:
         windows.setdefault(key[:3], set()).add(key.window)
@@ -173,7 +178,7 @@ class Loan:
     gone: bool = False
     #: The order of an admin, until the node has executed it: True to drain, False to come back.
     drains: bool | None = None
-    #: Keys of GPU-seconds, of those that the node has, of which all nodes have used up the whole.
+    #: The node's keys of GPU-seconds whose whole budget all nodes together have used up.
     used_up: frozenset[Key] = frozenset()
     #: What the users and groups of a report's ``usage`` have used on other nodes.
     elsewhere: Usages | None = None
@@ -269,7 +274,7 @@ def epoch_from_json(values: Any) -> Epoch:
     Raises
     ------
     ValueError
-        If it is no token. A node keeps its token, so a wrong one would last.
+        If it is not a token. A node keeps the token that it reads, so a wrong token would stay.
     """
     if (
         not isinstance(values, list)
@@ -294,7 +299,7 @@ def parts_from_json(text: str) -> dict[Key, int]:
 
 
 def _amount(value: Any) -> int:
-    """Return an amount; one that is not finite would spoil each sum, and the ledger keeps it."""
+    """Return a valid amount, or raise: an infinite amount would spoil the ledger's sums."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r:.80} is no amount")
     return value

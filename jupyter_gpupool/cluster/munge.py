@@ -22,7 +22,7 @@ LIBRARY = "libmunge.so.2"
 _CIPHER, _TTL, _SOCKET, _ONLY_UID = 0, 4, 8, 9
 _AES128 = 4
 
-#: Errors of munge.h that are the credential's fault, in words.
+#: Texts for the errors of munge.h that mean that the credential is bad.
 _BAD = {
     8: "its format is wrong",
     9: "its version is unknown",
@@ -41,7 +41,7 @@ class Munge:
     Parameters
     ----------
     socket:
-        The daemon's socket; "" for the one that the library was built with.
+        The daemon's socket; "" for the default socket of the library.
     reader:
         The user id that may check the credentials made here: the user id of the brokers.
     """
@@ -66,7 +66,7 @@ class Munge:
                 _free(found)
 
     def check(self, credential: str) -> CheckedCredential:
-        """Return who made a credential, and its text. MUNGE refuses a credential that was used."""
+        """Return who made a credential, and its text. MUNGE refuses a second use."""
         data, size = ctypes.c_void_p(), ctypes.c_int()
         uid, gid = ctypes.c_uint(), ctypes.c_uint()
         with self._context() as (lib, context):

@@ -43,9 +43,9 @@ HEALTH = {
 #: Bytes of Ray's object store. The pool stores nothing there.
 STORE = 100_000_000
 
-#: Ray's folder for its sockets and logs. Without this variable Ray takes the head's folder on every
-#: machine. In one folder, two raylets that start at once take the same name for their sockets, so
-#: two machines of one host need two folders.
+#: Ray's folder for its sockets and logs. Without this variable Ray uses the path of the head's
+#: folder on every machine. Two raylets that start in one folder at the same time choose the same
+#: name for their sockets, so two machines on one host need two folders.
 RAY_FOLDER = "RAY_TMPDIR"
 
 #: Seconds in which raylet and agent must end.
@@ -64,7 +64,7 @@ def check_ray() -> None:
     Raises
     ------
     RefusedError
-        With the command that installs it.
+        If Ray is not installed. The error names the command that installs Ray.
     """
     if importlib.util.find_spec("ray") is None:
         raise RefusedError(
@@ -76,7 +76,7 @@ def check_ray() -> None:
 
 
 def token_environment(path: Path, *, create: bool) -> dict[str, str]:
-    """Return variables with which Ray refuses everybody without the token in the file ``path``."""
+    """Return variables that make Ray refuse every connection without the token in ``path``."""
     if create and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o600)
@@ -159,14 +159,14 @@ async def run_node(
 def _die_with_parent() -> None:
     """Make this process end when its parent ends, even if the parent was killed.
 
-    Otherwise the old raylet and the old agent would run beside the new ones. Two agents of one
-    broker would take the broker from each other.
+    Otherwise the old raylet and the old agent would continue beside the new ones. If two agents ask
+    one broker for reports, the broker refuses the request of the first.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End a process: by SIGTERM, or by SIGKILL if that takes too long."""
+    """End a process with SIGTERM, or with SIGKILL if it has not ended after :data:`PATIENCE`."""
     if process.returncode is None:
         process.terminate()
         try:

@@ -17,11 +17,12 @@ from .messages import GPU_SECONDS, GUARANTEE, REFILL, HolderKind, Key
 #: The limits on slices that machines share.
 RESOURCES = ("memory", "devices", "leases")
 
-#: A report of usage leaves out users and groups with at most this many GPU-seconds. Beside those
-#: that are present, it names at most this many users and this many groups.
+#: A report of usage leaves out users and groups with at most ``LEAST_USAGE`` GPU-seconds. In
+#: addition to the users and groups that have a session, it names at most ``MOST_USAGES`` users and
+#: ``MOST_USAGES`` groups.
 LEAST_USAGE, MOST_USAGES = 1.0, 200
 
-#: Returns how much of a key this machine may have.
+#: A function that returns how much of a key this machine may have.
 Most = Callable[[Key], int]
 
 SILENT = "the ledger of the cluster does not answer, so this machine can borrow no more now"
@@ -29,7 +30,7 @@ DRAINS = "this machine is leaving the cluster and can borrow no more"
 
 
 class Elsewhere(dict[str, Charge]):
-    """What other machines have, by user; for a user without an entry it is ``rest``."""
+    """What other machines have, by user; a user without an entry has the value ``rest``."""
 
     def __init__(self, rest: Charge) -> None:
         super().__init__()
@@ -50,7 +51,7 @@ class Elsewhere(dict[str, Charge]):
 
 
 def limits_of(settings: PoolSettings) -> Limits:
-    """Return what the ledger divides; limits of GPU-seconds hold for each window."""
+    """Return the limits that the ledger divides; a limit of GPU-seconds applies to each window."""
     users, groups = {}, {}
     for name, quota in settings.quotas.items():
         users[name] = {
@@ -79,8 +80,8 @@ def _seconds(daily: Daily | None) -> dict[str, int]:
 def guarantees_of(settings: PoolSettings, owner: Owner) -> list[Key]:
     """Return the keys of the guarantees that cover an owner and that machines share.
 
-    Machines share a guarantee in bytes. A percentage, or a number of devices, is guaranteed on each
-    machine by itself.
+    Machines share a guarantee in bytes. If a guarantee is a percentage or a number of devices, each
+    machine guarantees it separately.
     """
     return [
         Key("group", name, GUARANTEE)
@@ -92,8 +93,8 @@ def guarantees_of(settings: PoolSettings, owner: Owner) -> list[Key]:
 def refills_of(settings: PoolSettings, spent: Mapping[Key, int]) -> dict[Key, int]:
     """Return how many GPU-seconds should come back here in a day, of each budget that refills.
 
-    That is the whole budget. If other machines have used the budget too, the ledger divides it.
-    ``spent`` is what is used up here.
+    The result is the whole budget. If other machines have used the budget too, the ledger divides
+    the refill. ``spent`` is what is used up here.
     """
     found = {}
     for key in spent:
@@ -166,8 +167,9 @@ def usage_of(
 
 
 def windows(settings: PoolSettings, now: float) -> tuple[float, float] | None:
-    """Return when the first of the present windows of budgets began, and when the next one begins;
-    None if there is no budget. The window of a budget that refills has no begin.
+    """Return when the oldest present window of a budget began, and when the next one begins.
+
+    The result is None if there is no budget. If a budget refills, the first time is minus infinity.
     """
     dailies = [quota.daily for quota in settings.quotas.values()]
     dailies += [group.daily for group in settings.groups.values()]
@@ -197,11 +199,11 @@ def overlay(
     now: float = 0.0,
     used_up: Container[Key] = (),
 ) -> PoolSettings:
-    """Return the rules, in which all that this machine may not have now counts as used elsewhere.
+    """Return the rules; amounts that this machine may not have now count as used elsewhere in them.
 
     ``owners`` are the users of this machine. ``now`` is the time in seconds since the epoch, which
-    determines the windows of budgets. ``used_up`` are the keys of which no machine has anything
-    left.
+    determines the windows of budgets. ``used_up`` are the keys of budgets that all machines
+    together have used up.
     """
 
     def part(kind: HolderKind, name: str, daily: Daily | None) -> Daily | None:
@@ -222,7 +224,7 @@ def overlay(
             if quota.daily is not None:
                 quotas[name] = replace(quota, daily=part("user", name, quota.daily))
     if "*" in quotas and (daily := quotas["*"].daily) is not None:
-        # This applies to a user whom this machine has not reported to the ledger yet.
+        # The entry "*" applies to a user whom this machine has not reported to the ledger yet.
         none = replace(daily, here=0.0, more_elsewhere=daily.seconds > 0, refill_here=0.0)
         quotas["*"] = replace(quotas["*"], daily=none)
     missing, groups = {}, dict(settings.groups)

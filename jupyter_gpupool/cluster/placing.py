@@ -15,7 +15,7 @@ from ..units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class PlacementRequest:
-    """What a kernel will ask for, and for whom."""
+    """What a kernel will ask for, and its user."""
 
     user: str
     #: Bytes on each GPU, and the number of GPUs.
@@ -50,9 +50,10 @@ class Placement:
 def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Placement:
     """Choose a machine among those that the ledger has shown.
 
-    These criteria count, in this order: enough GPUs that have room now, the shortest queue, the
-    number of the kernel's folders on disks of that machine, the number of the user's kernels there
-    (the user's quota is lent there already), the most free memory, the name.
+    The function compares the machines by these criteria, in this order: enough GPUs that have room
+    now; the shortest queue; the most of the kernel's folders on disks of the machine; the most
+    kernels of the user on the machine (it has already borrowed a part of the user's quota); the
+    most free memory; the name.
     """
     found: list[tuple[tuple[Any, ...], str]] = []
     considered = []
@@ -77,7 +78,8 @@ def place(nodes: Iterable[Mapping[str, Any]], wanted: PlacementRequest) -> Place
 def has_room(summary: Mapping[str, Any], memory: int, devices: int) -> bool:
     """Return whether ``devices`` GPUs of a machine have ``memory`` bytes free each.
 
-    If the view was too long to name the GPUs, the free memory of the whole machine decides.
+    If the GPUs are unknown because the view was too long, the free memory of the whole machine
+    decides.
     """
     if summary["gpus"] is None:
         return bool(summary["free"] >= memory * devices)
@@ -85,7 +87,7 @@ def has_room(summary: Mapping[str, Any], memory: int, devices: int) -> bool:
 
 
 def is_model(name: str, model: str) -> bool:
-    """Return whether a GPU's name has all words of a model: "A10" is no "NVIDIA A100"."""
+    """Return whether a GPU's name has all words of a model: "NVIDIA A100" is not a model "A10"."""
     return {*_words(model)} <= {*_words(name)}
 
 
@@ -112,7 +114,7 @@ def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
 
 
 def lacks_model(gpus: list[Any] | None, model: str) -> str:
-    """Return why a machine may not give a kernel this model of GPU; '' if it surely does.
+    """Return why a machine may give a kernel another model of GPU; '' if it never does.
 
     The machine's own pool chooses the GPU and does not know models, so all its GPUs must be of this
     model.
@@ -132,7 +134,7 @@ def _count(gpus: int) -> str:
 
 
 def _folders(own: Iterable[str], wanted: Iterable[str]) -> int:
-    """Return how many of the kernel's folders are among a machine's own folders, or below one."""
+    """Return how many of the kernel's folders are, or are below, the machine's own folders."""
     folders = [*own]
     return sum(lies_on(one, folders) for one in {*wanted})
 

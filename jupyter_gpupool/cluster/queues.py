@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Which nodes wait for which key, and in which order. Pure.
 
-Two nodes have the same order in the queues of all keys: the order in which they began to wait.
+The order of two nodes is the same in the queues of all keys: the order in which they began to wait.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Queues:
         return keys
 
     def wanted(self, keys: Iterable[Key], but: str) -> frozenset[Key]:
-        """Return those of ``keys`` for which a node other than ``but`` waits."""
+        """Return each of ``keys`` for which a node other than ``but`` waits."""
         found = []
         for key in keys:
             queue = self._needs.get(key)
@@ -63,7 +63,7 @@ class Queues:
         return frozenset(found)
 
     def before(self, key: Key, name: str, most: int) -> int:
-        """Return how much is kept for nodes that have waited for longer than ``name``.
+        """Return how much is reserved for nodes that have waited for longer than ``name``.
 
         The count stops at ``most``: a queue may be long, and the free amount small.
         """

@@ -3,8 +3,8 @@
 """The ledger as a Ray actor, and an agent's connection to it.
 
 Ray carries messages, and restarts the ledger on Ray's head when the ledger dies. Ray has no other
-task. So a program that can talk to Ray can falsify how much of the limits each machine may use, but
-it can do no more than that. No cell and no broker uses Ray.
+task. So a program that can talk to Ray can only falsify how much of the limits each machine may
+use. No cell and no broker uses Ray.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ _LOG = logging.getLogger(__name__)
 
 NAMESPACE, NAME = "gpupool", "ledger"
 
-#: Seconds that one call waits for an answer, and seconds after which the call must have ended.
+#: Seconds that a call waits in the ledger for an answer to a node; and the time-out of every call,
+#: in seconds.
 POLL, PATIENCE = 10.0, 15.0
 #: Seconds without an answer after which an agent ends, so that `node` starts a new agent, which
-#: connects again. A driver of Ray that has outlived its head may never find the new ledger.
+#: connects again. If Ray's head has ended and started again, a driver of Ray from before may never
+#: find the new ledger.
 SILENT = 30.0
-#: Most answers and letters that are kept for a node that does not fetch them. Only the last answers
-#: matter, and a lost letter only means that an order failed.
+#: The most answers and letters that the ledger keeps for a node that does not fetch them. Only the
+#: last answers matter, and a lost letter only means that an order failed.
 KEPT = 256
 
 
@@ -119,14 +121,14 @@ def the_ledger(
     actor = ray.remote(LedgerActor)
     return actor.options(
         name=NAME, get_if_exists=True, lifetime="detached", max_restarts=-1, num_cpus=0,
-        # It runs on the head. On any other machine it would die with that machine, and the new
-        # ledger would wait for the dead machine as a member.
+        # The ledger runs on the head. On any other machine it would die with that machine, and the
+        # new ledger would wait for a report of the dead machine.
         resources={"node:__internal_head__": 0.001}, max_concurrency=1000,
     ).remote(limits, list(members), ttl, margin)  # fmt: skip
 
 
 class RayLedger:
-    """An agent's connection to the ledger; it finds the ledger again if that does not answer."""
+    """An agent's connection to the ledger; it looks the ledger up again after a failed call."""
 
     def __init__(self, node: str, limits: Limits, members: Sequence[str], ttl: float) -> None:
         self.answers: asyncio.Queue[str] = asyncio.Queue()

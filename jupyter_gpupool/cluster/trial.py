@@ -30,11 +30,11 @@ NAMES = ("gpu1", "gpu2", "gpu3")
 #: Slices that each user may have on all machines together.
 QUOTA = 2
 
-#: Seconds between two checks of the processes; seconds until the cluster must be complete; and
-#: seconds until a process must end.
+#: Seconds between two checks of the processes; the time-out for the start of the whole cluster; and
+#: the time-out for the end of a process.
 LOOK, START, PATIENCE = 0.5, 180.0, 20.0
 
-#: How many lines of a process's log are shown when the process has ended.
+#: The number of lines of a process's log that the program prints when the process has ended.
 TAIL = 15
 
 
@@ -50,20 +50,21 @@ class TrialCluster:
     head:
         The address of Ray's head.
     program:
-        The words of a command line that stand for ``jupyter gpupool``.
+        The words of the command line that run ``jupyter gpupool``.
     """
 
     def __init__(self, folder: Path, head: str, program: Sequence[str]) -> None:
         self.folder, self.head, self.token = folder, head, folder / "token"
         self._program = [*program]
-        #: For Ray's folder of each machine; ``folder`` may be too long for the names of sockets.
+        #: Ray's folders of the machines are in this one, because the path ``folder`` may be too
+        #: long for the names of sockets.
         self._ray = tempfile.TemporaryDirectory(
             prefix="gpupool-ray-", dir="/tmp", ignore_cleanup_errors=True
         )
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, look: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Start all machines; return when the ledger (as ``look`` shows) has heard all of them."""
+        """Start all machines; return when all have reported to the ledger (as ``look`` shows)."""
         until = time.monotonic() + START
         for name in NAMES:
             files = ("--config", str(self._configure(name)), "--socket", str(self.socket(name)))

@@ -22,8 +22,8 @@ NSSWITCH = Path("/etc/nsswitch.conf")
 #: them does not exist.
 _LOCAL = frozenset({"files", "compat", "db", "systemd", "altfiles", "mymachines", "extrausers"})
 
-#: An account is suggested for a wrong name only if their likeness is at least this. The value is
-#: high because many names are short.
+#: For a wrong name, the fault suggests an existing name only if the likeness of the two names is at
+#: least this. The value is high because many names are short.
 _LIKENESS = 0.75
 
 
@@ -61,7 +61,7 @@ def knows_everybody(path: Path = NSSWITCH) -> bool:
 def doubly_in(settings: BrokerSettings) -> Iterator[tuple[str, str, str]]:
     """Yield (user, group, group) for each user who is in two groups of equal order.
 
-    The user is in them only through Unix groups.
+    No group names such a user: the user is in the two groups only through Unix groups.
     """
     claims: dict[float | None, dict[str, str]] = {}
     named = {user for rule in settings.members.values() for user in rule.users}

@@ -18,8 +18,8 @@ from datetime import date, datetime, time, timedelta, tzinfo
 from functools import lru_cache
 from typing import Iterator, Sequence
 
-#: Every weekly rule begins at least once in this many seconds. The time has each weekday twice,
-#: because the clock may skip a rule's hours on one of the two days.
+#: Every weekly rule begins at least once in this many seconds. Each weekday occurs twice in this
+#: time, because the clock may skip a rule's hours on one of the two days.
 HORIZON = 15 * 86400
 
 #: The minutes of a day.
@@ -35,15 +35,16 @@ class RuleTimes:
     name: str
     #: Days on which the rule begins; 0 is Monday.
     days: frozenset[int]
-    #: Pairs (begin, end) in minutes after midnight. If the end is not later than the begin, it is
-    #: on the next day.
+    #: Pairs (begin, end) in minutes after midnight. If the end is not later than the begin, the end
+    #: is on the next day.
     hours: tuple[tuple[int, int], ...]
     zone: tzinfo
 
     def times(self, since: float, until: float) -> Iterator[tuple[int, int]]:
         """Yield (begin, end) of each time in force that may overlap [``since``, ``until``]."""
-        # The search has one more day on each side, for hours that pass midnight, and a second day
-        # at its beginning, for clocks that skip a whole day.
+        # The search begins two days earlier and ends one day later. Hours may pass midnight: this
+        # needs one day on each side. A clock may skip a whole day: this needs a second day at the
+        # beginning.
         day = datetime.fromtimestamp(since, self.zone).date() - 2 * _ONE_DAY
         last = datetime.fromtimestamp(until, self.zone).date() + _ONE_DAY
         while day <= last:

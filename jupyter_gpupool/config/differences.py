@@ -25,7 +25,8 @@ from .settings import BrokerSettings
 #: Options whose values name users. A broker shows these options only to its admins.
 PRIVATE = ("quotas", "admins", "groups", "schedules")
 
-#: Options that only say where the broker is. A difference in them has no other effect.
+#: Options that only name the place of the broker. A difference in them changes nothing else, so it
+#: is not reported.
 _ASIDE = ("socket",)
 
 #: The largest number of options that one sentence names.
@@ -103,8 +104,8 @@ def notice(
 ) -> str:
     """Return the notice about different configurations; "" if they agree.
 
-    An option that only a machine-wide broker sets is no difference: its admin may set it in files
-    of the service, which users' servers do not read.
+    If only a machine-wide broker sets an option, this is not a difference: the machine's admin may
+    have set the option in files of the service, which users' servers do not read.
 
     Parameters
     ----------

@@ -41,8 +41,8 @@ _NAMES = (
 #: The sections of this package in a configuration file, and what each configures.
 _OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
 
-#: A section's name counts as a misspelling of one of these sections if their likeness is at least
-#: this.
+#: A section's name counts as a misspelling of one of these names if the likeness of the two names
+#: is at least this.
 _LIKENESS = 0.8
 
 #: The origin of values that win over every file.
@@ -127,8 +127,8 @@ def load_timetable(
         new: dict[str, Any] = {}
         for index in rules:
             for name, value in base.schedules[index].values.items():
-                # The value comes from ``chosen``, because the section may have only an addition to
-                # a value, such as ``append``.
+                # The old value comes from ``chosen``. The section may contain, in place of a value,
+                # only a change of it, such as ``append``.
                 new[name] = with_value(new.get(name, getattr(chosen, name)), value)
         config = Config({"GPUPool": {**merged.get("GPUPool", {}), **new}})
         found = wrong_values(config)
@@ -165,8 +165,8 @@ class _Places:
 def _note_origins(origins: dict[str, str], merged: Config, more: Config, origin: str) -> None:
     """Note ``origin`` as the origin of each option that ``more`` changes.
 
-    A server passes on its whole configuration. If a file has the same value, the file stays the
-    origin.
+    A server passes its whole configuration, also the values that it has read from files. If a file
+    has the same value, the file stays the origin.
     """
     before = merged.get("GPUPool", {})
     for name, value in more.get("GPUPool", {}).items():
@@ -205,8 +205,8 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
             found.append(Fault("there is no such option.", hint, name))
             continue
         try:
-            # This uses a copy: to read a value such as ``c.GPUPool.admins.append(...)`` ends its
-            # merging with the values of other files.
+            # This check uses a copy. A value such as ``c.GPUPool.admins.append(...)`` changes when
+            # it is read, and traitlets then no longer merges it with the values of other files.
             GPUPool(config=Config({"GPUPool": {name: deepcopy(value)}}))
         except (TraitError, ValueError, TypeError) as error:
             example = f"Example: {options[name].metadata['example']}"
@@ -222,7 +222,7 @@ def wrong_values(config: Config, *, origin: str = "") -> list[Fault]:
 
 
 def _reason(name: str, value: Any, error: Exception) -> str:
-    """Return the sentence for a bad value: of this package's check, or with the allowed values."""
+    """Return the error of this package's check, or a sentence that names the allowed values."""
     option = GPUPool.class_traits()[name]
     text = str(error)
     if isinstance(error, TraitError) and " trait of " not in text:
@@ -266,7 +266,7 @@ def _read(path: Path, *, required: bool) -> Config | None:
 
 
 def _meant(section: str) -> str:
-    """Return this package's section that ``section`` is, or whose name it misspells; else ""."""
+    """Return the section of this package that ``section`` names or misspells; "" if none."""
     near = {name.lower(): name for name in _OURS}
     return near.get(nearest(section.replace("_", "").lower(), near, likeness=_LIKENESS), "")
 

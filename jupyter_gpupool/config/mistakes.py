@@ -55,10 +55,10 @@ class Fault:
         return replace(self, keys=(*keys, *self.keys))
 
     def at(self, origins: Sequence[str]) -> Fault:
-        """Return the fault with its file: the last file of ``origins`` that contains its place.
+        """Return the fault with its file and line.
 
-        A file that contains more of the fault's keys wins. If no file contains any of them, the
-        last of ``origins`` is the origin.
+        This is the file of ``origins`` that contains the most of the fault's keys, and among equal
+        files the last. If no file contains any of them, the last of ``origins`` is the origin.
         """
         if self.origin or not origins:
             return self

@@ -100,7 +100,7 @@ def _choice(policy: Any, what: str, *, example: str, trait: Any = Enum) -> Any:
 
 
 class _Overuse(Enum):  # type: ignore[type-arg]
-    """The policies for overuse. It refuses a policy of earlier versions with an explanation."""
+    """The policies for overuse. For a policy of earlier versions, the error explains the change."""
 
     def validate(self, obj: Any, value: Any) -> Any:
         """Return ``value``; for an old value, raise an error that names its replacement."""
@@ -623,8 +623,8 @@ class GPUPool(Configurable):
 
     @validate(*[name for name, trait in vars().items() if _reader(trait)])
     def _check_one(self, proposal: Mapping[str, Any]) -> Any:
-        # This refuses a bad value, but keeps the admin's text, because ``settings`` reads the text
-        # later.
+        # This check refuses a bad value. It returns the admin's text and not the value that it has
+        # read, because ``settings`` reads the text again later.
         try:
             proposal["trait"].metadata["read"](proposal["value"])
         except ValueError as error:
@@ -639,7 +639,7 @@ class GPUPool(Configurable):
         Parameters
         ----------
         host_total:
-            Bytes of host memory, for values in per cent; None means those of this machine.
+            Bytes of host memory, for values in per cent; None means the memory of this machine.
         environ:
             The environment that may have ``GPUPOOL_EMULATE``; None means ``os.environ``.
 

@@ -12,7 +12,7 @@ import ast
 from pathlib import Path
 from typing import Iterator, Mapping, Sequence
 
-#: How many of the names a place in the file matches (see :func:`line_of`), and its line.
+#: How many names of :func:`line_of` a place in the file matches, and the line of this place.
 _DepthAndLine = tuple[int, int | None]
 
 

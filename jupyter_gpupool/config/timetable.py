@@ -87,7 +87,7 @@ class Timetable:
         The set at ``now`` is the first.
         """
         day = now // 86400
-        # Kept for a day, because changes() takes tens of milliseconds.
+        # The sets are kept for a day, because changes() takes tens of milliseconds.
         if self._combinations[0] != day:
             found = (rules for _, rules in changes(self._rules, now, now + YEAR))
             self._combinations = day, (*dict.fromkeys(found),)
@@ -114,7 +114,7 @@ class Timetable:
         return [self.place(fault) for fault in known.values()]
 
     def overruled(self, now: float) -> list[str]:
-        """Return a sentence for each schedule that sets an option without effect for a year."""
+        """Return a sentence for each schedule with a value that has no effect for a year."""
         schedules, found = self.base.schedules, []
         combinations = self.combinations(now)
         for index, schedule in enumerate(schedules):

@@ -26,7 +26,7 @@ _ROUNDING = 1 << 20
 
 
 def check_groups(groups: Groups) -> list[Fault]:
-    """Return the faults in groups that are faults on every machine."""
+    """Return the faults in groups that do not depend on the GPUs of a machine."""
     tree = groups.tree
     faults = _wrong_parents(tree) or [
         fault for scale in _AS_WRITTEN for fault in _wrong_sizes(tree, scale)
@@ -123,7 +123,7 @@ _AS_WRITTEN = (
 def check_machine(settings: BrokerSettings, capacities: Sequence[int]) -> list[Fault]:
     """Return the mistakes in guarantees and caps on a machine with these GPUs.
 
-    In a cluster, sizes in bytes are those of all machines together, so this leaves them out.
+    In a cluster, sizes in bytes are for all machines together, so this does not check them.
     """
     if not any(capacities):
         return []
@@ -166,8 +166,8 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
     def more(a: float | None, b: float | None) -> bool:
         return a is not None and b is not None and a > b + scale.tolerance
 
-    #: Groups that contain a guarantee above a cap. That guarantee is already reported, so the sums
-    #: of these groups are not reported, too.
+    #: Groups that contain a group whose guarantee is above a cap. That fault is already reported,
+    #: so the sums in these groups are not checked.
     refused: set[str] = set()
     for name, group in tree.items():
         guarantee, cap = size(group.guarantee), size(group.cap)

@@ -29,8 +29,9 @@ _KERNEL = Path("share/jupyter/kernels/gpupool-python3/kernel.json")
 
 
 class Content:
-    """The files for the containers of a broker. In the containers, too, its socket is ``socket``.
+    """The files for the containers of a broker.
 
+    ``socket``: the path of the broker's socket, which is the same path in the containers.
     ``emulated``: the folder of the emulated driver's libraries, if the GPUs are emulated.
     """
 
@@ -103,8 +104,8 @@ class Content:
             "argv": ["python", str(self.folder / "start.py"), "-f", "{connection_file}"],
             "display_name": "Pooled GPU",
             "language": "python",
-            # The kernelspec names no provisioner, because the image need not have ours. The program
-            # ``start`` opens the session.
+            # The kernelspec names no provisioner, because the image may not have the provisioner of
+            # this package. Instead, the program ``start`` opens the session.
             "metadata": {"debugger": True, "supported_encryption": ["curve"]},
         }
 

@@ -37,14 +37,16 @@ def _nothing(*_: str) -> None:
 
 @dataclass(frozen=True)
 class DeviceOptions:
-    """Options for opening a vendor's devices. A vendor ignores those that do not concern it."""
+    """Options for opening a vendor's devices; a vendor ignores options that do not concern it."""
 
     log: logging.Logger
-    #: The whole environment of child processes (it chooses the driver library); None: the broker's.
+    #: The whole environment of child processes; it decides which driver library they load. None:
+    #: the broker's environment.
     env: Mapping[str, str] | None = None
     #: Variables by which a batch system or an admin gave this user some of the GPUs.
     given: Mapping[str, str] = field(default_factory=dict)
-    #: ``c.GPUPool.devices``: indices or beginnings of UUIDs; None: all that this user was given.
+    #: ``c.GPUPool.devices``: indices or beginnings of UUIDs; None: all GPUs that this user was
+    #: given.
     wanted: Sequence[str] | None = None
     #: Seconds that a suspend waits for a session's submitted work to finish before it gives up.
     lock_timeout: float = 5.0
@@ -83,7 +85,7 @@ class Devices(Protocol):
 
     @property
     def memo(self) -> str:
-        """A text of the vendor's that the broker keeps for the next broker on this machine."""
+        """Text from the vendor's code that the broker keeps for the next broker on this machine."""
 
     @property
     def guard(self) -> GuardedDevices | None:
@@ -97,10 +99,11 @@ class Devices(Protocol):
     # ------------------------------------------------------------------ discover and test
 
     async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
-        """Find the devices, test each, and return them; if there are none, return [].
+        """Find the devices, test each, and return them; return [] if there is no device.
 
-        Then :attr:`problem` says why. ``known`` are devices that an earlier broker has tested. They
-        are not tested again, because that broker's sessions may use them, and a test takes memory.
+        If the list is empty, :attr:`problem` says why. ``known`` are devices that an earlier broker
+        has tested. This method does not test them again, because that broker's sessions may use
+        them, and a test takes memory.
 
         Raises
         ------
@@ -196,14 +199,14 @@ class Devices(Protocol):
     async def assume(self, known: Mapping[str, Device], reason: str) -> list[Device]:
         """Start without touching the driver, in place of :meth:`start`, and stand down at once.
 
-        ``known`` are the devices that an earlier broker found; they are returned.
+        ``known`` are the devices that an earlier broker found; this method returns them.
         """
 
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
         """Release devices (None: the whole driver), once operations on them have ended.
 
-        Then the broker and its children have none of their device files open. Calls that need them
-        raise DriverError with the code ``paused`` and ``reason`` until :meth:`renew`.
+        After that, the broker and its children have no file of these devices open. Calls that need
+        these devices raise DriverError with the code ``paused`` and ``reason`` until :meth:`renew`.
         """
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
@@ -225,7 +228,7 @@ class Devices(Protocol):
         """
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether this one device is released now, and not the whole driver.
+        """Return whether :meth:`stand_down` has released this device, and not the whole driver.
 
         :meth:`stand_down` releases it; :meth:`renew` uses it again.
         """
@@ -233,15 +236,15 @@ class Devices(Protocol):
     def has_file(self, uuid: str) -> bool:
         """Return whether the device has its own device file, which :meth:`holders` looks for.
 
-        A part of a device, such as a MIG instance, shares the file of the whole.
+        A part of a device, such as a MIG instance, shares the file of the whole device.
         """
 
     def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
         """Return the processes that have a device file open, and the number of processes that
         cannot be read.
 
-        It looks for the file of one device, or of any device (""). Blocks: it reads ``/proc`` of
-        the whole machine.
+        This method looks for the file of one device, or of any device (""). It blocks, because it
+        reads ``/proc`` of the whole machine.
         """
 
     async def close(self, grace: float = 10.0) -> None:
@@ -280,7 +283,7 @@ class GuardedDevices(Devices, Protocol):
         """
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
-        """Let a process continue whose broker died while it moved the process (its landing).
+        """Let a process continue after the broker died while it moved the process (the landing).
 
         Return the driver's state before the call, and why the process does not run ("" if it runs).
         """

@@ -3,9 +3,9 @@
 """The start script of every child process: ``PYTHON .../devices/child.py MODULE ARGUMENT...``.
 
 It runs ``MODULE`` (such as ``jupyter_gpupool.devices.nvidia.child_programs``) in any Python, even
-if this package is not installed there. It imports the package from this file's folder, and imports
-nothing else that is installed beside it. A vendor's packages come from the interpreter's own
-environment.
+if this package is not installed there. The script imports this package from the folder of this
+file, and imports no other package that is installed beside it. A vendor's packages come from the
+interpreter's own environment.
 """
 
 import runpy

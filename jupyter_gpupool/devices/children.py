@@ -34,7 +34,8 @@ _REAP_TIMEOUT = 5.0
 #: Seconds between the death of a child and the repetition of the call.
 RETRY_PAUSE = 0.05
 
-#: Most bytes of one line from a child: a sample of 64 devices with a thousand processes fits.
+#: The most bytes that one line from a child may have. A sample of 64 devices with a thousand
+#: processes fits.
 _MAX_LINE = 1 << 24
 
 
@@ -197,7 +198,7 @@ class Child:
             self.current = ""
             self._waiting.pop(request_id, None)
             if future.done():
-                future.exception()  # retrieve it, or asyncio logs it if this call was cancelled
+                future.exception()  # else asyncio logs the error if this call was cancelled
         if "error" in answer:
             raise DriverError(str(answer["error"]), code=Code.of(answer.get("code"), Code.DRIVER))
         return answer
@@ -238,9 +239,7 @@ class Child:
             await self.kill()
 
     async def hold(self, reason: str) -> None:
-        """End the process, and start none as long as there is a ``reason``; with "", allow starts
-        again.
-        """
+        """End the process; start none until a call with ``reason`` "" allows starts again."""
         self._held = reason
         if reason:
             await self.replace()
@@ -318,7 +317,7 @@ class Child:
         return task
 
     async def _discard(self, making: asyncio.Future[asyncio.subprocess.Process]) -> None:
-        with contextlib.suppress(OSError):  # it could not be started
+        with contextlib.suppress(OSError):  # the process could not be started
             process = await making
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -344,7 +343,7 @@ class Child:
         lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)
         if not ready.done():
             ready.set_exception(lost)
-            ready.exception()  # retrieve it, or asyncio logs it if no call waits
+            ready.exception()  # else asyncio logs the error if no call waits
         for call in self._waiting.values():
             # Other calls wait for the process that replaced this one.
             if call.process is process and not call.answer.done():
@@ -386,12 +385,12 @@ class Child:
 
 
 class Children:
-    """Creates the children of one service, and ends them all, even those that no object refers to
-    any more.
+    """Creates and ends the children of one service, even children that no object refers to now.
 
-    A self-test or a late lock has a separate child. Its operation continues when its caller is
-    cancelled, so it may still start a child while the service ends. An event loop that closes
-    before it has noticed the end of a process cannot close the pipes of that process any more.
+    A self-test has a separate child, and so has an operation that waits for a late lock. Such an
+    operation continues when its caller is cancelled, so it may start a child while the service
+    ends. An event loop that closes before it has noticed the end of a process cannot close the
+    pipes of that process any more.
 
     Parameters
     ----------
@@ -427,6 +426,6 @@ class Children:
         return child
 
     async def close(self) -> None:
-        """End all processes, also those that are being started, and start no more."""
+        """End all processes, also processes that are being started, and start no more."""
         self._closed = True
         await asyncio.gather(*(child.close() for child in self._made))

@@ -35,9 +35,10 @@ class Entry:
     symbol: str
     #: The name by which cuGetProcAddress finds the function.
     base: str
-    #: Whether it is the variant for per-thread default streams.
+    #: Whether the function is the variant for per-thread default streams.
     per_thread: bool
-    #: The first version for which cuGetProcAddress returns this form; 0: unknown.
+    #: The first CUDA version for which cuGetProcAddress returns this form of the function; 0:
+    #: unknown.
     since: int
     kind: str
     #: The number of arguments that ``entries.txt`` gives for ``wait``, ``note`` and ``back``.

@@ -136,7 +136,7 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # of concurrent test runs only one compiles
+        fcntl.flock(directory, fcntl.LOCK_EX)  # only one of several test runs compiles
         for soname, sources in libraries().items():
             _compile(out / soname, sources, command)
     finally:

@@ -16,12 +16,12 @@ from typing import Mapping, MutableMapping
 
 from ..errors import Code, GPUPoolError
 
-#: The guard's two libraries: one stands before the CUDA driver, one before NVML for its memory
-#: queries.
+#: The guard's two libraries: the first gets the calls to the CUDA driver, the second gets the calls
+#: to NVML and answers its memory queries.
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
-#: Name of a folder of links, made by :func:`guard_directory`. This name identifies the guard's
-#: entries in search paths, even those of a broker that has ended.
+#: The name of the folder of links that :func:`guard_directory` makes. This name identifies the
+#: guard's entries in search paths, even the entries of a broker that has ended.
 FOLDER = "gpupool-guard"
 
 #: Variables that no process outside the session may inherit.
@@ -35,12 +35,13 @@ VARIABLES = (
     "GPUPOOL_NO_SESSION",
 )
 
-#: Holds the earlier value of CUDA_VISIBLE_DEVICES in an environment with hidden devices.
+#: The variable with the earlier value of CUDA_VISIBLE_DEVICES, in an environment whose devices are
+#: hidden.
 _HIDDEN = "GPUPOOL_HIDDEN"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: Stands for a CUDA_VISIBLE_DEVICES that was not set. It cannot be "", because "" hides every
-#: device.
+#: The value of that variable if CUDA_VISIBLE_DEVICES was not set. It cannot be "", because "" hides
+#: every device.
 _NONE = "unset"
 
 _LIB = Path(__file__).resolve().parent / "lib"
@@ -59,7 +60,7 @@ class GuardFolderError(GPUPoolError):
 
 
 def library() -> Path:
-    """Return the compiled guard, ``libcuda.so.1``; ``libnvidia-ml.so.1`` lies beside it.
+    """Return the compiled guard, ``libcuda.so.1``; ``libnvidia-ml.so.1`` is in the same folder.
 
     Raises
     ------
@@ -104,7 +105,7 @@ def guard_directory(base: Path) -> Path:
             for name in (soname, soname.removesuffix(".1")):
                 if (target / soname).is_file():
                     _link(folder / name, target / soname)
-                else:  # programs then find the driver's NVML, which a dead link would hide
+                else:  # a dead link would hide the driver's NVML from programs
                     (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise GuardFolderError(
@@ -175,7 +176,7 @@ def remember_devices(env: MutableMapping[str, str]) -> None:
 def hide_devices(env: MutableMapping[str, str]) -> None:
     """Hide every CUDA device from processes with this environment, and from their children.
 
-    The old value is kept for a Jupyter server or a broker that this process starts
+    The function keeps the old value for a Jupyter server or a broker that this process starts
     (:func:`without_guard`).
     """
     remember_devices(env)

@@ -32,8 +32,8 @@ SIZE = HEADER_BYTES + SLOTS * SLOT_BYTES
 #: The gate (``enum page_gate``).
 OPEN, UNUSED, CLOSED, PAUSED = range(4)
 
-#: Takes the place of a path if the page has no path here. Each process then asks the broker for the
-#: page (``page.c``).
+#: The value of ``GPUPOOL_PAGE`` if the page has no path that the session can open. In this case
+#: each process asks the broker for the page (``page.c``).
 PASSED = "passed"
 
 #: Flags with which the broker opens a page. O_NONBLOCK: root in a container may hold a file lease
@@ -115,7 +115,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A page at one instant (not atomic: the session runs while it is read)."""
+    """The content of a page. The parts may be of different moments: the session runs meanwhile."""
 
     gate: int
     devices: int
@@ -160,7 +160,7 @@ class Reading:
 
 
 class Page:
-    """One session's page as the broker keeps it open. ``close`` does not remove the file."""
+    """One session's page, which the broker keeps open. ``close`` does not remove the file."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
@@ -176,7 +176,7 @@ class Page:
         Raises
         ------
         OSError
-            If it cannot be made.
+            If the file cannot be made.
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -188,7 +188,7 @@ class Page:
             page = cls(path, descriptor)
             page._write(SESSION_AT, session.encode()[:63])
             page._write(GATE_AT, bytes([CLOSED]))
-            # The magic is written last: a process that finds it also finds everything else.
+            # Write the magic last: a process that finds the magic also finds all other values.
             page._write(0, struct.pack("<II", MAGIC, VERSION))
         except BaseException:
             os.close(descriptor)
@@ -258,7 +258,7 @@ class Page:
         Raises
         ------
         PageError
-            If the descriptor is not of a page of this version.
+            If the descriptor does not belong to a page of this version.
         """
         page = cls(Path(PASSED), descriptor)
         try:
@@ -359,7 +359,7 @@ class Page:
             if taken[place]:
                 at = HEADER_BYTES + SLOT_BYTES * place
                 _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
-                inflight += rest[2 * DEVICES + 1]  # one thread has a separate word
+                inflight += rest[2 * DEVICES + 1]  # add the word of the thread that has its own
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
@@ -398,7 +398,7 @@ class Page:
         self._write(DEVICES_AT, struct.pack("<I", len(uuids)))
 
     def set_grant(self, granted: Sequence[int], limit: int, epoch: int) -> None:
-        """Write the granted bytes on each device, and the limits of their growth."""
+        """Write the granted bytes on each device, the limit of their growth, and the epoch."""
         values = [*granted, *[0] * (DEVICES - len(granted))]
         self._write(GRANTED_AT, struct.pack(f"<{DEVICES}Q", *values))
         self._write(LIMIT_AT, struct.pack("<Q", limit))
@@ -410,7 +410,7 @@ class Page:
         self._write(ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_vain(self, totals: Sequence[int], until: int) -> None:
-        """Write the total size from which growth is refused on each device; []: on no device.
+        """Write for each device the total size from which the broker refuses growth; []: for none.
 
         Processes ask again after ``until`` (CLOCK_MONOTONIC, nanoseconds).
         """
@@ -427,7 +427,7 @@ class Page:
         self._write(CONTENDED_AT, bytes([contended]))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
-        """Write which device the process of a slot sees after the broker has moved it."""
+        """Write which device the process of a slot sees after the broker has moved the process."""
         values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
         self._write(_at(slot) + SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
 

@@ -29,7 +29,7 @@ _NOT_SUPPORTED = re.compile(
     re.IGNORECASE,
 )
 
-#: Interrupts by the user, which need no explanation.
+#: Names of the exceptions for an interrupt by the user, which needs no explanation.
 _INTERRUPTS = ("KeyboardInterrupt", "GPUWaitInterrupted")
 
 
@@ -58,7 +58,8 @@ def explain(
     if refused is not None:
         parts = [f"GPU pool: {sentence(refused.message)}"]
         if refused.what == "grow" and (refused.code == Code.LIMIT or not refused.next_step):
-            # The user can raise the kernel's own limit, so the line names the command for that.
+            # The user can raise the kernel's own limit, so the line names the command that raises
+            # it.
             granted = _granted(link, figures)
             if figures is not None and figures.granted:
                 named = figures._replace(limit=0) if refused.code == Code.LIMIT else figures
@@ -109,7 +110,7 @@ def is_out_of_memory(name: str, text: str) -> bool:
 
 
 def tried_bytes(text: str) -> int:
-    """Return the bytes that the failed allocation asked for; 0 if the text has no size."""
+    """Return the bytes that the failed allocation requested; 0 if the text names no size."""
     found = _TRIED.search(text)
     if found is None:
         return 0
@@ -147,7 +148,7 @@ def _granted(link: SessionLink, figures: MemoryFigures | None) -> int:
 
 
 def counted(figures: MemoryFigures) -> str:
-    """Return the figures of the guard as the beginning of a sentence."""
+    """Return the guard's figures as text that begins a sentence."""
     line = (
         f"this kernel uses {format_bytes(figures.used)} of the {format_bytes(figures.granted)} "
         "of device memory that it is granted"
@@ -198,7 +199,7 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
 
 
 def log_hint(link: SessionLink) -> str:
-    """Return a sentence that names the broker's log, which explains why it does not answer."""
+    """Return a sentence that names the broker's log: it explains why the broker does not answer."""
     if link.path == MACHINE_SOCKET:
         return ""
     return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."

@@ -107,7 +107,7 @@ class Agent:
             self.gate.news()
 
     def _show(self, message: str) -> None:
-        """Show ``message`` now under the latest cell's output, and again above the next cell's."""
+        """Show ``message`` now below the latest cell's output, and above the next cell's output."""
         text = f"GPU pool: {message}"
         if self.gate is not None:
             self.gate.notice(text)

@@ -48,7 +48,8 @@ class RunningRequest:
         #: empty.
         self.before = before
         self.display: WaitDisplay | None = None
-        #: Whether a CUDA call of this request has waited, and the kernel has had no slice since.
+        #: Whether a CUDA call of this request has waited, and the kernel has got no slice since
+        #: that wait began.
         self.waits = False
         #: ``times``: how often the pool took the slice during this request. ``why`` and ``remedy``:
         #: the reason and the advice of the last preemption. ``away``: the seconds without a slice.
@@ -154,8 +155,8 @@ class CallWaits:
         """
         if self._stopped or not self._running:
             return
-        # The wait is noted here and not in the watching thread, because an interrupt may end the
-        # call before that thread runs.
+        # Record the wait here and not in the watching thread, because an interrupt may end the call
+        # before the watching thread runs.
         if self._guard.waiting() and (running := self._oldest()) is not None:
             running.waits = True
         if self._thread is None:
@@ -248,8 +249,8 @@ class CallWaits:
                 else:
                     display.empty()
 
-        # ``clear`` runs in the publishing thread, so that no output comes between its check of the
-        # count and its ``clear_output``.
+        # ``clear`` runs in the publishing thread, so that the thread publishes no output between
+        # the check of the count and ``clear_output``.
         self._kernel.iopub_thread.schedule(clear)
 
     def _publisher(self, running: RunningRequest) -> Callable[[str, dict[str, Any]], None]:

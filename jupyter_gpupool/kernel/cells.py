@@ -199,7 +199,7 @@ class CellGate:
     async def _run(
         self, code: str, silent: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run the code of a request that need not wait any more."""
+        """Run the code of a request; its wait, if any, has ended."""
         self._before_cell(silent)
         calls, refusals = self.calls, self.link.refusals
         self.jax.before()
@@ -237,8 +237,9 @@ class CellGate:
         """Answer a tooltip without touching device memory that is in host memory now.
 
         To inspect an object, IPython may compute its text; for a tensor this needs a copy from the
-        device. That copy would block the kernel, or crash it if the driver cannot wait, or move the
-        whole state back to the device only for a tooltip.
+        device. While the state is in host memory, that copy would block the kernel, or crash it if
+        the driver cannot wait. At best it would move the whole state back to the device only for a
+        tooltip.
         """
         if not self._away():
             return await _result(self._originals["do_inspect"](*args, **kwargs))
@@ -301,7 +302,7 @@ class CellGate:
     async def _wait(
         self, hold: str, kind: str, silent: bool, *, explicit: bool = False
     ) -> GPUPoolError | None:
-        """Wait for the hold; return None if the cell may run, else the reason as an error."""
+        """Wait for the hold; return None if the cell may run, else an error with the reason."""
         alarm = Alarm()
         display = WaitDisplay(self.publisher(), f"gpupool-{hold}", self.link)
         with self.interrupts.watch(alarm.interrupt):
@@ -326,7 +327,7 @@ class CellGate:
                 display.clear()
 
     def _without_broker(self, explicit: bool) -> GPUPoolError | None:
-        """Return None if a cell may run without a broker and a slice; else the reason, an error."""
+        """Return None if a cell may run without broker and slice; else an error that says why."""
         error = no_broker(self.link, self.link.unavailable())
         if self.link.suspended or explicit:
             why = (
@@ -364,26 +365,26 @@ class CellGate:
             try:
                 return self.link.drop(hold)
             except KeyboardInterrupt:
-                continue  # the cell has ended, and a hold without an end would keep the slice
+                continue  # try again: the cell has ended, and its hold would keep the slice
 
     def _over(self, key: object) -> None:
         while True:
             try:
                 return self.link.end_request(key)
             except KeyboardInterrupt:
-                continue  # a request without an end would make the kernel look busy
+                continue  # try again: the kernel would look busy without an end of the request
 
     def settle(self) -> None:
         """Set the visible devices and the framework caps for the session's present lease."""
         slices = self.link.slices
         if slices != self._settled and slices:
-            self._settled = slices  # once for each lease, because the user may shorten the list
+            self._settled = slices  # only once for each lease: the user may shorten the list later
             show_devices([s.device for s in slices])
         if not self.guard.on:  # the guard tells the frameworks the size of the slice
             self.caps.apply(slices)
 
     def request_changed(self) -> None:
-        """Set the visible devices after a change of the request, even without a slice."""
+        """Set the visible devices after a change of the request, even if there is no slice."""
         self.settle()
         if not self.link.slices:
             show_devices(self.guard.devices())
@@ -492,8 +493,8 @@ class RequestForOneCell:
     async def ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
         """Change the request for one cell; put the old values of its fields into ``before``."""
         old = {name: self._link.request.get(name) for name in asked.fields}
-        # The old values are stored before the answer, because a broker may change the request and
-        # then die.
+        # Store the old values before the broker answers, because it may change the request and then
+        # die.
         before.update({name: value for name, value in old.items() if value is not None})
         try:
             answer = await self._call("request", asked.fields)
@@ -503,8 +504,8 @@ class RequestForOneCell:
         self._link.note_request(answer)
         smallest = min((s.bytes for s in self._link.slices), default=0)
         if self._link.attached and not self._link.holds and smallest < asked.memory:
-            # The kernel's GPU has too little free memory. The session detaches, so that the cell
-            # waits for a slice of the new size.
+            # The slice is still too small: the kernel's GPU has too little free memory. The session
+            # detaches, so that the cell waits for a slice of the new size.
             await self._call("release", {})
             await self._until_detached(asked.memory)
 

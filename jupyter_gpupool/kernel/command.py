@@ -13,7 +13,7 @@ from ..errors import Code, GPUPoolError
 from ..text import did_you_mean
 from ..units import parse_bytes, parse_seconds
 
-#: The subcommands with their example and text in ``%gpu help``.
+#: For each subcommand: the example and the text that ``%gpu help`` shows.
 SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("%gpu", "what this kernel has, asks for and waits for"),
     "details": (

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Tells libraries in this process about the slice: sets the visible devices and their memory caps.
+"""Gives libraries in this process the values of the slice: visible devices and memory caps.
 
 No function here may initialise CUDA: a context takes device memory, and a kernel that computes only
 on the CPU needs no context.
@@ -70,10 +70,10 @@ class CudaProbe:
 def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Make the session's devices the visible ones, by UUID.
 
-    Before cuInit the variable decides which devices the process gets. After cuInit the driver no
-    longer reads it, but child processes do, and they must see the session's present devices. This
-    function replaces only the pool's own list, of which OURS_VARIABLE has a copy. A list that the
-    user has set stays.
+    Before cuInit, ``CUDA_VISIBLE_DEVICES`` decides which devices the process gets. After cuInit the
+    driver no longer reads it, but child processes do, and they must see the session's present
+    devices. This function replaces only the pool's own list, of which OURS_VARIABLE has a copy. A
+    list that the user has set stays.
     """
     if not devices:
         return
@@ -180,7 +180,7 @@ def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
         if place < 0:
             others = True
         elif str(place) in kept:
-            return None  # the driver hides all devices if the list names one twice
+            return None  # then the driver hides all devices, because the list names one twice
         else:
             kept.append(str(place))
     if not others:
@@ -206,7 +206,7 @@ def _place(entry: str, devices: Sequence[str], home: Sequence[str]) -> int | Non
 
 
 class Visible:
-    """Watches assignments to the variable in ``os.environ``.
+    """Watches assignments to ``CUDA_VISIBLE_DEVICES`` in ``os.environ``.
 
     Parameters
     ----------
@@ -222,7 +222,8 @@ class Visible:
     def install(self) -> None:
         """Begin to watch.
 
-        The guard checks a value that was set before, unless the pool has set it.
+        This method does not check the present value: the guard checks a value that the pool has not
+        set.
         """
         plain = type(os.environ)
         watcher = self
@@ -250,7 +251,7 @@ class Visible:
             self._plain = None
 
     def check(self, text: str) -> str:
-        """Return the value to store for ``text``; tell the user if the two differ."""
+        """Return the value to store for ``text``; print a line if it differs from ``text``."""
         ours = os.environ.get(OURS_VARIABLE, "")
         right = corrected(text, self._devices(), ours) if ours else None
         if right is None:

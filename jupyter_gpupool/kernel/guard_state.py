@@ -46,7 +46,7 @@ def _ask(environ: Mapping[str, str]) -> int:
     Raises
     ------
     OSError
-        If the broker passes none.
+        If the broker passes no file descriptor.
     """
     message: dict[str, Any] = {"type": "page", "id": 1}
     for name in ("session", "token"):

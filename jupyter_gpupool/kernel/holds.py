@@ -4,8 +4,9 @@
 
 Most cells end within milliseconds. Two messages to the broker for each cell would cost more than
 the cell gate itself. While the session is attached, the agent alone decides whether to give up the
-slice (it answers a ``yield``), so it may report late. It reports a long cell after :data:`BRIEF`
-seconds, and all shorter cells of that time in one message.
+slice (in its answer to a ``yield``), so it may report its holds late. It reports a hold once the
+hold has lasted for :data:`BRIEF` seconds. It reports all shorter holds of that time together, as if
+they were one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ..errors import GPUPoolError
 from ..protocol import Message
 from ..units import format_wait
 
-#: Seconds until a hold is reported. People do not notice so short a time, and it is shorter than
-#: the idle time-outs that start with the report. It is long enough to turn a notebook's many short
-#: cells into a few messages.
+#: Seconds until the agent reports a hold. People do not notice such a short delay, and it is
+#: shorter than the idle time-outs that start with the report. It is long enough that the agent
+#: reports a notebook's many short cells in a few messages.
 BRIEF = 0.05
 
 
 class Slice(NamedTuple):
-    """Bytes of device memory on the device with this UUID."""
+    """A number of bytes of device memory on one device, which its UUID names."""
 
     device: str
     bytes: int
@@ -95,11 +96,11 @@ class LateReports:
     Parameters
     ----------
     lock:
-        The link's lock. The caller of every method except :meth:`close` holds it. It is also held
-        while ``lasting`` and ``over`` run.
+        The link's lock. The caller of every method except :meth:`close` holds this lock. The thread
+        holds it while ``lasting`` and ``over`` run.
     lasting, over:
-        Functions of a hold's id and kind: ``lasting`` reports a hold that continues, ``over`` a
-        hold that has ended.
+        Functions that get a hold's id and kind: ``lasting`` reports a hold that continues, ``over``
+        reports a hold that has ended.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class LateReports:
                 self._thread.start()
 
     def end(self, hold: str) -> bool:
-        """Note that a hold ends; return whether it was never reported to the broker."""
+        """Record that a hold ends; return True if the broker has had no report of it."""
         kind = self._holds.pop(hold, None)
         if kind is None:
             return False

@@ -34,10 +34,10 @@ from .revive import Reviver
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 
-#: Seconds between attempts while a broker is being started, and between two checks of its start.
+#: Seconds between attempts to connect, and between checks, while a broker is being started.
 LOOK = 0.2
 
-#: Seconds during which a request is sent again if brokers die before they answer it.
+#: Seconds during which the agent sends a request again if brokers die before they answer.
 REPEAT = 90.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -62,8 +62,8 @@ class SessionLink:
         The kernel's environment, with the command that restarts a dead broker.
     member:
         True in a process that is not the agent: another program of the session, or the program that
-        started the session. It calls :meth:`wait` for each hold and never :meth:`take`, because the
-        broker sends it no ``yield``.
+        started the session. Such a process calls :meth:`wait` for each hold and never :meth:`take`,
+        because the broker sends it no ``yield``.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class SessionLink:
         self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
         self._client: Client | None = None
-        #: The number of the latest attempt to connect. It serves to ignore the end of an earlier
-        #: connection.
+        #: The number of the latest attempt to connect. With it, the agent recognises and ignores
+        #: the end of an earlier connection.
         self._attempt = 0
         self._greeted = False
         self._ready = threading.Event()
@@ -151,7 +151,7 @@ class SessionLink:
     def start(self) -> None:
         """Begin to connect.
 
-        A daemon thread does this, so that the kernel's start does not wait for it.
+        A daemon thread connects, so that the kernel's start does not wait for the connection.
         """
         self._thread = threading.Thread(target=self._run, name="gpupool-link", daemon=True)
         self._thread.start()
@@ -166,7 +166,7 @@ class SessionLink:
             self._reports.close()
             client, self._client = self._client, None
         self._poke.set()
-        self._ended.set()  # a client does not call on_close after close()
+        self._ended.set()  # the client will not call on_close after close()
         if client is not None:
             client.close()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -178,9 +178,9 @@ class SessionLink:
         return 0.0 if since is None else time.monotonic() - since
 
     def given_up(self, wait: HoldWait) -> bool:
-        """Return whether ``wait`` must end.
+        """Return whether ``wait`` must end without a slice.
 
-        It ends if the broker has been missing for too long, and an attempt to connect has failed
+        It must end if there has been no broker for too long, and an attempt to connect has failed
         since the wait began.
         """
         return self.unreachable_for() > self.reviver.patience and self._failures > wait.failures
@@ -193,7 +193,7 @@ class SessionLink:
         return time.monotonic() < give_up and self.unreachable_for() < self.reviver.patience
 
     def wait_ready(self) -> None:
-        """Wait for a broker that is expected: at a kernel's start, or after a broker died."""
+        """Wait for a broker that should answer soon: when a kernel starts, or a broker has died."""
         if not self._greeted:
             self._poke.set()
         while not self._greeted:
@@ -220,8 +220,8 @@ class SessionLink:
     def take(self, hold: str, kind: str) -> bool:
         """Take a hold if the session is attached; return False if it must wait for its slice.
 
-        This needs no round trip to the broker. If the hold lasts, the agent reports it soon, and
-        needs no answer.
+        This method sends no request to the broker. If the hold lasts, the agent soon sends a
+        report, which needs no answer.
         """
         with self._lock:
             if not self.attached:
@@ -241,7 +241,7 @@ class SessionLink:
             self._waits[hold] = wait
             self._ask(wait)
             if not self._greeted:
-                self._poke.set()  # a cell waits, so the pause between attempts ends now
+                self._poke.set()  # a cell waits: end the pause between attempts to connect
         return wait
 
     def drop(self, hold: str) -> None:
@@ -268,7 +268,7 @@ class SessionLink:
         """
         with self._lock:
             client = self._client if self._greeted else None
-            # These reports go first, because their cells ended before the request.
+            # Send these reports first, because their cells began before the request.
             self._reports.send()
         if client is None:
             self._poke.set()
@@ -382,7 +382,7 @@ class SessionLink:
             self._ended.set()
             return
         try:
-            # There is no new attempt before this time, because each attempt would leave a dead
+            # Wait this long before a new attempt, because each attempt would leave a dead
             # connection in the queue of the machine's socket.
             patience = first_answer(self.path)
             answer = hello.result(patience)
@@ -413,7 +413,7 @@ class SessionLink:
             if self._owed is None:
                 self.note_request(answer)
             else:
-                with suppress(BrokerUnavailable):  # the agent sends it again with the next hello
+                with suppress(BrokerUnavailable):  # sent again with the next hello
                     future = self._client.start("request", **self._owed)
                     future.add_done_callback(partial(self._owed_answered, self._owed))
             self._take_state(answer)
@@ -421,8 +421,8 @@ class SessionLink:
             for wait in list(self._waits.values()):
                 self._ask(wait)
             if not self.attached:
-                # The new broker has taken the slice meanwhile, so the running cells need a slice
-                # again.
+                # The new broker has taken the slice while the agent had no connection. So the
+                # running cells need a slice again.
                 for hold, kind in list(self._holds.items()):
                     self._ask(HoldWait(hold, kind, lambda: None))
         self._changed()
@@ -432,7 +432,7 @@ class SessionLink:
         try:
             answer = future.result()
         except (BrokerUnavailable, CancelledError):
-            return  # the agent sends it again after the next hello
+            return  # the agent sends the request again after the next hello
         except GPUPoolError as error:
             log.warning("The request of this kernel could not be restored: %s", error)
         with self._lock:
@@ -465,7 +465,7 @@ class SessionLink:
             try:
                 self._client.send(kind, **fields)
             except BrokerUnavailable:
-                pass  # the reader thread notices this, too, and the next hello lists the holds
+                pass  # the reader thread also notices the end, and the next hello lists the holds
 
     def _tell_hold(self, hold: str, kind: str) -> None:
         self._tell("hold", hold=hold, kind=kind, epoch=self.epoch, wait=False)
@@ -522,8 +522,8 @@ class SessionLink:
     def end_request(self, key: object) -> None:
         """Note the end of a request.
 
-        If no cell runs any more and another kernel waits, report to the broker that this kernel
-        rests.
+        If no cell runs any more and another kernel waits for the slice, send the broker
+        ``resting``.
         """
         with self._lock:
             self._requests.discard(key)
@@ -590,8 +590,8 @@ class SessionLink:
     def _yield(self, epoch: int) -> None:
         """Give up the lease if nothing uses it.
 
-        An epoch older than the agent's own names a lease that has ended. A newer epoch does no
-        harm: without a hold, nothing in this kernel uses the slice.
+        An epoch that is older than the agent's own belongs to a lease that has ended: refuse. A
+        newer epoch does no harm: if there is no hold, this kernel does not use the slice.
         """
         with self._lock:
             if epoch >= self.epoch:

@@ -60,7 +60,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         %gpu devices 2
         %gpu compute 50           a share of compute time, in per cent
         %gpu attach / %gpu release / %gpu keep 10m
-        %gpu details              the same with what is seldom needed
+        %gpu details              the same, with values that are rarely needed
         %gpu why                  why it waits, or who may take its slice
         %gpu pool                 the whole pool
         %%gpu 16GiB               16 GiB for this cell only (first line of a cell)
@@ -123,7 +123,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
-            # The agent's own figures are still true. The error explains why other figures are
+            # The agent's own values are still right. The error explains why the broker's values are
             # missing.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
@@ -149,7 +149,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
     def _attach(self, link: SessionLink, gate: CellGate) -> None:
         """Wait for the slice in this cell.
 
-        This blocks as any magic does; an interrupt ends the wait.
+        This blocks the kernel, as every magic does; an interrupt ends the wait.
         """
         hold = f"manual-{next(self._ids)}"
         changed = threading.Event()

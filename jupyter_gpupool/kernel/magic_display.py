@@ -26,7 +26,7 @@ _STYLE = (
     "color: var(--jp-content-font-color1, inherit)"
 )
 
-#: The states, in words for users.
+#: The text that users see for each state.
 _STATES = {
     "detached": "no slice now; the next cell that needs one gets it",
     "queued": "waiting for a slice",
@@ -118,7 +118,7 @@ def session_rows(
 ) -> list[tuple[str, str]]:
     """Return the rows that describe ``session``, without rows for unknown values.
 
-    With ``details``, the rows also tell how the session gets its slice, its priority class, and
+    With ``details``, the rows also show how the session gets its slice, its priority class, and
     whether the guard is on.
     """
     state = str(session.get("state", "detached"))
@@ -166,7 +166,7 @@ def session_rows(
         rows.append(("share", " ".join(session["standing"])))
     if details and session.get("attach"):
         rows.append(("attaches", _ATTACH.get(str(session["attach"]), str(session["attach"]))))
-    # A guard that is off is always shown, because nothing then enforces the slice.
+    # If the guard is off, always show this row, because the slice is not enforced.
     if "guard" in session and (details or not session["guard"]):
         rows.append(("guard", _GUARD if session["guard"] else f"off: {session['guard_reason']}"))
     if snapshot.get("emulated") or any(
@@ -177,7 +177,7 @@ def session_rows(
     return rows
 
 
-#: How a session without a slice gets one, by policy. For other policies the next cell gets it.
+#: How a session without a slice gets one, by policy. With other policies the next cell gets it.
 _DETACHED = {
     "manual": "no slice now; type %gpu attach to get one",
     "lazy": "no slice now; the next CUDA call gets it",
@@ -191,7 +191,7 @@ _ATTACH = {
 
 
 #: The text about a slice on a device that cannot suspend. The pool can still take such a slice
-#: while it has no device state.
+#: while the session has no state on the device.
 STAYS = "Once used, it stays until the kernel ends: state on this GPU cannot be moved off it."
 
 
@@ -206,7 +206,7 @@ def _used(figures: MemoryFigures) -> str:
 
 
 def _leaving_rows(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows that tell how long the session keeps its slice."""
+    """Return the rows that show how long the session keeps its slice."""
     rows: list[tuple[str, str]] = []
     so = idle_of(session, float(snapshot.get("now") or 0))
     idle = "" if so is None else f"for {format_seconds(so)}"

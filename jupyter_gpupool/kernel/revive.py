@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Restarts a broker that has died, and describes the restart to the user of a waiting cell.
 
-A kernel may run another Python than the broker, and must not become the broker's parent process. So
-the agent runs the provisioner's shell command, as the guard does
+A kernel may run in a different Python than the broker, and must not become the broker's parent
+process. So the agent runs the provisioner's shell command, as the guard does
 (:func:`jupyter_gpupool.startrecord.launcher`). This command returns at once.
 """
 
@@ -41,12 +41,12 @@ class Reviver:
         #: Whether some process is starting the broker, or will start it soon.
         self.expected = self._service
         #: Seconds without a broker after which a cell stops waiting for it. For the machine's
-        #: socket it is long from the beginning: that socket may accept connections while no broker
-        #: runs, so an attempt to connect need not fail first.
+        #: socket this time is long from the start. That socket may accept connections while no
+        #: broker runs, so possibly no attempt to connect fails that could prolong the time.
         self.patience = START_TIMEOUT if self._service else GRACE
 
     def away(self, error: GPUPoolError) -> GPUPoolError:
-        """Try to restart the broker, which does not listen; return the error to show the user."""
+        """Try to restart a broker that does not listen; return the error to show the user."""
         # These imports would slow down each kernel's start, and few kernels lose their broker.
         from .. import startfailures
         from .. import startrecord as record
@@ -75,7 +75,7 @@ class Reviver:
         return error
 
     def came_back(self) -> None:
-        """Note that a broker serves, and forget the state of the last restart."""
+        """Record that a broker answers again, and reset the state of the last restart."""
         if not self._service:
             self.expected, self.patience = False, GRACE
 

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """A wait for a slice: the line that the cell shows, and the interrupt that ends the wait.
 
-This module serves cells that wait before they run. The line is then the cell's first output, so one
-``clear_output`` removes it from the notebook and from the saved file. ``call_waits`` serves cells
-that wait while they run.
+This module serves cells that wait before they run. In such a cell the line is the first output, so
+one ``clear_output`` removes it from the notebook and from the saved file. ``call_waits`` serves
+cells that wait while they run.
 
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
 cells. A wait therefore sets its own signal handler. On the main thread, the handler is set during
@@ -31,8 +31,8 @@ from .holds import HoldWait
 from .link import SessionLink
 from .ways import Ways
 
-#: Longest time, in seconds, between two checks of a wait. A change wakes the wait at once; the
-#: checks are for an interrupt whose wake-up is lost.
+#: The longest time, in seconds, between two checks of a wait. A change wakes the wait at once. The
+#: checks are necessary because the wake-up of an interrupt can be lost.
 TICK = 0.1
 
 
@@ -49,7 +49,7 @@ class Alarm:
         try:
             self._loop.call_soon_threadsafe(self._rung.set)
         except RuntimeError:
-            pass  # the loop is closed: the kernel ends
+            pass  # the kernel ends: its loop is closed
 
     def interrupt(self) -> None:
         """Note an interrupt by the user, and wake the coroutine."""
@@ -73,8 +73,9 @@ class Interrupts:
 
     def __init__(self, on_main_loop: Callable[[Callable[[], None]], Any]) -> None:
         self._on_main_loop = on_main_loop
-        #: The wake-up function of each wait. There is no lock: the handler may run between any two
-        #: bytecodes of the main thread, and single operations on a dict are atomic.
+        #: The wake-up function of each wait. A lock is not possible: the signal handler may run
+        #: between any two bytecodes of the main thread. It is not needed either, because single
+        #: operations on a dict are atomic.
         self._waits: dict[object, Callable[[], None]] = {}
         #: Whether the main thread's loop repeatedly calls ``_look``. Only that loop uses this flag.
         self._looks = False
@@ -107,7 +108,7 @@ class Interrupts:
             wake()
 
     def heard(self) -> bool:
-        """Return whether an interrupt now would reach the waits; any thread may call this."""
+        """Return whether an interrupt now would end the waits; any thread may call this."""
         return signal.getsignal(signal.SIGINT) == self._handle
 
     def _arm(self) -> None:
@@ -128,7 +129,7 @@ class Interrupts:
 
 
 class GPUWaitInterrupted(GPUPoolError):
-    """The user interrupted the wait for a slice; the cell has not run."""
+    """Raised when the user interrupts the wait for a slice; the cell has not run."""
 
     code = Code.INTERRUPTED
 
@@ -225,7 +226,7 @@ WAIT_TYPE = "application/vnd.gpupool.wait+json"
 class WaitDisplay:
     """The line about a wait in a cell.
 
-    It is published, updated on changes, and cleared at the end.
+    This class publishes the line, updates it on changes, and clears it at the end.
     """
 
     def __init__(

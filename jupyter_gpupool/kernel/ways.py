@@ -16,8 +16,8 @@ from ..protocol import Message
 from ..units import format_bytes, typed_bytes
 from .link import SessionLink
 
-#: Seconds until the next question to the broker: AGAIN if the place in the queue is unchanged, SOON
-#: if it has changed.
+#: Seconds between two questions to the broker: AGAIN if the kernel's place in the queue has not
+#: changed, SOON if it has changed.
 AGAIN = 10.0
 SOON = 1.0
 
@@ -51,7 +51,7 @@ class Ways:
             try:
                 self._asked = self._link.start_call("why")
             except GPUPoolError:
-                self._found = ()  # if there is no broker, the line about the wait says so
+                self._found = ()  # the line about the wait says that there is no broker
         return self._found
 
 

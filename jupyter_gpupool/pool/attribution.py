@@ -150,7 +150,8 @@ def attribute(
 # ---------------------------------------------------------------------- the driver's own memory
 
 #: Unlisted memory beyond this limit does not belong to the driver, but to processes that the driver
-#: does not list: bytes, and the divisor of the device's size.
+#: does not list. The limit is ``DRIVER_MOST`` bytes, or the device's size divided by
+#: ``DRIVER_PART`` if that is smaller.
 DRIVER_MOST, DRIVER_PART = 1 << 30, 8
 
 #: The driver's own memory varies between samples by at most ``SLACK`` bytes, and by at most the
@@ -202,10 +203,10 @@ def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
 def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) -> int | None:
     """Return the bytes that belong to the driver, measured at rest; None if they have not changed.
 
-    ``looks`` are the latest figures of :func:`unlisted`, ``was`` is the value used so far. The
-    driver's own memory grows over weeks in which kernels start and end. If the broker measured this
-    memory only once, the growth would count as foreign. A figure slightly below ``was`` changes
-    nothing.
+    ``looks`` are the latest figures of :func:`unlisted`. ``was`` is the figure that the broker has
+    used so far. The driver's own memory grows over weeks in which kernels start and end. If the
+    broker measured this memory only once, the growth would count as foreign. A figure slightly
+    below ``was`` changes nothing.
     """
     if len(looks) < REST_LOOKS:
         return None

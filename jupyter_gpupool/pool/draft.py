@@ -295,8 +295,8 @@ class Draft:
         """Return the slices with which ``s`` could start at once, or None."""
         least = min(need.least for need in needs) if len(needs) > 1 else needs[0].least
         if self.most_free() < least:
-            return None  # the usual case when sessions wait
-        if self.reservation is None:  # the same as ``left``, without a call for each device
+            return None  # this is the usual case when sessions wait
+        if self.reservation is None:  # this equals left(), without a call for each device
             left = {uuid: room.avail for uuid, room in self.rooms.items()}
         else:
             left = {uuid: self.left(room.ledger) for uuid, room in self.rooms.items()}
@@ -320,7 +320,7 @@ class Draft:
     # ------------------------------------------------------------------ the most there can be
 
     def most_free(self) -> int:
-        """Return the free bytes on the device that now has the most."""
+        """Return the free bytes on the device that now has the most free bytes."""
         found = self.known.most_free
         if found is None:
             found = self.known.most_free = max([room.avail for room in self.rooms.values()])
@@ -345,7 +345,7 @@ class Draft:
         return found
 
     def suitable(self, where: Where) -> list[Room]:
-        """Return the rooms in service: that of one device, those of a model, or all."""
+        """Return the rooms of devices in service: of one device, of a model, or of all devices."""
         found = self._suitable.get(where)
         if found is None:
             fixed, model = where
@@ -452,8 +452,8 @@ class Draft:
     def _find_leases(self) -> None:
         """Note the leases in their rooms; only :meth:`Room.spare` needs them, for a reservation.
 
-        The facts do not change during a pass. So the draft may call this late, if it notes the
-        grants in their order.
+        The facts do not change during a pass. So the draft may call this method late, if it then
+        notes the grants in their order.
         """
         self._leases_known = True
         for room in self.rooms.values():
@@ -483,7 +483,7 @@ class Draft:
         memory.
         """
         if v.id in self.promises:
-            self.unpromise(v)  # a promise of growth, which ends with the lease
+            self.unpromise(v)  # this is a promise of growth, which ends with the lease
         self.leaving.add(v.id)
         self.known = Known()
         self.host -= v.state_bound

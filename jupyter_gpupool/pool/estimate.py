@@ -50,7 +50,7 @@ class Way(NamedTuple):
 
     ends: float
     #: ``turn``: when a session of the same class may preempt the lease. ``taken``: when a session
-    #: of a higher class may. ``level``: the class of the lease.
+    #: of a higher class may preempt it. ``level``: the class of the lease.
     turn: float
     taken: float
     level: int
@@ -68,7 +68,7 @@ class Ahead:
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
         self._facts = facts
-        #: When each simulated session gets its slice, and when the last of them does.
+        #: When each simulated session gets its slice, and when the last of them gets its slice.
         self._starts: dict[str, float] = {}
         self._last = facts.now
         self._pace: float | None = None

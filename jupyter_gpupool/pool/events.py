@@ -51,7 +51,7 @@ class DeviceDrained(Event):
     """The device was lost (Xid) or failed its self-test: the pool grants no new lease on it.
 
     A session that is attached there stays until it ends or is suspended. A suspended session whose
-    state comes from this device resumes on another one.
+    state comes from this device resumes on another device.
     """
 
     device: str
@@ -62,9 +62,10 @@ class DeviceDrained(Event):
 class DevicePaused(Event):
     """An admin takes this device out of service for a while.
 
-    As with :class:`DeviceDrained`, the pool grants no new lease there. It also suspends the idle
-    leases there at once, even those that a user keeps, and busy leases as soon as they are idle.
-    Waiting kernels show ``reason``. :class:`DeviceResumed` ends this.
+    As with :class:`DeviceDrained`, the pool grants no new lease there. The pool also suspends the
+    idle leases there at once, even leases that a user keeps. It suspends a busy lease as soon as
+    the lease is idle. Waiting kernels show ``reason``. :class:`DeviceResumed` puts the device back
+    into service.
     """
 
     device: str
@@ -124,7 +125,8 @@ class SettingsChanged(Event):
 class ClockSet(Event):
     """The time of day is ``ahead`` seconds ahead of ``now``, or behind it if ``ahead`` is negative.
 
-    Somebody has set the time, or the machine has slept. The clock of ``now`` shows neither of them.
+    Somebody has set the time, or the machine has slept. The clock of ``now`` does not show such a
+    change.
     """
 
     ahead: float
@@ -183,7 +185,7 @@ class UsageRecovered(Event):
 class UsedElsewhere(Event):
     """The decayed dominant usage of users and groups on other machines, in GPU-seconds.
 
-    It replaces the figures of the last such event.
+    The figures replace those of the previous event of this type.
     """
 
     users: Mapping[str, float] = field(default_factory=dict)
@@ -273,8 +275,8 @@ class HoldDropped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsReplaced(Event):
-    """The agent connected, reconnected or disconnected. The session has these holds now; the pool
-    drops all its other holds.
+    """The agent connected, reconnected or disconnected. The session now has ``holds``; the pool
+    drops its other holds.
 
     A hold of kind ``device`` belongs to the broker: this event does not change it, and the pool
     ignores holds of this kind in ``holds``.
@@ -287,8 +289,8 @@ class HoldsReplaced(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestChanged(Event):
-    """The user makes a new request (``%gpu 12GiB``). It applies at once to an attached session,
-    else at the next attach.
+    """The user makes a new request (``%gpu 12GiB``). The request applies at once to an attached
+    session, else at the next attach.
     """
 
     session: str

@@ -128,5 +128,6 @@ class Evidence:
         if own is None and self.spells.mean() is None:
             return None
         longer = self.spells.above(runs)
-        # If no past cell ran for longer, assume that the cell will run for the same time again.
+        # If no past cell ran for longer, assume that the cell will run for as long again as it has
+        # run so far.
         return sum(longer) / len(longer) - runs if longer else max(runs, SHORTEST)

@@ -6,8 +6,8 @@ words.
 :func:`explain` returns, for a waiting session, the rule, the leases that it needs and their
 holders, the usage of its owner and groups, and what would end the wait and when at the earliest.
 For a holder, it returns the guarantees that the holder is above or below, and which sessions may
-take its lease, by which rule and from when on. It guesses nothing: each figure is one that the pass
-compares. For sessions of other owners, it shows only size and class.
+take its lease, by which rule and from what time. It guesses nothing: the pass compares the same
+figures. For sessions of other owners, it shows only size and class.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class HeldLease:
     label: str = ""
     priority: str = ""
     #: The rule of :mod:`.running` by which the waiting session may preempt the lease while it is in
-    #: use, and from when on; "" if there is none. A guarantee may still protect the lease: see
-    #: ``covered``.
+    #: use, and the time from which it may; "" if no rule allows this. A guarantee may still protect
+    #: the lease: see ``covered``.
     rule: str = ""
     rule_at: float | None = None
     #: Whether a guarantee of the holder's group protects the lease.
@@ -68,7 +68,8 @@ class GroupGuarantee(NamedTuple):
     held: int
     #: On this machine.
     guaranteed: int
-    #: On all machines together; None if this machine shares the guarantee with no other one.
+    #: On all machines together; None if this machine does not share the guarantee with other
+    #: machines.
     of_all: int | None = None
 
 
@@ -131,12 +132,12 @@ class Explanation:
     #: ``kernel-ends``, ``ageing``, ``budget-renews``, ``settings``, ``retry``. "" if none of these
     #: will happen.
     changes_by: str
-    #: For a session with a lease: the sessions that wait for some of its devices; and from when on
-    #: they may preempt the lease while it is idle.
+    #: For a session with a lease: the sessions that wait for some of its devices; and the time from
+    #: which they may preempt the lease while it is idle.
     takers: tuple[str, ...]
     taken_from: float | None
-    #: The rules by which sessions that wait may preempt a lease in use, and from when on: (rule,
-    #: seconds since the epoch, session).
+    #: The rules by which sessions that wait may preempt a lease in use, and the times from which
+    #: they may: (rule, seconds since the epoch, session).
     claims: tuple[tuple[str, float, str], ...]
     #: Why the session cannot be suspended; "" if it can be, or if it has no lease. ``ends_at``:
     #: when the pool ends the session because of this; None if it does not end it.
@@ -172,7 +173,8 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 #: The rules that keep a session waiting even if enough memory is free.
 _BARRED = ("budget", "class-closed")
 
-#: For a lack other than free host memory: the event that ends this lack.
+#: The event to name instead of ``host-memory`` if free host memory is not what is lacking, by the
+#: kind of lack.
 _HOST_CHANGES: dict[str, dict[HostLack, str]] = {
     "host-memory": {"size": "holder-frees", "quota": "holder-host-memory"},
 }
@@ -289,8 +291,8 @@ def _guarantee(shares: Shares, name: str, held: int) -> GroupGuarantee:
 def _claims(
     shares: Shares, plan: Plan, s: Session, own: set[str]
 ) -> Iterable[tuple[str, float, str]]:
-    """Yield the rules by which waiting sessions may preempt the lease of ``s``, and from when
-    on.
+    """Yield the rules by which waiting sessions may preempt the lease of ``s``, with the time from
+    which they may do so.
     """
     if obstacle(s, shares.facts) or (s.state == "idle" and unprotected(s, shares.facts)):
         return
@@ -379,7 +381,7 @@ def _holders(shares: Shares, s: Session, why: Reason) -> Iterable[HeldLease]:
         found = sorted((at, tier) for tier, at in each if at < math.inf)
         lack = draft.host_lack([v], facts.host_room) if use != "leaving" else ""
         if idle and v.pressed and v.state_bound:
-            lack = "room"  # memory is short where its processes run, even if not on the machine
+            lack = "room"  # memory is short in its control group, even if the machine has enough
         rule, rule_at, covers = "", None, False
         if found and not unprotected(v, facts):
             rule_at, tier = found[0]

@@ -107,8 +107,8 @@ class Facts:
         #: The number of changes of devices and rules. A value that was computed for an older
         #: version is no longer valid.
         self.version = 0
-        #: The most bytes that each device can give, largest first; and whether a session on any
-        #: device can be suspended.
+        #: The most bytes that each device can give, largest first; and whether at least one device
+        #: allows a suspend.
         self.capacities: list[int] = []
         self.suspends = False
         #: The smallest useful slice: a CUDA context and one block; 0 if not known.
@@ -313,8 +313,8 @@ class Facts:
     def elsewhere_text(self, owner: str, limit: str, group: str = "") -> str:
         """Return why other machines keep a part of this limit of a quota, or of a group's cap.
 
-        The answer is "" if they keep no part of this limit. What they keep of another limit does
-        not explain a wait for this limit.
+        The answer is "" if they keep no part of this limit. The parts that they keep of other
+        limits do not explain a wait for this limit.
         """
         rules = self.settings
         if group:
@@ -431,9 +431,9 @@ class Facts:
         """Bytes that a new suspend may take; may be negative."""
         room = self.settings.host_memory - self.host_used - self.host_going
         if self.host_available is not None:
-            # The sampled figure no longer contains the bytes of states that were suspended before
-            # the sample. It may also lack a part of the bytes of suspends under way, but this code
-            # assumes that it does not.
+            # States that were suspended before the sample have already reduced the sampled figure.
+            # Suspends under way may have reduced it by a part of their bytes, but this code assumes
+            # that they have not.
             room = min(room, self.host_available - self.host_taken)
         return room
 

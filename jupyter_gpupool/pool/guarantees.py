@@ -4,8 +4,8 @@
 
 A request is within the guarantee of a group if three things together need no more than the
 guarantee: the leases of all members, the members' earlier requests, and the request itself. This
-module counts sessions that wait for something other than memory last: they must not use up the
-guarantee that other members could use now.
+module counts last the sessions that wait for something other than memory: such sessions must not
+use up the guarantee that other members could use now.
 """
 
 from __future__ import annotations

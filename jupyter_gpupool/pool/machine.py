@@ -118,7 +118,7 @@ class Pool:
         late = [s for s in facts.waiting.values() if s.queued_at + most <= facts.now]
         for s in late:
             if s.preempted:
-                continue  # its computation must continue, however long it waits
+                continue  # the preempted computation must continue, even after a long wait
             last = reason(facts, self._plan, s)
             refusal = Refusal(
                 Code.WAIT_TIMEOUT,

@@ -16,11 +16,11 @@ rate r becomes u x d + r x (1 - d) / ln 2 x half-life, with d = 2 ^ (-seconds / 
 
 Usage counts against a daily budget without decay (see :class:`~.groups.Daily`). With the rule
 ``window``, usage counts from the last time at which the budget's window began. With ``refill``, a
-whole budget comes back steadily in each day.
+whole budget comes back in each day, at a constant rate.
 
-Windows follow the time of day. This time is ``ahead`` of the pool's own clock after somebody has
-set it, or after the machine has slept. The time skipped by such a step decays usage and renews
-budgets, but is charged to no user. A step back changes no usage and no budget.
+Windows follow the time of day. After somebody has set the time of day, or after the machine has
+slept, the time of day is ``ahead`` of the pool's own clock. The time skipped by such a step decays
+usage and renews budgets, but is charged to no user. A step back changes no usage and no budget.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from .model import Owner, PoolSettings
 #: Otherwise the sessions of its user would stop and continue every second.
 BACK = 1 / 24
 
-#: GPU-seconds that count as that part while other machines can give some up: they give up more.
+#: While other machines can give up a part of the budget, these GPU-seconds are enough, even if
+#: ``BACK`` of the budget is more, because the other machines then give up more.
 BACK_HERE = 30.0
 
 LN2 = math.log(2)

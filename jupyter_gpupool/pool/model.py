@@ -24,7 +24,7 @@ from .residence import ResidenceRule
 MiB = 1 << 20
 GiB = 1 << 30
 
-#: The tiers: the mechanism that enforces slices on a device; see the security page of the
+#: A tier is the mechanism that enforces slices on a device; see the security page of the
 #: documentation.
 Tier = Literal["guarded", "unguarded", "mig", "none"]
 
@@ -277,7 +277,8 @@ class PoolSettings:
     #: What the pool may do about a session that cannot be suspended while others wait for its
     #: slice: warn its user; also ask the user to end it; or also end it.
     unsuspendable: Unsuspendable = "warn"
-    #: The seconds that others have waited for the slice when the pool warns, asks and ends.
+    #: How many seconds other sessions have waited for the slice when the pool warns its user, when
+    #: it asks the user, and when it ends the session that has the slice.
     unsuspendable_after: tuple[float, float, float] = (60.0, 600.0, 3600.0)
 
     def quota_of(self, owner: str) -> Quota:

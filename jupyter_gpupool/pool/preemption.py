@@ -96,7 +96,7 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
         yields = max(possible, idle + settings.reclaim_after, keep, stays_until(s, facts))
         asked = s.release_asked or paused(s, facts)
         leaves = possible if asked else max(possible, idle + settings.idle_timeout, keep)
-        if s.recall_at:  # an admin takes the slice back then, even if the user keeps it
+        if s.recall_at:  # an admin takes the slice back at that time, even if the user keeps it
             leaves = min(leaves, max(possible, s.recall_at))
         s.times = facts.version, yields, leaves
     return s.times[1], s.times[2]

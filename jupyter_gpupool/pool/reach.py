@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Bounds on what sessions behind the head of the queue can get: with these, most need no search.
+"""Bounds on what sessions behind the head of the queue can get. They save most of the searches.
 
 A *bound* is what a session would get on each device if the pool preempted every lease that the
 session might preempt there. If a request needs more than that on all devices (with ``n`` slices: on
@@ -43,7 +43,8 @@ class OwnerTerms(NamedTuple):
 #: groups whose guarantee covers its request, and the kind of its owner.
 Kind = tuple[int, "frozenset[str] | None", tuple[str, bool]]
 
-#: Two answers of :meth:`Reach._out_of_reach`.
+#: Two answers of :meth:`Reach._out_of_reach`: equal requests must also fail for all owners, or for
+#: no other owner.
 ANYBODY, NOBODY = (-1.0, math.inf), (math.inf, 0.0)
 
 
@@ -126,7 +127,7 @@ class Reach:
         """
         draft, shares = self._draft, self._shares
         whose, used, over = self._owners.get(s.owner) or self._terms(s.owner)
-        level = shares.levels.get(s.id)  # as level(), without a call
+        level = shares.levels.get(s.id)  # this equals level(), without a call
         if level is None:
             level = shares.level(s)
         kind: Kind = level, shares.entitled.get(s.id), whose
@@ -138,7 +139,7 @@ class Reach:
         limits = self._out_of_reach(s, kind, found)
         if limits is None:
             return self._failed_before(s, found)
-        # The same reason as that of make_room().
+        # make_room() would give the same reason.
         why = self._reason("behind-head" if kept_for_head(draft, found) else "busy", found)
         draft.known.hopeless[found.shape, kind] = *limits, why
         return why
@@ -214,11 +215,11 @@ class Reach:
         if found.where is not None:
             need = found.needs[0]
             failure = need.least, need.bytes, s.wait.since, why
-            # The smallest request first: it rules out the most others.
+            # Put the smallest request first: it rules out the most other requests.
             self._failed.setdefault((found.where, self._asker(s)), []).insert(0, failure)
 
     def _asker(self, s: Session) -> object:
-        in_use = leases_in_use(self._draft)  # if not, any session may preempt all candidates
+        in_use = leases_in_use(self._draft)  # if False, any session may preempt all candidates
         return (s.owner, asker_kind(s, self._shares, in_use=True)) if in_use else None
 
     def _reason(self, rule: Rule, found: Asking) -> Reason:

@@ -68,12 +68,12 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
         return found
     for s in queue:
         if (at := s.wait.since + SLICE_LEAST) > now:
-            found = min(found, at)  # the rule for two sessions of one owner
+            found = min(found, at)  # sessions of one owner may take turns from then on
     shares = Shares(facts)
     if not shares.fair:
         return found
     askers: dict[int, dict[Owner, Sequence[Side]]] = {}
-    # Use the order of the queue, without repetition.
+    # Keep the order of the queue, and use each pair of class and owner only once.
     for level, owner in dict.fromkeys((shares.level(s), s.owner) for s in queue):
         askers.setdefault(level, {})[owner] = shares.sides(owner)
     holders.sort(key=lambda v: slice_ends(v, facts))
@@ -96,7 +96,7 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
             gain = debt / mine.weight
             if mine.used + gain < its.used:
                 if since == now:
-                    continue  # it may take the turn now
+                    continue  # the asker may take the turn now
             elif mine.then + gain >= its.then and not mine.bends:
                 continue
             at = shares.behind_from(owner, v.owner, debt, since)

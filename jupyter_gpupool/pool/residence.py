@@ -19,11 +19,11 @@ The rule, for a holder whose state was moved to its slice:
    the patience that would have cost least over these gaps, as in A. Karlin, K. Li, M. Manasse, S.
    Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP
    1991, 41-55.
-3. *Allowance.* With patience alone, two loops with short pauses would move each other at every
-   longer pause, or one of them would be protected without end. So a holder must use its slice for
-   long enough to pay for a move. Its protection ends after ``cost / share`` seconds of use since it
-   came back. Its computing time and its idle time while a session waited count as use. Idle time
-   while no session waits does not count.
+3. *Allowance.* With patience alone, two sessions that compute in loops with short pauses would
+   preempt each other at every longer pause, or one of them would be protected without end. So a
+   holder must use its slice for long enough to pay for a move. Its protection ends when it has used
+   the slice for ``cost / share`` seconds since it came back. Its computing time and its idle time
+   while a session waited count as use. Idle time while no session waits does not count.
 
 Worst cases:
 
@@ -32,9 +32,10 @@ Worst cases:
   twice as much.
 * Any gaps, with history: a shorter patience can lose more than that if the holder then comes back
   at once, so the pool keeps an account of the loss. ``trust`` is the balance of this account, in
-  moves: every gap adds (2 x best - lost) / cost, and patience is never below cost x (1 - trust),
-  the most that the balance can pay. It starts at 1, never rises above 1, and never falls below 0,
-  so over any sequence of gaps lost <= 2 x best + one move.
+  moves: every gap adds (2 x best - lost) / cost to it, where ``best`` is the optimum in hindsight.
+  Patience is never below cost x (1 - trust), so that the balance can pay for a wrong guess. The
+  balance starts at 1, never rises above 1, and never falls below 0. So over any sequence of gaps,
+  lost <= 2 x best + one move.
 * Two holders that always contend, with pauses shorter than patience: each move follows cost / share
   seconds of use, so moving takes at most share / (1 + share) of the time.
 * A session waits for an idle GPU at most ``cost`` at a time and at most ``cost / share`` (or
@@ -65,8 +66,8 @@ STAY_MOST = 600.0
 #: How many gaps the pool remembers of a session, and how many gaps it needs before they count.
 GAPS, ENOUGH = 8, 3
 
-#: The pool takes a shorter patience only if this would have lost, over the last gaps, at most this
-#: part of what the longest patience would have lost.
+#: The pool takes a shorter patience only if, over the last gaps, the shorter patience would have
+#: lost at most this part of the time that the longest patience would have lost.
 CLEAR = 0.75
 
 #: The shortest time slice, in seconds.
@@ -145,9 +146,10 @@ def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
     """Return how long to wait for an idle holder that has been idle for ``away`` seconds.
 
     This is the patience that would have cost least over its last gaps longer than ``away``, if that
-    costs clearly less than a patience of ``cost``. Without this condition, the pool would move a
-    holder with pauses about as long as a move at each pause. If all of its last gaps were clearly
-    shorter than ``away``, the holder has probably left, and gets the least patience.
+    costs clearly less than a patience of ``cost``. Without this condition, if the pauses of a
+    holder are about as long as a move, the pool would move the holder at each pause. If all of its
+    last gaps were clearly shorter than ``away``, the holder has probably left, and gets the least
+    patience.
     """
     if len(habits.gaps) < ENOUGH or cost <= 0:
         return max(0.0, cost)

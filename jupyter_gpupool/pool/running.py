@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Preemption of sessions in use: which may be preempted, from when on, and for which session.
+"""Preemption of sessions in use: which may be preempted, from what time, and for which session.
 
 A preempted session loses nothing: the pool suspends it while its cell runs, it waits in the queue,
 and the cell continues with the next slice. These are the rules, from the first victim to the last
@@ -21,7 +21,8 @@ tier  rule            which holders, for which askers
 
 For all of these rules, the pool does not preempt these holders:
 
-* A holder that is protected by a guarantee of its own group, except for a session of that group.
+* A holder that is protected by a guarantee of its own group. (A session of the same group may still
+  preempt it.)
 * A holder that cannot be suspended.
 * A holder before its *minimum residence* is over. This is the measured time for moving its state
   out and in. (For ``burst``, it is the holder's time slice if its state was moved to its slice,
@@ -30,13 +31,13 @@ For all of these rules, the pool does not preempt these holders:
 The rules treat protected idle holders (``%gpu keep``, ``reclaim_after``, residence) like busy
 holders: an idle slice is never better protected than a slice in use.
 
-*Two sessions never preempt each other in turn*, except by ``turns``, where that is the purpose. A
-victim of ``guarantee`` belongs to a group that had more than its guarantee. So the victim cannot
-take the slice back by a guarantee: with its request, its group still needs more than its guarantee,
-and a guarantee covers the asker. ``class`` is a strict order; a session that was raised by its age
-keeps the class in which it got its lease. A session that needs more than its request guarantees
-(because its state has grown) preempts only by ``guarantee`` and ``turns``. So a victim of ``burst``
-does not take the slice back by its class.
+*Two sessions never preempt each other again and again*, except by ``turns``, where this is the
+purpose. A victim of ``guarantee`` belongs to a group that had more than its guarantee. So the
+victim cannot take the slice back by a guarantee: with its request, its group still needs more than
+its guarantee, and a guarantee covers the asker. ``class`` is a strict order; a session that was
+raised by its age keeps the class in which it got its lease. A session that needs more than its
+request guarantees (because its state has grown) preempts only by ``guarantee`` and ``turns``. So a
+victim of ``burst`` does not take the slice back by its class.
 
 *Time slices.* A slice lasts for ``cost / max_swap_overhead`` seconds (at least ``SLICE_LEAST``),
 where ``cost`` is the measured time of the holder's own suspend and resume. So moving takes at most
@@ -44,13 +45,13 @@ where ``cost`` is the measured time of the holder's own suspend and resume. So m
 lease only if its bytes are needed. It preempts a lease on several devices as a whole.
 
 *Thrashing.* If there are more sessions than fit, or more state, the GPUs must still do more than
-copy. The pool spreads out in time the sessions that would thrash: a time slice has no upper bound,
-so a session whose state takes two minutes to move has a slice of twenty minutes (at 10 %). All
-devices copy to the same host memory. If many copies slow each other down or wait for each other,
-the measured cost rises. Then every slice becomes longer, until all moves together take no more than
-``max_swap_overhead`` again. The price is a longer round (the sum of the slices of all waiting
-sessions): a session waits for longer until it has its turn. Sessions that should not wait belong in
-a higher class, or in a group with a guarantee.
+copy. The pool lets sessions that would thrash run one after the other, for longer times. A time
+slice has no upper bound: a session whose state takes two minutes to move has a slice of twenty
+minutes (at 10 %). All devices copy to the same host memory. If many copies slow each other down or
+wait for each other, the measured cost rises. Then every slice becomes longer, until all moves
+together take no more than ``max_swap_overhead`` again. The price is a longer round (the sum of the
+slices of all waiting sessions): a session waits for longer until it has its turn. Sessions that
+should not wait belong in a higher class, or in a group with a guarantee.
 
 A holder gives its turn to an asker of another owner only under one condition: the asker would still
 be behind the holder after using as much as the holder uses in one slice. Otherwise the asker would
@@ -135,8 +136,8 @@ def began(s: Session) -> float:
 
 
 def terms(s: Session, facts: Facts) -> tuple[int, float, float, int]:
-    """Return (:attr:`Facts.version`, from when on a rule may preempt ``s`` while in use, when its
-    turn is over, its class as a holder).
+    """Return (:attr:`Facts.version`, the first time at which a rule may preempt ``s`` while in use,
+    the end of its turn, its class as a holder).
 
     The session caches the answer, as with :func:`~.preemption.times`. The class depends on the
     request and the lease, which change only inside :meth:`Facts.change`. Both times are infinity if
@@ -154,7 +155,7 @@ def terms(s: Session, facts: Facts) -> tuple[int, float, float, int]:
 
 
 def use_times(s: Session, facts: Facts) -> tuple[float, float]:
-    """Return from when on a rule may preempt ``s`` while in use, and when its turn is over."""
+    """Return the first time at which a rule may preempt ``s`` in use, and the end of its turn."""
     _, at, ends, _ = terms(s, facts)
     return at, ends
 
@@ -177,7 +178,7 @@ def movable(s: Session, facts: Facts) -> bool:
 
 
 def free_from(s: Session, facts: Facts) -> float:
-    """Return from when on ``s`` may be preempted while in use, by the first rule that allows it."""
+    """Return the first time at which some rule allows a preemption of ``s`` while it is in use."""
     return use_times(s, facts)[0]
 
 
@@ -222,8 +223,8 @@ class Asker:
     def claims(
         self, holder: Session, *, by: float = math.inf, stuck: bool = False, foresee: bool = False
     ) -> Iterator[tuple[int, float]]:
-        """Yield the tiers in which the session may preempt ``holder`` while in use, and from when
-        on; tiers that begin after ``by`` may be missing.
+        """Yield the tiers in which the session may preempt ``holder`` while in use, each with the
+        time at which it begins; tiers that begin after ``by`` may be missing.
 
         The answer ignores guarantees of the holder, which depend on the other victims
         (:func:`covered`). ``stuck``: treat the holder as if it could be suspended. ``foresee``: if

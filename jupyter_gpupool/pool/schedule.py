@@ -23,7 +23,7 @@ the actions (:mod:`.transitions`). The pass has these steps, in this order:
    * The bytes that the session is promised are free.
    * The session fits in free memory: on the devices of its last lease, else on the tightest device
      (:mod:`.placement`).
-   * Its promise remains.
+   * The session keeps its promise, and waits for the suspends under way.
    * The session fits once suspends under way are done.
    * The session fits if the pool preempts the least disruptive victims (:mod:`.victims`). These are
      first idle leases that no rule protects *now* (a rule protects a lease that was just moved, for
@@ -45,7 +45,7 @@ event; :class:`~.machine.Pool` plans until it holds.
 
 Four modules explain a decision to a new reader: :mod:`.metering` (what counts as used),
 :mod:`.shares` (the order of service, and why no session starves), :mod:`.running` (which session
-loses a slice in use, for which session and from when on), and :mod:`.unsuspendable` (what happens
+loses a slice in use, for which session and from what time), and :mod:`.unsuspendable` (what happens
 to a session that cannot be suspended).
 
 To change a rule, change one of four functions: :func:`order` (the order of service: fair share),
@@ -126,8 +126,8 @@ class Plan:
     held_groups: set[str] = field(default_factory=set)
     #: Whether some reason names a limit.
     limited: bool = False
-    #: Whether the order, or which leases may be preempted, may change because usage decays and
-    #: grows.
+    #: Whether the order, or the set of leases that may be preempted, may change because usage
+    #: decays and grows.
     contended: bool = False
 
     @property
@@ -233,7 +233,7 @@ def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
 
     This function changes nothing. It returns an empty plan without a pass if no session wants
     anything, host memory is not short, no rule stops running sessions, and the time of no idle
-    lease is over. (This is so at most events of a cell.) A pass would find nothing: it keeps
+    lease is over. (This is the case for most events of a cell.) A pass would find nothing: it keeps
     promises and reservations only for sessions in the order, which is empty. Each of its other
     steps loops over the order, over ``relieve``, over the sessions that must not run, or over the
     idle leases whose time is over.
@@ -338,8 +338,8 @@ class _Pass:
         self.last = max([self.turn[name] for name in draft.promises], default=-1)
 
     def _behind(self, s: Session, before: float = math.inf) -> list[str]:
-        """Return the sessions behind ``s`` whose promise was made before the wait number
-        ``before``, the last session first.
+        """Return the sessions behind ``s`` whose promises were made before the wait with the number
+        ``before`` began, the last session first.
         """
         turn, own, held = self.turn, self.turn[s.id], self.draft.promises.items()
         if own >= self.last:
@@ -474,7 +474,7 @@ class _Pass:
             self._gain()
             return False
         draft.promise(s, promise)
-        draft.known = known  # the draft is the same as before
+        draft.known = known  # the draft is again as it was before
         self.plan.reasons[s.id] = Reason("planned", devices=_on(takes))
         return True
 

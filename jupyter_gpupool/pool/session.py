@@ -244,7 +244,8 @@ _LEASE = {f.name for f in fields(Lease)} - _OWN
 #: :func:`record` gets the other fields separately.
 _PLAIN = [f.name for f in fields(SessionRecord) if f.name not in ("holds", "wait_reason")]
 _VALUES = attrgetter(*(f"lease.{name}" if name in _LEASE else name for name in _PLAIN))
-#: Fields that a recovered session keeps unchanged; the rest depends on what the driver found.
+#: Fields that a recovered session keeps unchanged; its other fields depend on its state in the
+#: driver.
 _KEPT = [
     f.name
     for f in fields(SessionRecord)

@@ -57,10 +57,10 @@ them alone is not enough. The time that remains is L. With groups, the same is t
 at each level.
 
 *What the claim leaves out.* Sessions within a guarantee go before the session, but only until their
-groups have filled their guarantees, which together are less than the machine. An owner that has
-never used a GPU goes before it once. A lease in use that no rule may preempt lasts as long as its
-cell (:mod:`.unsuspendable`). For each ``ageing`` seconds of its wait, the head of the queue
-reserves one more device. With ``half_life`` 0, S is 0: class and age alone decide.
+groups use their whole guarantees, which together are less than the machine. An owner that has never
+used a GPU goes before it once. A lease in use that no rule may preempt lasts as long as its cell
+(:mod:`.unsuspendable`). For each ``ageing`` seconds of its wait, the head of the queue reserves one
+more device. With ``half_life`` 0, S is 0: class and age alone decide.
 
 Without groups, budgets and past usage, this is the order of class and age.
 """
@@ -274,8 +274,8 @@ class Shares:
     def parts(self, owner: Owner) -> list[tuple[str, float, float]]:
         """Return (name, part used, part due) of an owner at each level of the tree.
 
-        The first is a part of the usage, the second a part of the weights, of all siblings that
-        have used a GPU or wait. The list is empty if past usage does not count.
+        The part used is a part of the usage of all siblings that have used a GPU or wait. The part
+        due is a part of their weights. The list is empty if past usage does not count.
         """
         if not self.fair:
             return []
@@ -344,7 +344,7 @@ class Shares:
         return (a + gain) / light < b / heavy
 
     def behind_from(self, asker: Owner, holder: Owner, gain: float, since: float) -> float:
-        """Return from when on :meth:`behind` is true, at ``since`` at the earliest, if the rates
+        """Return the first time from ``since`` on at which :meth:`behind` is true, if the rates
         stay as they are now; infinity if never.
         """
         parted = self._parted(asker, holder)
@@ -449,7 +449,7 @@ def climbs_at(queue: Iterable[Session], facts: Facts) -> float:
     if settings.ageing <= 0:
         return found
     classes = settings.priority_classes
-    #: By class: after how many seconds of waiting a session is raised to each higher one.
+    #: By class: after how many seconds of waiting a session is raised to each higher class.
     steps: dict[str, list[float]] = {}
     for s in queue:
         name, since = s.request.priority, s.wait.since

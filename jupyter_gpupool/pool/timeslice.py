@@ -3,16 +3,17 @@
 """Time slices: which session computes next if several sessions contend for a device.
 
 A pure planner beside the pool: at the end of every turn it gets the observations of the sessions on
-the devices, and returns those that may run in the next turn. If fewer than two sessions are busy on
-a device, all may run. If two or more are busy, one session at a time has its turn. Over time, the
-busy seconds of each session are then in proportion to its share (start-time fair queueing):
+the devices, and returns the sessions that may run in the next turn. If fewer than two sessions are
+busy on a device, all may run. If two or more are busy, one session at a time has its turn. Over
+time, the busy seconds of each session are then in proportion to its share (start-time fair
+queueing):
 
 * Each session has a *virtual time* on each of its devices: busy seconds / share. The session with
   the smallest virtual time goes next, so later turns make up for a long kernel that overran its
   turn.
 * A session that becomes busy (new, or back from a pause) starts at the smallest virtual time of the
   sessions that were busy there. It gets no credit for its pause, so it cannot keep the others
-  waiting. And it does not have to wait for their old debts.
+  waiting. And it need not wait until sessions with a smaller virtual time have caught up.
 * A session on several devices runs only when it has the turn on all of them. While it waits for the
   last device, other sessions run on the first devices. It gets no credit for these missed turns.
 * A session that is not busy loses nothing: its turn goes to other sessions. The planner does not
@@ -94,8 +95,8 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         clocks[uuid] = max(least, clocks.get(uuid, least))
     contended = contended_devices(runners)
     contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
-    # A session must have its turn on all of its devices, so the device counts on which it is
-    # furthest ahead.
+    # A session must have its turn on all of its devices. So the device on which the session is
+    # furthest ahead decides.
     ahead = {
         r.session: max(virtual[r.session][u] - clocks[u] for u in contended.intersection(r.devices))
         for r in contenders

@@ -147,7 +147,7 @@ def _give_up(facts: Facts, s: Session) -> Actions:
 
 
 def _not_landed(facts: Facts, s: Session) -> Actions:
-    """The session has never been on these devices."""
+    """End a lease on devices that the session has never used."""
     s.measured.busy = weighted(s.measured.busy, facts.now - s.measured.busy_since)
     return _not_attached(facts, s)
 
@@ -235,7 +235,7 @@ def _stays(facts: Facts, s: Session) -> Actions:
     s.lease.preempted, s.preempted = 0, ""
     if s.holds:
         return _work(facts, s)
-    since = s.idle_since  # from before the suspend, or when a hold was dropped during it
+    since = s.idle_since  # it began before the suspend, or when a hold was dropped meanwhile
     _gap(facts, s)
     s.idle_since = since
     return []
@@ -345,7 +345,7 @@ def move(
 
 
 def grant(facts: Facts, s: Session, takes: tuple[Slice, ...], reason: str) -> Actions:
-    """Give a session its slices and return the actions that carry it out."""
+    """Give a session its slices and return the actions that put the lease into effect."""
     actions: Actions = []
     if s.state == "detached":
         actions += move(facts, s, "queued", reason, facts.now)

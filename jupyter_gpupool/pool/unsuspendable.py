@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Sessions that cannot be suspended while others wait: the pool warns, asks, and may end them.
 
-Such a holder is never a victim, or its suspend fails again and again (because its process is
+Such a session is never a victim, or its suspend fails again and again (because its process is
 stopped, or its work on the GPU does not end). So another session that waits for this slice, and may
 take it by some rule (:mod:`.running`), could wait without end. The pool first warns the user of the
 holder, later asks the user to free the slice, and at last ends the holder. It does so only as far
@@ -62,7 +62,7 @@ def note(facts: Facts, plan: Plan) -> None:
                     s.lease.stuck_since = facts.now
     for name, (s, w) in before.items():
         if s.state == "detaching" and s.refused and w.id in facts.waiting:
-            # the pool tries once more: the wait counts until this attempt succeeds
+            # the pool tries the suspend again: the wait counts until it succeeds
             facts.stuck[name] = s, w
         elif name not in facts.stuck:
             s.lease.stuck_since, s.lease.warned = None, 0

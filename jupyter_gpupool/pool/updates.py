@@ -451,8 +451,8 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
         s.pinned_at = facts.now
     elif s.lease.preempted or not (event.kind == "busy" and s.holds):
         # If the agent refused because of a hold, there is no back-off, and the pool may suspend the
-        # session as soon as the hold is dropped. After a back-off, the pool would meet the
-        # session's next short cell.
+        # session as soon as the hold is dropped. After a back-off, the session's next short cell
+        # could already run, and would prevent the suspend again.
         _back_off(facts, s, event.kind)
         s.refused = event.message if event.kind != "host" else ""
         s.confined = event.kind == "limit"

@@ -65,8 +65,7 @@ class Trial:
         self.chosen: list[Session] = []
         self.freed: dict[str, int] = {}
         self.takes: tuple[Slice, ...] = ()
-        #: The lacks of host memory because of which choices failed although there were leases to
-        #: preempt.
+        #: The lacks of host memory that made choices fail although there were leases to preempt.
         self.host_lacks: set[HostLack] = set()
         self._failed: HostLack = ""
         #: The owner and the :func:`.preemption.asker_kind` of the asker; None until they are
@@ -449,7 +448,7 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
 def make_room(
     draft: Draft, s: Session, found: Asking, lacks: Lack | None, *, behind_head: bool
 ) -> Offer | Reason:
-    """Return the same as :func:`attempt` if ``s`` finds too little free memory or exceeds
+    """Return the result of :func:`attempt` if ``s`` finds too little free memory or exceeds
     ``lacks``.
     """
     owner, needs = s.owner, found.needs

@@ -140,7 +140,7 @@ def _where(found: GroupGuarantee) -> str:
 
 
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
-    """Yield how many sessions are ahead in the queue, and their classes if any is another class."""
+    """Yield how many sessions are ahead in the queue, and their classes if any of these differs."""
     ahead = [facts.sessions[name] for name in found.ahead]
     if not ahead:
         return
@@ -162,7 +162,7 @@ def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
 
 def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
     """Yield the leases that a session waits for: leases of its owner first, then those of others.
-    In each part, the leases come first that the session may preempt soonest.
+    In each part, the leases that the session may preempt soonest come first.
     """
     alike: dict[tuple[int, str, str], list[HeldLease]] = {}
     own: list[HeldLease] = []
@@ -212,7 +212,7 @@ def _may_take_at(h: HeldLease) -> float:
 
 
 def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
-    """Return from when on the waiting session may preempt a lease, as the end of a sentence."""
+    """Return when the waiting session may first preempt a lease, as the end of a sentence."""
     if h.use == "leaving":
         return ""
     it = "it" if number == 1 else "them"
@@ -274,7 +274,8 @@ def _kernels(number: int) -> str:
 def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
     words = [_CHANGE_WORDS[name] for name in found.changes if name in _CHANGE_WORDS]
     if words:
-        # Only a promise of the plan is certain. All other changes only may lead to a slice.
+        # Only a promise of the plan is certain. The other changes may lead to a slice, but need
+        # not.
         goes = "goes" if "suspend-ends" in found.changes else "may go"
         yield f"It {goes} on when {' or '.join(words)}."
     if found.changes_at is not None:

@@ -320,8 +320,8 @@ def _users(facts: Facts) -> str:
 
 
 def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
-    """Return why a session must wait for its own devices although others may be free: a rule of
-    CUDA.
+    """Return why a rule of CUDA makes a session wait for its own devices although others may be
+    free.
     """
     needs = asking(s, facts).needs
     ledgers = [facts.devices[uuid] for uuid in s.bound]

@@ -45,8 +45,8 @@ OPEN_TIMEOUT = 60.0
 def start(command: Sequence[str], options: RunOptions, name: str) -> str:
     """Start ``command`` in the background; return its name when the pool has accepted it.
 
-    At that time its session is open. A command that holds its slice from the start has the slice or
-    waits for it in the queue.
+    When this returns, the command's session is open. A command that holds its slice from start to
+    end then has the slice, or waits for it in the queue.
 
     Raises
     ------
@@ -63,7 +63,8 @@ def start(command: Sequence[str], options: RunOptions, name: str) -> str:
         try:
             os.setsid()
             if os.fork():
-                # The supervisor is then no session leader, so it can never get a terminal.
+                # After this second fork, the supervisor is not the leader of its process session,
+                # so it can never get a terminal.
                 os._exit(0)
             os.close(reading)
             _supervise(command, replace(options, name=name, named=True), writing)
@@ -176,8 +177,8 @@ class _RecordKeeper:
     def ended(self, code: int, refused: GPUPoolError | None) -> None:
         reason = refused.message if refused is not None else ""
         self._change(state="ended", code=code, ended=time.time(), reason=reason)
-        # The record is written first: after this report, ``run`` removes the record of a command
-        # that was refused at once.
+        # The record is written before the report, because ``run`` removes the record of a refused
+        # command when it gets the report.
         if refused is not None:
             self._tell(message=refused.message, code=refused.code, next_step=refused.next_step)
         self._tell(ok=True)
@@ -258,7 +259,7 @@ def stop(name: str, number: int, after: float) -> RunRecord:
 
 
 def _signal(record: RunRecord, number: int) -> None:
-    """Send a signal to the process group of a command. This has no effect if it has ended."""
+    """Send a signal to a command's process group, unless the command has ended."""
     if record.at_work:
         with suppress(ProcessLookupError):
             os.killpg(record.process[0], number)
@@ -280,8 +281,8 @@ def wait(name: str, seconds: float | None) -> RunRecord | None:
         left = None if give_up is None else give_up - time.monotonic()
         if left is not None and left <= 0:
             return None
-        # This waits for the supervisor if it lives, because it writes the command's end and then
-        # ends itself.
+        # If the supervisor lives, this waits for the supervisor and not for the command: the
+        # supervisor writes the command's end into the record, and then ends.
         watched = record.supervisor[0] if record.supervised else record.process[0]
         descriptor = open_pidfd(watched)
         if descriptor is None:

@@ -61,7 +61,8 @@ class RunOptions:
     #: Seconds to wait for the first slice; None means as long as the pool allows.
     max_wait: float | None = None
     socket: str = ""
-    #: Whether the program gets its name in its environment. It does if it has a record.
+    #: Whether the program's environment has the program's name: always for a detached command,
+    #: otherwise with ``--name``.
     named: bool = False
 
     def holds_from_start(self, session: ProgramSession) -> bool:
@@ -233,8 +234,8 @@ class Run:
         elif link.given_up(self._wait):
             self._refuse(link.unavailable())
         else:
-            # The state "queued" is not enough: a session also has this state shortly before a
-            # refusal.
+            # The state "queued" does not prove that the command has a place in the queue: a session
+            # also has this state shortly before a refusal.
             if not self._told_wait and (link.queue is not None or link.state == "attaching"):
                 self._told_wait = True
                 self._on_wait()
@@ -250,7 +251,7 @@ class Run:
             if refused is not None and refused.what == "attach":
                 self._progress.say(f"{refused.message} {refused.next_step}".rstrip())
         waits = link.queue is not None
-        # The wait goes on while no broker runs, and until the session has its slice.
+        # A wait that has begun goes on until the session has its slice, also while no broker runs.
         if self._progress.waited:
             waits |= link.state in WAITING
         if waits and not link.attached:

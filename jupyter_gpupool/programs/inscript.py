@@ -3,11 +3,11 @@
 """``jupyter_gpupool.slice``: a block of a Python program that holds a slice.
 
 A process that is already in a session joins that session: a command of ``jupyter gpupool run``, a
-kernel, or a child of either. Any other process gets its own session. It was started without the
-guard, so it loads the guard now, and the dynamic loader then uses the guard in place of the
-driver's library. If the process has already loaded the driver, this is too late: it runs without
-the guard, if the pool allows that. A process that has called cuInit is refused, because it would
-stay on the GPU that it has seen.
+kernel, or a child of either. Any other process gets its own session. Such a process was started
+without the guard, so it loads the guard now. The dynamic loader then uses the guard in place of the
+driver's library. If the process has already loaded the driver, it is too late to load the guard:
+the process runs without the guard, if the pool allows that. The module refuses a process that has
+called cuInit, because the process would stay on the GPU that it has seen.
 """
 
 from __future__ import annotations

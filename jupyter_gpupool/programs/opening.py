@@ -22,8 +22,8 @@ from ..units import LEAST_BYTES, parse_bytes
 #: The variable with the name of a program that ``jupyter gpupool run`` has started.
 NAME_VARIABLE = "GPUPOOL_NAME"
 
-#: Variables with a process number in which the service manager means the program. The program gets
-#: its own number there, not that of ``jupyter gpupool run``.
+#: Variables in which a service manager writes the process id of its service. The program gets its
+#: own process id in them, not the one of ``jupyter gpupool run``.
 _OWN_NUMBER = ("LISTEN_PID", "WATCHDOG_PID")
 
 
@@ -108,7 +108,7 @@ class ProgramSession:
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without the variables of a session in which this process may run."""
+    """Return ``environ`` without the variables of the session that this process may belong to."""
     env = without_guard(environ)
     for name in (*OUTER_VARIABLES, NAME_VARIABLE):
         env.pop(name, None)
@@ -124,11 +124,11 @@ def open_session(
     socket: str = "",
     guarded: bool = True,
 ) -> ProgramSession:
-    """Open a session for a process, and report the process to the broker; start one if none runs.
+    """Open a session for a process, and report the process to the broker.
 
-    ``process`` returns the number of the process; it is called when the session is open. ``attach``
-    is the attach policy; None means the pool's policy. ``guarded`` is False for a process that has
-    already loaded the driver.
+    If no broker runs, this starts one. When the session is open, it calls ``process``, which
+    returns the number of the process. ``attach`` is the attach policy; None means the pool's
+    policy. ``guarded`` is False for a process that has already loaded the driver.
 
     Raises
     ------

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Records and logs of detached commands, in a folder of this user for this machine.
 
-The folder of each command has its name, and contains ``record.json``, ``log`` and ``log.1``. The
-command's supervisor writes these files. All others only read them, and look at the processes to
-check whether a record is still true.
+Each command has a folder with the command's name, which contains ``record.json``, ``log`` and
+``log.1``. The command's supervisor writes these files. Other processes only read the files. They
+look at the processes in a record to check whether the record is still true.
 """
 
 from __future__ import annotations
@@ -147,9 +147,10 @@ def check_name(name: str) -> str:
 
 
 def claim(name: str, command: Sequence[str]) -> str:
-    """Make the folder of a new command; return its name: ``name``, or a new one if that is empty.
+    """Make the folder of a new command, and return the command's name.
 
-    If an ended command has this name, its record is removed.
+    If ``name`` is empty, this makes a new name. If an ended command has the name ``name``, the
+    record of that command is removed.
 
     Raises
     ------
@@ -333,7 +334,7 @@ def follow_log(name: str) -> Iterator[bytes]:
                 continue
             if not replaced(file.fileno(), log_path(name)):
                 break
-            yield file.read()  # the rest that was written before the new log began
+            yield file.read()  # the bytes that the old log got after the last read
             file.close()
             file = None
             with suppress(OSError):

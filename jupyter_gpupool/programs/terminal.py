@@ -45,7 +45,8 @@ AWAITED = FORWARDED | {signal.SIGCHLD}
 #: process (stty tostop).
 _BLOCKED = AWAITED | {signal.SIGTTOU}
 
-#: Exit codes as of a shell: the file of the command is no program, and there is no such command.
+#: The exit codes that a shell also uses: the first if the file of the command is no program, the
+#: second if there is no such command.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 #: The exit code if the pool has not started the command, or has ended it; docker run(1) uses the
@@ -80,13 +81,13 @@ def is_for_us_alone(info: signal.struct_siginfo, child: int) -> bool:
     """Return whether only this process received the signal, and not the command."""
     if info.si_code <= 0:
         return bool(info.si_pid != child)
-    # The terminal sends a signal to the whole group. Only at a hang-up, it first sends SIGHUP to
-    # the leader of the session alone.
+    # The terminal sends a signal to all processes of the group. There is one exception: when the
+    # terminal hangs up, the first SIGHUP goes only to the leader of the process session.
     return bool(info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid())
 
 
 def fill_standard_streams() -> None:
-    """Open each closed descriptor of 0, 1 and 2, so that no other file gets one of these numbers.
+    """Open the descriptors 0, 1 and 2 if they are closed, so that no other file gets their numbers.
 
     The new descriptors are only for this process. In the command they are closed.
     """
@@ -98,7 +99,7 @@ def fill_standard_streams() -> None:
 def has_terminal() -> bool:
     """Return whether this process has a controlling terminal.
 
-    If so, a shell watches it and notices when it stops.
+    If it has one, a shell watches this process and notices when the process stops.
     """
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
@@ -110,8 +111,8 @@ def has_terminal() -> bool:
 class CommandProcess:
     """The process that becomes the command.
 
-    It must be made before this process has a second thread. From then on the signals in
-    :data:`AWAITED` are blocked in this process, for ``sigtimedwait``.
+    Make this object before this process has a second thread. The object blocks the signals in
+    :data:`AWAITED` in this process, for ``sigtimedwait``.
 
     Parameters
     ----------
@@ -201,8 +202,9 @@ class CommandProcess:
     def wake(self) -> None:
         """Continue the command if it is still stopped as at the last look.
 
-        A shell's ``fg`` wakes the whole process group. A further SIGCONT would come later than that
-        of ``fg``. So it could wake a command that a second Ctrl-Z has stopped meanwhile.
+        A shell's ``fg`` sends SIGCONT to all processes of the group. A SIGCONT from this process
+        would come after the one of ``fg``. So it could wake a command that a second Ctrl-Z has
+        stopped meanwhile.
         """
         self._note_states()
         if self._stopped and self._stopped_by is None:
@@ -220,9 +222,9 @@ class CommandProcess:
 
     def stop_as_it_did(self, number: int) -> None:
         """Stop this process by the same signal as the command, until somebody wakes both."""
-        # The signal is sent while it is blocked, and is unblocked afterwards. Ctrl-Z has sent it to
-        # this process, too, and two pending signals of the same number arrive as one. Its default
-        # action does nothing in a process group that no shell watches.
+        # This process sends the signal to itself while the signal is blocked, and then unblocks it.
+        # Ctrl-Z has already sent the same signal to this process, and two pending signals of one
+        # number arrive as one. The signal stops no process in a group that no shell watches.
         os.kill(os.getpid(), number)
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.Signals(number)})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -52,8 +52,8 @@ class BrokerLink:
         self._client: Client | None = None
         #: The connection on which the broker pushes rows.
         self._watched: Client | None = None
-        #: The last error from the broker that answers no call: it says why the broker closes the
-        #: connection.
+        #: The last error message that was not an answer to a call. The broker sends such a message
+        #: before it closes the connection, and says why.
         self._said: RefusedError | None = None
         self._connecting = asyncio.Lock()
         self._calls = asyncio.Semaphore(MAX_CALLS)
@@ -139,7 +139,8 @@ class BrokerLink:
                 )
                 return made[0]
 
-            # A hung broker accepts no connection, so an attempt to connect blocks its thread.
+            # A hung broker accepts no connection, so an attempt to connect blocks. Another thread
+            # makes the attempt, so that it does not block the event loop.
             self._client = await loop.run_in_executor(None, connect)
             return self._client
 

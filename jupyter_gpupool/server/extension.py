@@ -56,7 +56,7 @@ ROUTES: tuple[tuple[str, Any], ...] = (
 
 
 class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
-    """Shows a Jupyter server's users the GPU pool. Enabled by installing it."""
+    """Shows a Jupyter server's users the GPU pool. The installed package enables it."""
 
     name = "jupyter_gpupool"
 

@@ -41,7 +41,7 @@ class Route(APIHandler):  # type: ignore[misc]
     """Base class of the routes. Every error is JSON with ``code``, ``message``, ``next_step``."""
 
     auth_resource = RESOURCE
-    #: Requests to these routes are no activity, so an idle server can still be culled.
+    #: Requests to these routes do not count as activity, so an idle server can still be culled.
     _track_activity = False
 
     @property

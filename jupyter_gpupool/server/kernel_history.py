@@ -7,8 +7,9 @@ in the snapshots it adds a point of nulls, so that the line of a chart breaks th
 
 :class:`KernelUsage` counts how long this server's kernels were open, and how long they had a slice.
 Both totals only grow, and a kernel that has ended still counts. If the broker dies and then finds a
-kernel's session again, the kernel counts as open all the time. Its slice during that time counts
-only if the broker has counted it. After a kill, the broker's own count is smaller.
+kernel's session again, the kernel counts as open for all of that time. The seconds of its slice
+during that time count only as far as the broker's own total contains them. After a kill of the
+broker, this total lacks some of them.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class KernelRing(Ring):
 
     def __init__(self) -> None:
         super().__init__("used", "busy")
-        #: The session, the time and the busy seconds at the last point; None if they are unknown
-        #: there.
+        #: The session, the time and the busy seconds at the last point; None if the busy seconds
+        #: were unknown at that point.
         self._before: tuple[str, float, float] | None = None
 
     def take(self, now: float, session: Mapping[str, Any], broken: bool) -> None:
@@ -158,8 +159,8 @@ class _LastCount:
     at: float
     #: The seconds with a slice, as the broker counts them.
     total: float
-    #: The time since which the seconds of its present slice are not yet counted; None without a
-    #: slice.
+    #: The time from which the session's present slice is not yet counted; None if the session has
+    #: no slice.
     leased: float | None = None
     #: Seconds with a slice since the last count, from rows of the journal.
     known: float = 0.0

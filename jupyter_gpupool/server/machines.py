@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The machines of the cluster as this server shows them, from the broker's answer. Pure.
 
-All figures of a machine are from its last report, so the result has the report's age, too. It does
-not contain the limits of users and groups.
+The figures of another machine are from its last report, so the result also has the age of that
+report. The result does not contain the limits of users and groups.
 """
 
 from __future__ import annotations

@@ -23,14 +23,15 @@ _NEXT_STEP = "`jupyter gpupool doctor` says more."
 
 
 def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -> View:
-    """Return the page's data while no broker has answered, from the driver or the emulation.
+    """Return the page's data for the time before a broker has answered.
 
+    If ``socket`` exists, the data report a GPU. The broker at this socket has its own
+    configuration, and may have devices that this process cannot see. So only that broker can
+    report that there is no GPU. Without a socket, the data come from the emulation or the driver.
     ``config`` is the section ``GPUPool`` of the server's configuration. It overrides the
-    environment, as in the broker. A broker that listens at ``socket`` has its own configuration,
-    and may have devices that this process cannot see. So only that broker can report that there is
-    no GPU.
+    environment, as in the broker.
     """
-    # Unlike Path.exists, this raises no error if the folder is unreadable.
+    # Unlike Path.exists, os.path.exists raises no error if the folder is unreadable.
     if os.path.exists(socket):
         return _some()
     machine = config["emulate"] if "emulate" in config else environ.get("GPUPOOL_EMULATE", "")

@@ -23,8 +23,8 @@ from .views import View
 #: Least seconds between two questions to a machine.
 LEAST = 1.0
 
-#: Seconds to wait for an answer. This machine's broker waits longer for an answer that is lost on
-#: its way.
+#: Seconds to wait for an answer. If the answer is lost on its way, this machine's broker waits for
+#: it longer than this.
 PATIENCE = 10.0
 
 #: A machine's clock counts as changed if it seems to have moved by more than this many seconds.
@@ -115,7 +115,7 @@ class _MachineAnswers:
                 sessions += list(answer["sessions"])
                 gpus.update({gpu["uuid"]: gpu for gpu in answer["gpus"]})
             for session in sessions:
-                # If a session is malformed, this call raises here and not later in each view.
+                # If a session is malformed, the error is raised here and not later in each view.
                 self._shown(session, 0.0)
             self._now, self._heard = float(answer["now"]), time.monotonic()
             self._sessions, self._gpus = sessions, [*gpus.values()]
@@ -151,8 +151,8 @@ class _MachineAnswers:
             **session,
             **times,
             "queue_length": session.get("queue_length") if queued else None,
-            # These seconds are left out: a share of time needs the exact time of each count, on the
-            # same clock.
+            # From these seconds, the history computes a share of time. This needs the exact time of
+            # each count on one clock, which the server does not know for another machine.
             "busy_seconds": None,
             "mine": True,
             "here": True,

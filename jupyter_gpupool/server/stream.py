@@ -48,7 +48,7 @@ class EventSocket(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  
         await ensure_async(super().get(*args, **kwargs))
 
     def set_default_headers(self) -> None:
-        """Set none of the headers that pages have; called by tornado."""
+        """Do not set the headers that pages have; called by tornado."""
 
     def get_compression_options(self) -> dict[str, Any]:
         """Turn on compression: the names of fields are most of a snapshot. Called by tornado."""

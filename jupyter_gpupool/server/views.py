@@ -34,8 +34,8 @@ _CLOCKS = frozenset(
     }
 )
 
-#: A daily budget is published again each time this part of it has been used, and when it is used
-#: up.
+#: The server publishes a daily budget again each time the user has spent this part of it, and when
+#: nothing is left.
 _STEP = 0.01
 
 #: The machine's free memory is published again after a change of this many bytes, or of 5 % if that
@@ -112,8 +112,8 @@ def delta(
     """Return the changes from ``old`` to ``new``; None if nothing relevant changed.
 
     In the result, ``devices`` and ``sessions`` contain the changed entries in full, and ``removed``
-    contains the ids of ended sessions. The parameter ``available`` is the free memory that clients
-    last got, if it differs from the one in ``old``.
+    contains the ids of ended sessions. The parameter ``available`` is the machine's free memory
+    that clients last got. If it is None, clients last got the value in ``old``.
     """
     changes: View = {
         name: new[name]

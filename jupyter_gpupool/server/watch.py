@@ -29,17 +29,18 @@ from .views import View
 #: Least seconds between two snapshots. A snapshot of 50 sessions has 40 KiB.
 LEAST_INTERVAL = 0.05
 
-#: Most seconds between two snapshots in three cases. A kernel of this server waits: its place may
-#: change when others leave the queue. A client listens and a kernel has a slice: its use changes. A
-#: kernel of this server has just changed: one more snapshot follows.
+#: Most seconds between two snapshots in four cases. First, a kernel of this server waits or moves:
+#: its place changes when other kernels leave the queue. Second, a client listens and a kernel of
+#: this server has a slice, whose use changes. Third, a client listens and a kernel is on another
+#: machine. Fourth, a kernel of this server has just changed, and one more snapshot follows.
 LIVELY_INTERVAL = 1.0
 
 #: Seconds until the first attempt to reach a broker that is away, and the most seconds between two
 #: attempts.
 FIRST_RETRY, MOST_RETRY = 0.25, 5.0
 
-#: The most rows of the journal that wait for the next snapshot, which shows whose sessions they are
-#: about.
+#: The most rows of the journal that wait for the next snapshot. That snapshot shows which of the
+#: rows are about kernels of this server.
 MAX_ROWS = 10_000
 
 
@@ -76,8 +77,8 @@ class Watch:
         Restarts a broker that has died, or raises an error that says why it cannot. Does nothing if
         the broker lives.
     notice:
-        Returns the notice that the broker has another configuration than this server; "" if it has
-        the same.
+        Returns the notice that the broker has another configuration than this server; "" if their
+        configurations are the same.
     remote:
         Returns those of this server's kernels that run on other machines, by id.
     """
@@ -121,7 +122,8 @@ class Watch:
         self._rows: list[Message] = []
         #: Bytes per second of the last move of a kernel's state, by the kind of row.
         self._speeds: dict[str, float] = {}
-        #: The sessions that the pool suspends soon. True if their users were warned.
+        #: The sessions from which the pool soon takes an idle slice. The value is True if the
+        #: session's user was warned.
         self._warned: dict[str, bool] = {}
         #: The free memory of the machine that was last published.
         self._available: int | None = None
@@ -333,8 +335,8 @@ class Watch:
             pause = min(pause, LIVELY_INTERVAL)
         settles = self._stirred + LIVELY_INTERVAL - last["now"]
         if settles > 0:
-            # One more snapshot follows soon, because the history shows its state until the next
-            # snapshot.
+            # One more snapshot follows soon, because the history shows the state of this one until
+            # then.
             pause = min(pause, settles + LEAST_INTERVAL)
         for session in last["sessions"]:
             if not session["here"]:

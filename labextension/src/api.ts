@@ -28,7 +28,9 @@ export interface IDevice {
   readonly memory_granted: number;
   /** Used by processes outside the pool. */
   readonly memory_foreign: number;
-  /** Null while the device is out of service; an older server sends a number then. */
+  /**
+   * Null while the device is out of service, but older servers send a number even so.
+   */
   readonly memory_free: number | null;
   readonly memory_used: number | null;
   /** Percent. */
@@ -70,7 +72,8 @@ export interface IAnySession {
   readonly slices: readonly ISlice[];
   readonly queue_position: number | null;
   /**
-   * The bytes that it asks for on each device, and on how many. Older servers omit it.
+   * The bytes that the session asks for on each device, and the number of devices.
+   * Older servers omit this field.
    */
   readonly asks?: { readonly memory: number; readonly devices: number };
   /**
@@ -142,7 +145,9 @@ export interface ISession extends IAnySession {
   readonly budgets?: readonly IBudget[];
   readonly pinned_reason: string;
   readonly idle_seconds: number | null;
-  /** When an idle slice goes back to the pool, if only the clock decides; else null. */
+  /**
+   * When the pool takes an idle slice back, if only the time decides this; else null.
+   */
   readonly leaves_at: number | null;
   /** Why the pool took its slice while it was idle; missing or empty if it did not. */
   readonly taken_reason?: string;
@@ -343,7 +348,7 @@ export interface IMachine {
 export interface IMachines {
   /** Whether the cluster's ledger has answered; null if there is no cluster. */
   readonly connected: boolean | null;
-  /** Number of machines for which one answer has no room. */
+  /** Number of machines that the answer leaves out, because its size is limited. */
   readonly left_out: number;
   /** This machine is the first one. */
   readonly machines: readonly IMachine[];

@@ -207,7 +207,7 @@ export function addCommands(options: IOptions): void {
       await model.refresh();
       const { status, code, message, nextStep } = model.broker;
       if (status === 'away' && !model.live && noBroker(code)) {
-        // An absent broker is normal here: it ends when no kernel needs it.
+        // An absent broker is normal here: a broker ends when no kernel needs it.
         tellCalmly(trans.__('The pool starts with the first Pooled GPU kernel.'));
       } else if (status === 'away') {
         tellRefusal(trans, new Error([message, nextStep].filter(Boolean).join(' ')));

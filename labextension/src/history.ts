@@ -84,7 +84,8 @@ export class History implements IDisposable {
   private async _ask(): Promise<void> {
     const latest = await this._model.client.history();
     const due = this._asked + HOUR_INTERVAL <= performance.now();
-    // An older server does not have the hour. The model reports why the broker is away.
+    // Older servers have no last hour. If the broker is away, the model reports the
+    // reason.
     const hour = due ? await this._model.client.hour().catch(() => null) : this._hour;
     if (!this.isDisposed) {
       this._asked = due ? performance.now() : this._asked;

@@ -86,8 +86,8 @@ export class Machines implements IDisposable {
   private async _ask(): Promise<void> {
     try {
       const found = await this._model.client.machines();
-      // If the broker has gone away meanwhile, nothing would remove these figures
-      // later.
+      // Drop the figures if the broker has gone away meanwhile, because nothing would
+      // remove them later.
       this._set(this._there() ? found : null);
     } catch (error) {
       // Show no figures, because old ones would look like new ones.
@@ -106,7 +106,7 @@ export class Machines implements IDisposable {
   private readonly _poll: Poll<void>;
   private _holders = 0;
   private _asking = false;
-  /** The last view for which it fetched without a kernel. */
+  /** The last view for which the machines were fetched while no pooled kernel ran. */
   private _seen: IPool | null = null;
   private _latest: IMachines | null = null;
 }

@@ -7,7 +7,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 import type { IOrder, IPool } from './api';
 
 /**
- * The order because of which no kernel gets a slice now; null if a device is in
+ * The admin's order that stops all grants of slices now; null if a device is in
  * service.
  */
 export function pauseOf(view: IPool | null): IOrder | null {

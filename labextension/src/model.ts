@@ -19,7 +19,10 @@ import { nextStep } from './tell';
 import type { Change, IBroker } from './tokens';
 import { IPoolModel, isMine, PROVISIONER, REMOTE_PROVISIONER } from './tokens';
 
-/** If the wall clock is so many milliseconds ahead, the computer was asleep. */
+/**
+ * If the wall clock gains more milliseconds than this on the steady clock, the computer
+ * was asleep.
+ */
 const SLEPT = 2000;
 
 /**
@@ -239,7 +242,8 @@ export class PoolModel implements IPoolModel {
       return;
     }
     if (this._stream.heard && error instanceof PoolError && error.code === 'network') {
-      // The websocket is most likely dead, too, although it has reported nothing.
+      // After a failed request, the websocket is most likely dead, too, although no
+      // event has reported it.
       this._stream.again();
     }
     if (!this._stream.heard) {

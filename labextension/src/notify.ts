@@ -20,12 +20,15 @@ import { about, bytes, localTime, timeOfDay } from './words';
 const NAME = 28;
 
 /**
- * If the times of two warnings differ by fewer seconds, they are one warning, sent
- * again.
+ * Two warnings whose times differ by fewer seconds than this are the same warning, sent
+ * twice.
  */
 const SAME = 1;
 
-/** The text of a warning; `name` is the document's. The shown text does not change. */
+/**
+ * The text of a warning; `name` is the name of the document. A shown text is not
+ * updated.
+ */
 export function warning(
   trans: TranslationBundle,
   name: string,

@@ -102,7 +102,8 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   /**
-   * Draw only after a change that this list shows: most concern other users' kernels.
+   * Draw only after a change that this list shows: most changes of the pool are of
+   * other kernels.
    */
   private readonly _onChanged = (): void => {
     const shown = this._sessions()

@@ -43,8 +43,8 @@ export const HIDDEN_AFTER = 10_000;
 export const HIDDEN_INTERVAL = 60_000;
 
 /**
- * If a websocket had messages for so many milliseconds, its loss starts the back-off
- * anew.
+ * If a websocket closes this many milliseconds or more after its first message, the
+ * back-off starts from the first pause.
  */
 export const LASTING = 30_000;
 
@@ -66,8 +66,8 @@ export function pause(failures: number, random: number): number {
 /**
  * Keeps the websocket open while `wanted` is true and the page is visible.
  *
- * While the page is hidden, it asks slowly instead. While `wanted` is false, it sends
- * nothing.
+ * While the page is hidden, it sends a request every `HIDDEN_INTERVAL` instead. While
+ * `wanted` is false, it sends nothing.
  */
 export class EventStream implements IDisposable {
   constructor(

@@ -39,7 +39,8 @@ export function unanswered(error: unknown): boolean {
 
 /** The next step after an error: what the server advises, and where to find more help. */
 export function nextStep(trans: TranslationBundle, code: string, next: string): string {
-  // If the socket is missing, the server's text already contains this.
+  // If the socket is missing (`no-broker`), the server's text already contains this
+  // sentence.
   return code === 'broker-unavailable'
     ? [
         trans.__(
@@ -158,8 +159,8 @@ export function followPool(model: {
   model.changed.connect(() => {
     const was = up;
     up = model.broker.status === 'up';
-    // Do this only when the pool comes back: a request may fail while the websocket
-    // works.
+    // Remove the notifications only when the pool comes back. A request may fail while
+    // the websocket works, and the notification of that failure must stay.
     if (up && !was) {
       outages.forEach(takeBack);
       outages.clear();

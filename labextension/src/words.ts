@@ -27,7 +27,7 @@ function tenths(amount: number): string {
   return amount.toFixed(1).replace(/\.0$/, '');
 }
 
-/** `6 of 8 GiB`: the unit is written once if both sizes have the same. */
+/** `6 of 8 GiB`: the unit is written once if both sizes have the same unit. */
 export function part(trans: TranslationBundle, used: number, whole: number): string {
   const one = bytes(used).split(' ');
   const other = bytes(whole).split(' ');
@@ -145,7 +145,8 @@ export function about(trans: TranslationBundle, seconds: number): string {
 }
 
 /**
- * The possible ends of a shown range in seconds: no estimate is more exact than this.
+ * The seconds at which a shown range may begin or end: no estimate is more exact than
+ * these steps.
  */
 const STEPS = [
   0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600,
@@ -267,14 +268,18 @@ export interface ISaid {
   /** Only the figure, for narrow places. */
   readonly short: string;
   /**
-   * For the narrowest places: a figure cut off there would look like another figure.
+   * For the narrowest places. It must be short, because a figure that is cut off looks
+   * like another figure.
    */
   readonly least: string;
   /** Whether the text counts down and must be drawn again each second. */
   readonly counts: boolean;
 }
 
-/** The text stops counting if the suspend of an idle slice is so many seconds late. */
+/**
+ * If the suspend of an idle slice is more than this many seconds late, the text no
+ * longer counts down.
+ */
 const LATE = 2;
 
 /** A text that does not count down. */
@@ -388,7 +393,7 @@ export function say(
   }
 }
 
-/** What moves suspended state back to a GPU, as the end of a sentence. */
+/** The end of a sentence: it says what brings the suspended state back to a GPU. */
 export function comesBack(trans: TranslationBundle, attach: string): string {
   switch (attach) {
     case 'cell':

@@ -9,8 +9,8 @@ import {
   type Locator,
   type Page
 } from '@playwright/test';
-// Do not import from the package's index: it loads a report of benchmarks and the
-// libraries that draw it.
+// Do not import from Galata's index: it also loads Galata's benchmark report, and the
+// libraries that draw that report.
 import { galata } from '@jupyterlab/galata/lib/galata';
 import type { IJupyterLabPageFixture } from '@jupyterlab/galata/lib/jupyterlabpage';
 import type { NotebookPanel } from '@jupyterlab/notebook';
@@ -285,7 +285,10 @@ export class Notebook {
     }
   }
 
-  /** Record the texts of the chip from now on; the result returns all texts so far. */
+  /**
+   * Record the chip's texts from now on. Returns a function that returns all texts so
+   * far.
+   */
   async listen(): Promise<() => Promise<string[]>> {
     const name = `said-${this.kernelId}`;
     await this.panel.evaluate((node, key) => {

@@ -49,7 +49,10 @@ export interface ISessionStatus {
   readonly queue_position: number | null;
 }
 
-/** A kernel's session by the broker's own status, and not by what the page shows. */
+/**
+ * A kernel's session as the broker's own status reports it, and not as the page shows
+ * it.
+ */
 export async function session(kernelId: string): Promise<ISessionStatus | undefined> {
   const status = await ask<{ sessions: ISessionStatus[] }>('status');
   return status.sessions.find(found => found.kernel_id === kernelId);
@@ -59,8 +62,9 @@ export async function session(kernelId: string): Promise<ISessionStatus | undefi
 export type Options = Readonly<Record<string, unknown>>;
 
 /**
- * For tests in which others wait while a cell works: a busy machine may give its process no
- * processor for a second, and a kernel that made no CUDA call in a second counts as idle.
+ * For tests in which other kernels wait while a cell works. On a busy machine the
+ * cell's process may not run for a second, and a kernel without a CUDA call for a
+ * second counts as idle.
  */
 export const STAYS_BUSY = { quiet_after: 10 };
 

@@ -15,7 +15,8 @@ export interface IStage {
 }
 
 /**
- * The variable with this text. A developer sets it to use a server that keeps running.
+ * The environment variable with the text that `server.py` prints. A developer sets it
+ * to test against a server that already runs.
  */
 export const VARIABLE = 'GPUPOOL_UI_TESTS';
 
@@ -30,8 +31,8 @@ export async function startStage(): Promise<() => Promise<void>> {
   }
   const server = spawn(python(), [path.join(__dirname, 'server.py')], {
     stdio: ['pipe', 'pipe', 'inherit'],
-    // Only this process gets Ctrl-C. It ends the server by closing the server's input,
-    // so the server has time to clean up.
+    // Only this process gets Ctrl-C, and the server does not. This process then closes
+    // the server's input, and the server ends after it has cleaned up.
     detached: true
   });
   const ended = new Promise<number | null>(done => server.on('exit', done));

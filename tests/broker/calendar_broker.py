@@ -20,7 +20,8 @@ from jupyter_gpupool.broker.store import files  # noqa: E402 (after the clock is
 # The server that forks brokers has imported this module with the real clock as the default.
 timekeeper.Timekeeper.__init__.__kwdefaults__["clock"] = time.time
 timekeeper.LOOK = float(os.environ.get("TEST_LOOK", "0.2"))
-# By the pretended time, the files of other tests' brokers would be old enough to be removed.
+# This module keeps the real time. With the test's time, it would find the files of other tests'
+# brokers too old, and remove them.
 vars(files)["time"] = SimpleNamespace(**{**vars(time), "time": real})
 
 if __name__ == "__main__":

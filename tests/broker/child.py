@@ -55,12 +55,12 @@ def do_start(_):
 
 
 def do_close(_):
-    # Do not wait: the test is about what the broker sees.
+    # Do not wait for the end of ``close``: the test is about what the broker sees.
     threading.Thread(target=LINK.close, daemon=True).start()
 
 
 def do_start_in_child(_):
-    """Let a child process be the agent."""
+    """Start a child process that acts as the agent."""
     import subprocess
 
     CHILDREN.append(

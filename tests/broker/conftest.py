@@ -19,7 +19,7 @@ def folder():
 
 @pytest.fixture
 def parts():
-    """Return the classes of brokers and kernels, and the configuration; modules override this."""
+    """Return the broker and kernel classes, and the configuration; test modules override it."""
     return kit.Broker, kit.Kernel, {}
 
 
@@ -48,7 +48,7 @@ def make_broker(folder, parts):
 
 @pytest.fixture(scope="module")
 def rested():
-    """Yield the list of this file's brokers that the test before has left as good as new."""
+    """Yield a list of brokers that earlier tests of this file have left as good as new."""
     brokers = []
     yield brokers
     for broker in brokers:

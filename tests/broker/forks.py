@@ -254,7 +254,7 @@ def _leave():
 
 @contextmanager
 def own():
-    """Use servers that this process starts and ends, so that its descendants are the parents."""
+    """Use servers that only this process uses; it is then an ancestor of all forked processes."""
     started = len(_started)
     with (
         tempfile.TemporaryDirectory(prefix="gpupool-") as folder,  # short enough for a socket
@@ -511,7 +511,7 @@ def _serve(path, listener):
             ready, its = os.pipe()
             pid = os.fork()
             if not pid:
-                os.setsid()  # before anybody knows its pid and can ask for its process group
+                os.setsid()  # no process knows the pid yet, so none sees the old group
                 os.close(its)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -530,7 +530,7 @@ def _serve(path, listener):
 
 
 def _last(path, listener):
-    """Return the connection that another process makes just now; without one, end this process."""
+    """Return a connection that another process makes now; if there is none, end this server."""
     with path.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -559,7 +559,7 @@ def _report(statuses):
 
 
 def _tell(pipe, data):
-    with suppress(BrokenPipeError):  # a test that has dropped its broker reads nothing
+    with suppress(BrokenPipeError):  # a test that has dropped its broker does not read the pipe
         os.write(pipe, data)
 
 
@@ -606,7 +606,7 @@ def _end(code):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except OSError:
-        sys.exit(code)  # Python has its own exit code for this
+        sys.exit(code)  # Python has its own exit code for a failed flush
     ctypes.PyDLL(None).exit(code)
 
 
@@ -670,7 +670,7 @@ def _load_guard(env):
 
 
 def _run_child(command, env, folder, stdin, stdout):
-    """Run a broker's child program in this process, just forked by the broker, and end."""
+    """Run a broker's child program in this newly forked process, then end the process."""
     code = 1
     try:
         for number in signal.valid_signals():

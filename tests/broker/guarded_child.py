@@ -57,7 +57,7 @@ def do_ask(_):
 
 
 def do_look(_):
-    """Ask further questions, here and in other processes; return each result but success."""
+    """Query CUDA here and in two child processes; return only the results that are errors."""
     found = {}
     number, size, pointer = ctypes.c_uint(), ctypes.c_size_t(), ctypes.c_void_p()
     questions = {

@@ -313,7 +313,7 @@ class Kernel:
         return self.answer()
 
     def refused(self, do, **fields):
-        """Do something that must fail; return the error's code."""
+        """Send a command that must fail; return the error's code."""
         self.tell(do, **fields)
         assert select.select([self.process.stdout], [], [], 60)[0], "the child is silent"
         return json.loads(self.process.stdout.readline())["code"]
@@ -332,7 +332,7 @@ class Kernel:
 
     @property
     def served(self):
-        """Whether the session has its slice; after a while without a call it is idle."""
+        """Whether the session has its slice: it is active, or idle after a while without a call."""
         return self.state() in ("active", "idle")
 
     def wait_state(self, *states, seconds=60):
@@ -361,7 +361,7 @@ def as_new(status):
         and all(
             d["can_suspend"]
             and not d["drained_reason"]
-            and not d["memory_used"]  # None if all sessions are gone: nothing samples then
+            and not d["memory_used"]  # None without sessions: the broker takes no samples then
             and d["memory_granted"] == d["memory_foreign"] == 0
             for d in status["devices"]
         )

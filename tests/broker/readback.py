@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Compares device memory with the byte that it was filled with, in pieces of one buffer.
 
-A buffer as large as the memory causes a page fault for every 4 KiB. With the bytes to compare, it
-causes three times as many. For 64 MiB this took 0.13 CPU seconds, and the tests check 64 MiB
-hundreds of times.
+A buffer as large as the memory causes a page fault for every 4 KiB. Together with
+a buffer of expected bytes, it causes three times as many faults. For 64 MiB this took 0.13 CPU
+seconds, and the tests check 64 MiB hundreds of times.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def test_recall_moves_a_busy_kernel_out_and_tells_its_owner(broker, busy):
         ({"minutes": True}, "'minutes' of a 'recall' message has the wrong type"),
     ],
 )
-def test_recall_without_a_valid_number_takes_nothing(broker, busy, fields, words):
+def test_invalid_recall_is_refused_and_takes_no_slice(broker, busy, fields, words):
     with broker.client() as client, pytest.raises(RefusedError, match=words):
         client.call("recall", session=busy.session, **fields)
     shown = broker.session(busy.session)
@@ -88,7 +88,7 @@ def test_recall_outlives_a_killed_broker(broker, busy):
     assert broker.session(busy.session)["recall_at"] is None
 
 
-def test_changed_priority_applies_and_the_owner_is_told(broker, busy):
+def test_changed_priority_applies_and_the_owner_gets_a_notice(broker, busy):
     with broker.client() as client:
         answer = client.call("prioritise", session=busy.session, priority="batch", reason="night")
         assert answer["request"]["priority"] == "batch"
@@ -100,7 +100,7 @@ def test_changed_priority_applies_and_the_owner_is_told(broker, busy):
     assert [row["detail"]["before"] for row in broker.rows("admin")] == ["notebook"]
 
 
-def test_end_of_a_kernel_by_an_admin_frees_its_slice(broker, busy):
+def test_admin_ends_a_kernel_and_its_slice_becomes_free(broker, busy):
     with broker.client() as client:
         assert client.call("end", session=busy.session, reason="x")["note"]
     wait_until(lambda: broker.session(busy.session) is None, "the session is gone")

@@ -157,7 +157,7 @@ def test_broker_that_hangs_at_its_start_is_ended(clean):
 
 
 def test_program_that_hangs_before_it_runs_the_broker_is_ended(clean, monkeypatch):
-    """A file system that does not answer blocks ``exec``. The caller's time limit includes that."""
+    """A file system that does not answer blocks ``exec``: the caller's time limit covers this."""
     stuck, pid = clean / "stuck", clean / "pid"
     stuck.write_text(f"#!/bin/sh\necho $$ > {pid}\nsleep 600\n")
     stuck.chmod(0o755)

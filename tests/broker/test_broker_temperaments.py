@@ -1,7 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A whole broker on drivers with quirks: other answers to the open questions about drivers.
+"""A real broker on emulated drivers with quirks.
 
+Each quirk is another possible answer to an open question about drivers.
 The emulator's README lists the quirks. The docstring of each test names the quirk that the test
 turns on.
 """
@@ -147,7 +148,7 @@ def test_list_without_contexts_counts_nothing_twice(ready, made):
     assert foreign(broker) == [0]
     kernels[3].attach()
     away(kernels[0])
-    # This includes the context, although the list showed less.
+    # The suspended bytes include the context, although NVML's list showed fewer bytes.
     assert broker.session(kernels[0].session)["suspended_bytes"] == 96 * MiB
     kernels[0].attach()
     assert kernels[0].do("check") == 64 * MiB
@@ -245,7 +246,7 @@ def test_lock_that_ignores_its_timeout_costs_no_kernel(ready, made):
 
 
 def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
-    """restore-keeps-state: the kernel waits, and the reason has the driver's own words."""
+    """restore-keeps-state: the kernel waits, and the reason quotes the driver's error."""
     broker = ready(("restore-keeps-state", {}))
     one = made(broker, "one")
     one.attach()

@@ -71,13 +71,13 @@ def test_a_change_is_applied_once_when_it_is_due(at):
     status = broker.status()
     assert status["settings"]["idle_timeout"] == 7200
     assert status["schedule"] == {"in_force": ["night"], "next_change": MORNING, "next": []}
-    # After many more looks at the clock, the broker has not applied anything again.
+    # The broker reads the clock many more times, and applies nothing a second time.
     time.sleep(1)
     assert broker.schedules() == ["In force: night"]
     assert "In force: night" in broker.log.read_text()
 
 
-def test_broker_applies_the_day_after_a_sleep_through_the_night(at):
+def test_schedule_follows_a_clock_that_jumps_over_a_night(at):
     broker = at(EVENING - 60)
     assert broker.idle_timeout() == 600
     broker.set_clock(EVENING + 5)
@@ -137,7 +137,7 @@ def test_invalid_schedule_is_refused_and_the_old_one_remains(at):
 
 
 def test_night_work_stops_by_day_and_continues_at_night(at):
-    """The schedule stops the work twice in its middle, and every byte stays right."""
+    """The schedule preempts the running work on two days, and every byte is still right."""
     broker = at(
         EVENING + 3600, attach="lazy", quiet_after=2.0, lock_timeout=20.0,
         classes_allowed=["notebook"],
@@ -216,7 +216,7 @@ def test_budgets_follow_a_changed_clock(at):
 
 
 def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
-    """The request does not wait until the broker next looks at the time of day."""
+    """The broker reads the clock at the request: its next regular look is an hour away."""
     monkeypatch.setenv("TEST_LOOK", "3600")
     daily = {"seconds": 1, "renews": "20:00", "then": "refuse"}
     broker = at(EVENING - 3600, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
@@ -226,7 +226,8 @@ def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
         wait_until(lambda: broker.session(kernel.session)["usage"]["spent"], "the budget's end")
     finally:
         kernel.close()
-    broker.kill()  # the next broker has no lease, so it writes no usage, which is a look, too
+    # The next broker has no lease, so it writes no usage: a write would also read the clock.
+    broker.kill()
     assert broker.start()["ok"]
     kernel = Kernel(broker, "second")
     try:

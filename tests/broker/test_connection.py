@@ -144,7 +144,7 @@ def test_connection_with_an_endless_line_is_closed(folder):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(b"x" * (MAX_REQUEST + 70_000))
-        with contextlib.suppress(ConnectionError):  # the close may come during the write
+        with contextlib.suppress(ConnectionError):  # the broker may close during the write
             found = await messages(reader)
             assert [m["code"] for m in found] == ["too-long", "abuse"]
         assert service.counters.closed_for_abuse == 1

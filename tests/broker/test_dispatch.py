@@ -115,7 +115,7 @@ def test_every_kind_of_request_has_a_price():
     assert set(PRICES) == set(REQUESTS)
 
 
-def test_requests_of_two_users_are_handled_in_turn(folder, monkeypatch):
+def test_requests_of_two_users_are_handled_alternately(folder, monkeypatch):
     """Ada has 30 connections full of requests; Ben's requests are served between hers."""
 
     async def scenario(service, connect):
@@ -143,8 +143,8 @@ def test_expensive_requests_get_fewer_turns(folder, monkeypatch):
         his.send(flood(150))
         await messages(his, 150)
         statuses = service.handled.count((ADA, "status"))
-        # By the prices, 150 / 8 statuses fit. The bound is higher, because a ping that takes long
-        # costs more than its price.
+        # At these prices, the broker answers 150 / 8 statuses beside 150 pings. The bound is
+        # higher, because a ping that takes long costs more than its price.
         assert statuses < 150 / 3
 
     run(folder, monkeypatch, scenario)
@@ -467,7 +467,7 @@ def test_bytes_for_silent_peers_that_read_nothing_are_bounded(monkeypatch):
 
 
 def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch):
-    """Unfinished requests could once occupy all places of their user without end."""
+    """Stalled requests once kept all places of their user: no other long request was handled."""
     monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
     part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
 
@@ -497,7 +497,7 @@ def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch
 
 
 def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
-    """A hundred connections that send at full speed would keep the loop reading."""
+    """Otherwise a hundred connections at full speed would keep the event loop busy with reads."""
     size, count = 200_000, 3 * dispatch.MAX_LONG
     line = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * size
 

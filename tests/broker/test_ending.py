@@ -98,7 +98,7 @@ def test_signals_at_any_time_of_the_start_end_the_broker(make_broker):
 
 
 def test_signal_at_the_request_for_a_sample_is_not_lost(make_broker):
-    """The cancellation and the event can come together: the monitor's wait could lose the first."""
+    """If the event and the cancellation came together, the monitor's wait lost the cancellation."""
     broker = make_broker(sample_interval=0.05).started
     kernels = [kit.Kernel(broker, str(n), memory=64 * kit.MiB) for n in range(2)]
     try:

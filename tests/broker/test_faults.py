@@ -135,7 +135,7 @@ def test_failed_resume_ends_only_that_session(broker, three):
     assert two.do("check") == 64 * MiB
 
 
-def test_lost_device_is_drained_and_its_states_go_elsewhere(broker, three):
+def test_session_of_a_lost_device_resumes_on_another_device(broker, three):
     one, two, heir = three
     lost = broker.session(one.session)["device"]
     index = next(d["index"] for d in broker.status()["devices"] if d["uuid"] == lost)
@@ -204,7 +204,8 @@ def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
     one.attach()
     three.do("ask", hold="cell")
     three.wait_state("queued")
-    # The agent drops and takes holds in a row: the request to yield may or may not find a hold.
+    # The agent drops and takes holds quickly. It may or may not have a hold when the request to
+    # yield arrives.
     for number in range(20):
         one.do("drop", hold="cell" if number == 0 else f"c{number - 1}")
         if not one.do("take", hold=f"c{number}"):
@@ -215,7 +216,7 @@ def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
     assert one.state() in ("detached", "detaching", "queued")
 
 
-def test_agent_that_disconnects_keeps_its_cell_for_a_while(broker, kernel):
+def test_agent_that_disconnects_keeps_its_hold_for_a_while(broker, kernel):
     one = kernel("one")
     one.attach()
     one.do("close")

@@ -21,7 +21,7 @@ from .parts import monitor_of
 
 NOBODY = 65534
 
-#: A program that takes 64 MiB of the visible device and stays.
+#: A program that takes 64 MiB of the visible device and keeps running.
 STRANGER = """
 import sys
 from cuda.core import Device
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def scene(make_broker):
-    """Make a broker with a policy, a session and a stranger on its device."""
+    """Make a broker with a policy and a session, and a stranger on the session's device."""
     made = []
 
     def make(policy):

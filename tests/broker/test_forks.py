@@ -18,7 +18,7 @@ from . import forks
 
 
 def run(folder, code):
-    """Start a process that runs ``code`` and ends, as a broker would."""
+    """Fork a process, as the tests fork brokers; it runs ``code`` and ends."""
     with (folder / "log").open("wb") as log:
         return forks.start(
             "timeit", ["-n", "1", "-r", "1", code],
@@ -71,7 +71,7 @@ sys.exit({code})
 
 @pytest.mark.parametrize(("code", "said"), [(None, 0), (3, 3), (259, 3), ("'a reason'", 1)])
 def test_forked_process_ends_as_python_does(tmp_path, code, said):
-    """It waits for its threads, calls exit handlers, writes its output, and ends its libraries."""
+    """The process waits for its threads, calls exit handlers, flushes, and ends its libraries."""
     (tmp_path / "ending.py").write_text(ENDING.format(code=code))
     command = [sys.executable, str(tmp_path / "ending.py")]
     with (tmp_path / "log").open("w+b") as log:

@@ -98,7 +98,7 @@ def granted(broker):
 
 
 def test_gang_gives_up_and_gets_back_all_its_devices_together(broker, make):
-    """The gang gets no device while only one is free, and the reason says what it waits for."""
+    """The gang gets no device while only one is free; its wait reason names the two it needs."""
     gang, urgent = displaced(make)
     status = gang.status()
     assert (status["devices"], status["granted_bytes"]) == ([], 0)

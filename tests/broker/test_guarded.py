@@ -49,11 +49,11 @@ class Program(kit.Kernel):
         return self.broker.session(self.session)
 
     def mark(self):
-        """Return, from the page, which step of its landing the process has reached."""
+        """Return the step of its landing that the process has reached, read from the page."""
         return self.in_slot(layout.LANDING_AT)
 
     def sees(self):
-        """Return, from the page, the device that the process sees as the first."""
+        """Return the device that the process sees as its first, read from the page."""
         return self.in_slot(layout.SEES_AT)
 
     def in_slot(self, offset):
@@ -239,9 +239,9 @@ def test_slice_grows_to_its_limit_out_of_free_memory(program):
 
 
 def test_lone_program_may_use_the_gpu_beyond_host_memory(make_broker):
-    """An open program keeps its guarantee.
+    """Another open program keeps its guarantee.
 
-    After its end, the lone program may use the whole GPU.
+    After that program has ended, the lone program may use the whole GPU.
     """
     broker = make_broker(emulate="1x512MiB,context=32MiB", host_memory=200 * MiB).started
     p = Program(broker, memory=100 * MiB, limit=512 * MiB)
@@ -345,7 +345,7 @@ def test_waiting_call_gets_a_cuda_error_if_no_broker_returns(broker, program):
 
 
 def test_memory_allocated_past_the_guard_is_reported(make_broker):
-    """A program without LD_PRELOAD and the guard's path allocates without a request."""
+    """A program that starts without the guard's variables allocates without asking the broker."""
     broker = make_broker(overuse="report").started
     p = Program(broker, launch=False, memory=100 * MiB)
     for name in ("LD_PRELOAD", "GPUPOOL_PAGE"):
@@ -360,9 +360,9 @@ def test_memory_allocated_past_the_guard_is_reported(make_broker):
 
 
 def test_slice_in_use_at_a_brokers_death_is_free_after_the_use(make_broker):
-    """A new broker once kept such a slice for two seconds.
+    """A new broker once kept such a slice in use for two seconds.
 
-    If that broker was killed within this time, it served no waiting session.
+    A broker that was killed within these two seconds served no waiting session.
     """
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))

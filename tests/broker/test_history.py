@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Journal pages for clients: bounded in size, in turn between users, and with allowed rows only."""
+"""Journal pages for clients: bounded pages, turns between users, and allowed rows only."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_row_is_the_same_as_in_the_journal(journal):
     assert not page.more
 
 
-def test_rows_of_a_page_are_bounded_and_the_next_continues(journal):
+def test_page_has_bounded_rows_and_the_next_page_continues(journal):
     fill(journal, history.MAX_ROWS + 5)
     ((_, first), (_, second)) = pages(
         journal, (1, Query(limit=1 << 62)), (1, Query(after=history.MAX_ROWS))

@@ -122,7 +122,7 @@ def test_pressure_is_read_from_events_and_stalls(tree):
 
 
 def test_real_control_group_is_read(tmp_path):
-    """This runs where the process may make a control group; elsewhere the tests write the files."""
+    """The test needs a process that may make control groups; the other tests write the files."""
     made = None
     root = cgroups.ROOT
     for base, limit in ((root, "memory.max"), (root / "memory", "memory.limit_in_bytes")):
@@ -188,7 +188,7 @@ def test_reserve_that_makes_no_sense_is_refused(value):
         read_host_reserve(value)
 
 
-def test_container_of_2_gib_can_suspend_a_gib(tree):
+def test_container_with_2_gib_can_suspend_1_gib_of_state(tree):
     tree.process(7, "0::/job")
     tree.group("job", memory__max=2 * GiB, memory__current=300 * MiB)
 
@@ -292,7 +292,7 @@ def suspended(broker, one, size=64 * MiB):
 
 
 def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
-    in_group(broker, 650 * MiB)  # of 2 GiB, 512 MiB stays free, and 64 MiB more
+    in_group(broker, 650 * MiB)  # the reserve of 512 MiB and an eighth of it stay free
     one = program("one", "job")
     one.begin(64 * MiB, byte=1)
     one.wait_state("idle")
@@ -306,7 +306,7 @@ def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
     assert one.do("check") == 64 * MiB
 
 
-def test_note_names_a_limit_below_the_slice_before_a_wait(broker, program):
+def test_note_names_a_low_limit_before_another_kernel_waits(broker, program):
     in_group(broker, 150 * MiB, limit=256 * MiB)
     one = program("one", "job")
     one.begin(64 * MiB)
@@ -327,7 +327,7 @@ def test_note_names_a_limit_below_the_slice_before_a_wait(broker, program):
 
 
 def test_limit_below_the_slice_leads_to_a_warning(make_broker):
-    """A program that was preempted in use once kept its slice, and others waited without end."""
+    """The pool could not suspend such a program in use; other kernels once waited without end."""
     broker = make_broker(
         preempt=["class"], unsuspendable="ask", unsuspendable_after=["1s", "1s", "1s"]
     ).started
@@ -352,7 +352,7 @@ def test_limit_below_the_slice_leads_to_a_warning(make_broker):
             one.close()
 
 
-def test_largest_state_goes_back_when_host_memory_is_short(broker, program):
+def test_largest_state_returns_to_a_gpu_if_host_memory_is_low(broker, program):
     in_group(broker, 2 * GiB)
     small, large, elsewhere = program("small", "job"), program("large", "job"), program("else")
     suspended(broker, small, 16 * MiB)

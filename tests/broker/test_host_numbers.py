@@ -50,7 +50,7 @@ def bystander():
 
 
 def looked(broker, one, times=5):
-    """Wait for some more samples: each shows a change that the kernel has made."""
+    """Wait for several samples: the kernel makes a change before each one."""
 
     def seen():
         status = broker.status()
@@ -103,7 +103,7 @@ def test_memory_outside_the_pool_counts_once(broker, program):
     try:
         assert stranger.stdout.readline() == b"\n"
         used = 100 * MiB + CONTEXT + 64 * MiB + CONTEXT
-        # The stranger's memory that the session's slice does not cover.
+        # The slice covers a part of the stranger's memory: only the rest counts as foreign.
         wait_until(lambda: sum(foreign(broker)) == used - 200 * MiB, "its memory")
         one.close()
         wait_until(lambda: sum(foreign(broker)) == 64 * MiB + CONTEXT, "all of its memory")
@@ -121,7 +121,8 @@ def test_process_with_a_pid_from_the_drivers_list_is_not_ended(broker, program, 
     two = program("two", memory=100 * MiB, limit=100 * MiB)
     one.begin(300 * MiB, byte=1)
     two.begin(byte=2)
-    # NVML shows the first program under the second's number, and the second under the bystander's.
+    # NVML lists the first program under the second program's pid, and the second program under
+    # the bystander's pid.
     broker.faults.set("nvml-host-pids", pid=one.process.pid, number=two.process.pid)
     broker.faults.set("nvml-host-pids", pid=two.process.pid, number=bystander.pid)
     looked(broker, one)

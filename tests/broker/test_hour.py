@@ -9,7 +9,7 @@ from jupyter_gpupool.broker.hour import KEPT, DeviceLook, Hour
 from .kit import Kernel
 
 
-def test_minute_has_the_mean_of_its_looks_and_the_longest_queue():
+def test_minute_shows_the_mean_sample_and_the_longest_queue():
     hour = Hour()
     hour.take(6000.0, {"G0": DeviceLook(100, 40, 10)}, 0)
     hour.take(6030.0, {"G0": DeviceLook(200, 60, None)}, 3)
@@ -22,7 +22,7 @@ def test_minute_has_the_mean_of_its_looks_and_the_longest_queue():
     assert shown["queue"][-1] == 3
 
 
-def test_minute_without_a_look_is_null():
+def test_minute_without_a_sample_is_null():
     hour = Hour()
     hour.take(6000.0, {"G0": DeviceLook(100, None, None)}, 1)
     hour.take(6180.0, {"G0": DeviceLook(200, None, None)}, 0)
@@ -41,7 +41,7 @@ def test_points_older_than_an_hour_are_gone():
     assert set(hour.shown(6000.0 + 3600, [])["queue"]) == {None}
 
 
-def test_wait_between_two_looks_counts(make_broker):
+def test_wait_between_two_samples_counts(make_broker):
     broker = make_broker(quotas={"*": {"leases": 1}}, sample_interval=60).started
     first, second = Kernel(broker, "first"), Kernel(broker, "second")
     try:

@@ -153,7 +153,7 @@ def test_folder_that_cannot_be_made_is_an_error_with_a_next_step(folder):
 
 def test_full_disk_is_logged_once_and_rows_are_written_later(path, caplog):
     journal = Journal(path, LOG)
-    # SQLite may add no page, as on a full disk.
+    # SQLite cannot add a page, as on a full disk.
     pages = journal._db.execute("PRAGMA page_count").fetchone()[0]
     journal._db.execute(f"PRAGMA max_page_count = {pages}")
     big = "x" * 100_000

@@ -351,7 +351,7 @@ def test_second_broker_waits_until_the_socket_is_put_back(clean):  # noqa: F811
     assert status(path)["pid"] == pid
 
 
-def test_without_a_runtime_folder_the_living_broker_is_found(clean, monkeypatch):  # noqa: F811
+def test_living_broker_is_found_without_a_runtime_folder(clean, monkeypatch):  # noqa: F811
     monkeypatch.setattr(local_machine, "state_dir", lambda: clean / "state")
     monkeypatch.setattr(local_machine, "LOCAL_BASES", (clean,))
     first = ensure_broker(settings(clean))
@@ -464,7 +464,7 @@ def test_log_is_overwritten_and_not_truncated(folder):
 
 
 def test_commit_that_starts_a_long_log_again_is_not_synced(folder):
-    """A sync there protects nothing: the data that the log moved into the file is unsynced, too."""
+    """A sync would not help: the data that SQLite moved from log to file is unsynced, too."""
     journal = Journal(folder / "journal.sqlite", LOG)
     unsynced = []
     for n in range(1500):

@@ -124,7 +124,7 @@ def test_landed_session_can_move_again_with_its_bytes(broker, kernel):
     k.wait_state("idle")
     k.server.call("release", session=k.session)
     k.wait_state("detached")
-    other = occupy(kernel, but=[home])  # the GPU of k until now
+    other = occupy(kernel, but=[home])  # one of them takes the GPU that k had
     takers[home].do("calm")
     takers[home].kill()
     assert place in other
@@ -280,7 +280,7 @@ def test_process_on_a_lost_gpu_gives_its_slice_back(make_broker, kernels):
     wait_until(lambda: "is out of service" in k.status()["wait_reason"], "the reason", PATIENCE)
     assert (k.state(), k.status()["devices"]) == ("queued", [])
     other = kernel(memory=BIG)
-    other.begin(MiB)  # other kernels may use the GPU of that slice
+    other.begin(MiB)  # other kernels may use the GPU of the slice that k gave back
     other.do("storm")
     broker.faults.clear()
     assert k.answer(PATIENCE) is None
@@ -569,12 +569,12 @@ def test_next_broker_ends_a_landing_after_logout_and_kill(broker, kernel):
     assert len(broker.rows("land")) == 1
 
 
-def test_page_that_no_process_has_is_reported_at_recovery(broker, kernel):
+def test_page_that_no_process_has_open_is_reported(broker, kernel):
     k = kernel(memory=BIG)
     page = Path(k.env["GPUPOOL_PAGE"])
     kit.remove(page.parent)
     wait_until(page.is_symlink, "the page is back as a link", PATIENCE)
-    broker.kill()  # only the broker had the page: the program has not called CUDA
+    broker.kill()  # only the broker had the page open: the program has not called CUDA
     assert broker.started
     assert f"The page of session {k.session} was deleted and no process has it" in broker.tail()
     assert "that was moving to its GPU" in broker.tail()

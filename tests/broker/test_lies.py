@@ -70,7 +70,7 @@ def test_missing_process_is_refused(broker, kernel, pid):
     assert refusal(one.server, "launched", session=one.session, pid=pid) == "no-process"
 
 
-def test_session_has_one_process_and_a_process_one_session(broker, kernel):
+def test_session_has_one_process_and_process_has_one_session(broker, kernel):
     one, two = kernel("one"), kernel("two", launch=False)
     taken = one.process.pid
     assert refusal(two.server, "launched", session=two.session, pid=taken) == "already-launched"
@@ -89,8 +89,8 @@ def test_process_of_another_user_is_refused(broker, kernel):
     finally:
         other.kill()
         other.wait(60)
-    # After the attempt, the broker closes the connection. This ends the session, which is not
-    # launched.
+    # The broker closes the connection after the attempt. The session has no process, so it ends
+    # with its connection.
     wait_until(lambda: broker.session(one.session) is None, "the end of the session")
     assert pool_is_fine(broker)
 
@@ -158,7 +158,8 @@ def test_waits_on_one_connection_are_bounded(broker, kernel):
     blocker[0].do("drop", hold="cell")
     one.do("got", hold="h255")
 
-    def holds():  # an answer may be a quarter of a second old for a user who sends so much
+    # A user who sends so many requests may get a status that is a quarter of a second old.
+    def holds():
         found = broker.session(one.session)
         return len(found["holds"]) if found else 0
 

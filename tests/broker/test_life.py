@@ -317,7 +317,7 @@ def test_memory_outside_the_pool_is_counted(broker, kernel):
     stranger.launch(agent=False)
     stranger.server.call("close", session=stranger.session)
     stranger.process.stdin.flush()
-    # Its session is gone, so its memory on the first device is foreign.
+    # The stranger's session is closed, so its memory on the first device is foreign.
     stranger.do("alloc", bytes=64 * MiB, byte=3)
 
     def foreign():

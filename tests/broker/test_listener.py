@@ -151,7 +151,7 @@ def test_socket_of_the_machine_stays_for_the_next_broker(folder, monkeypatch):
     claim = Claim(path)
     claim.bind().close()
     claim.close()
-    assert [p.name for p in folder.iterdir()] == ["broker.sock"]  # but not the lock
+    assert [p.name for p in folder.iterdir()] == ["broker.sock"]  # the lock file is gone
     monkeypatch.setattr(endpoint, "MACHINE_SOCKET", path)
     monkeypatch.delenv("GPUPOOL_SOCKET", raising=False)
     assert endpoint.find_socket() == path
@@ -208,7 +208,7 @@ def test_given_socket_whose_file_was_deleted_is_replaced(folder, given):
     assert connected(path, listening)
     path.unlink()
     listening.close()
-    listening = claim.restore()  # this also works while the broker serves
+    listening = claim.restore()  # a serving broker also calls this
     assert connected(path, listening)
     listening.close()
     claim.close()

@@ -269,7 +269,7 @@ def test_resume_before_a_gpus_file_is_closed_returns_the_gpu(broker, one):
     assert one.do("check") == 64 * MiB
 
 
-def test_pinned_kernel_is_named_and_told_to_restart(broker, one):
+def test_pause_names_a_pinned_kernel_and_asks_for_its_restart(broker, one):
     broker.faults.set("checkpoint-refused", pid=one.process.pid)
     one.do("drop", hold="cell")
     maintain(broker, "pause")

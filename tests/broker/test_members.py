@@ -17,7 +17,7 @@ from .kit import wait_until
 
 @pytest.fixture(scope="module", autouse=True)
 def ancestor():
-    """Make this process an ancestor of the kernels, as a program that starts a kernel is."""
+    """Make this process an ancestor of the kernels, like a program that starts a kernel."""
     with forks.own():
         yield
 
@@ -125,7 +125,7 @@ def test_only_relatives_of_the_process_can_be_members(broker, kernel):
 
 
 def test_members_do_not_answer_for_the_agent(broker, kernel, member):
-    """A session yields only if its agent says so, whatever a member says."""
+    """Only an answer of the session's agent makes the session yield; a member's answer does not."""
     one, two = kernel("one"), kernel("two", agent=False)
     third = kernel("three", agent=False)
     first, _ = member(one)

@@ -53,7 +53,7 @@ def listening(pid):
     """Return the addresses (as /proc/net writes them) on which a process listens for TCP."""
     inodes = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed since the listing
+        with suppress(FileNotFoundError):  # the process has closed it since the listing
             inodes.add(str(path.readlink()))
     found = []
     for table in ("tcp", "tcp6"):
@@ -79,7 +79,7 @@ def broker(make_broker, port, request):
     return make_broker(metrics_port=port, **getattr(request, "param", {})).started
 
 
-def test_without_a_port_metrics_listen_nowhere_and_load_nothing(make_broker):
+def test_metrics_without_a_port_open_no_socket_and_load_nothing(make_broker):
     broker = make_broker().started
     assert listening(broker.process.pid) == []
     code = (
@@ -90,7 +90,7 @@ def test_without_a_port_metrics_listen_nowhere_and_load_nothing(make_broker):
     assert done.stdout.strip() == "[]"
 
 
-def test_with_a_port_metrics_listen_on_loopback_only(served):
+def test_metrics_with_a_port_listen_on_loopback_only(served):
     broker, port = served
     assert listening(broker.process.pid) == [f"0100007F:{port:04X}"]
 
@@ -125,7 +125,8 @@ def served():
     remove(folder)
 
 
-#: One device, and no preemption of running work: on a slow machine it would end a wait too early.
+#: One device, and no preemption of running work: on a slow machine, a preemption would end a wait
+#: too early.
 ONE = {"emulate": "1x512MiB,context=32MiB", "preempt": []}
 
 
@@ -149,7 +150,7 @@ def test_metrics_follow_a_session_from_wait_to_suspend(broker, port, kernel):
         counts = {key[1:]: n for key, n in now.items() if key[0] == "pool_sessions"}
         return {(state, priority): n for (priority, state), n in counts.items() if n}
 
-    first = sees(device_used_bytes=0)  # sampled before the first session
+    first = sees(device_used_bytes=0)  # the broker has sampled before the first session
     assert first["device_up", device] == 1
     assert first["device_capacity_bytes", device] == SINGLE
     assert first["device_granted_bytes", device] == first["device_suspend_seconds_count", device]
@@ -202,7 +203,7 @@ def test_metrics_follow_a_session_from_wait_to_suspend(broker, port, kernel):
     two.close()
     sees(device_granted_bytes=0)
     ended = figures(port)["device_attached_seconds_total", device]
-    kernel("later")  # this session shows that the page is a later one
+    kernel("later")  # a page that shows this session is later than the ends above
     wait_until(lambda: figures(port)["pool_sessions", "notebook", "detached"] == 1, "a later page")
     assert figures(port)["device_attached_seconds_total", device] == ended > total
 
@@ -283,7 +284,7 @@ def test_rubbish_is_refused_without_a_line_in_the_log(served):
     for name, data in RUBBISH.items():
         with closing(socket.create_connection(("127.0.0.1", port), 20)) as client:
             answer = b""
-            with suppress(ConnectionResetError, BrokenPipeError):  # a reset is a refusal, too
+            with suppress(ConnectionResetError, BrokenPipeError):  # a reset also refuses
                 client.sendall(data)
                 while part := client.recv(65536):
                     answer += part

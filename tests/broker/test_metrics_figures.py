@@ -154,7 +154,7 @@ def test_unread_values_are_absent_and_not_zero(on_machine):
         assert machine.value("device_used_bytes", device="B") == GiB
         machine.samples._taken_at -= 31  # the sample is no longer valid
         assert machine.value("device_used_bytes", device="B") is None
-        # The pool's own accounts are always there.
+        # The pool's own accounts need no sample.
         assert machine.value("device_memory_bytes", device="B") == 4 * GiB
 
     on_machine(test)
@@ -385,7 +385,7 @@ async def client(page):
 
 
 def test_client_that_does_not_read_is_closed(monkeypatch, caplog):
-    """The broker keeps what does not fit in the socket, but only for a bounded time."""
+    """The broker keeps the bytes that do not fit in the socket, but only for a bounded time."""
     monkeypatch.setattr(f, "DEADLINE", 2.0)
     size = 32 << 20
 

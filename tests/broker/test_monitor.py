@@ -72,7 +72,7 @@ def a_monitor():
 
 
 def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch, a_monitor):
-    """Suspends count against the last report of host memory; a resume must bring a new report, too.
+    """Suspends use up the last report of host memory, so a resume must bring a new report, too.
 
     Without a new report, three finished suspends used up the room for three states.
     """
@@ -206,7 +206,7 @@ def test_longer_samples_are_followed_by_longer_pauses(a_monitor):
 
 
 def test_restore_needs_room_for_all_of_its_state():
-    """A restore with less room fails and costs the process."""
+    """A restore with less room fails and ends the process."""
     pool = Pool(PoolSettings(resume_headroom=GiB))
     device = Device(
         uuid="G0", index=0, name="x", model="x", memory_total=64 * GiB, memory_reserved=2 * GiB

@@ -178,7 +178,7 @@ def test_broker_with_few_descriptors_keeps_some_for_itself(folder):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 128
     resource.prlimit(os.getpid(), resource.RLIMIT_NOFILE, (few, hard))
-    # The broker raises its soft limit to the hard limit, so this sets both.
+    # The broker raises its soft limit to the hard limit, so the starter sets both limits.
     starter = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({few}, {few})); "
     starter += "import sys; from jupyter_gpupool.broker.app import main; sys.exit(main())"
     try:
@@ -251,7 +251,7 @@ def test_messages_before_the_launch_are_bounded_and_answered(broker):
             for number, raw in enumerate(early[:-1]):
                 raw.say(type="hello", id=number + 1, **who)
                 raw.say(type="ping", id=1000)
-                assert raw.read()["id"] == 1000  # the hello waits
+                assert raw.read()["id"] == 1000  # the ping is answered, the hello waits
             early[0].say(type="hello", id=50, **who)
             assert early[0].read()["code"] == "duplicate"
             early[-1].say(type="hello", id=1, **who)
@@ -325,9 +325,9 @@ def test_no_input_causes_an_internal_error(attacked, messages):
     ):
         opened = server.call("open", kernel_id="k")
         names = {"SESSION": opened["session"], "TOKEN": opened["token"]}
-        # The kernel is another process than this one, because one of the requests ends the kernel.
+        # The kernel is a process of its own, because one of the requests ends the kernel.
         server.call("launched", session=opened["session"], pid=kernel.pid)
-        # Too many invalid requests close the connection, which is an answer, too.
+        # After too many invalid requests, the broker may close the connection instead of answering.
         with suppress(OSError):
             raw.say(type="hello", id=3, **{k.lower(): v for k, v in names.items()})
             for message in messages:

@@ -185,10 +185,10 @@ def test_kernel_after_cuinit_gets_a_device_of_the_model_it_sees(broker, kernel):
 
 
 def test_home_before_cuinit_is_a_device_with_an_idle_lease(broker, kernel):
-    """No device has room. On the busy device, the kernel would wait beside an idle lease."""
+    """No device has room. On the busy device, the kernel would wait although a lease is idle."""
     k = kernel(memory=BIG)
     (home,) = k.devices()
-    k.set(FLAGS, layout.SLOT_CUDA)  # the process is about to ask
+    k.set(FLAGS, layout.SLOT_CUDA)  # the process is about to call cuInit
     taker_of(home, kernel)
     idle = kernel(memory=BIG)
     idle.lease()
@@ -214,7 +214,7 @@ def test_home_stays_once_a_process_has_seen_it(kernel):
     k = kernel(memory=BIG)
     (home,) = k.devices()
     k.set(FLAGS, layout.SLOT_CUDA)
-    k.slot(os.getpid(), layout.SLOT_CUDA)  # a second process of the session is about to ask
+    k.slot(os.getpid(), layout.SLOT_CUDA)  # another process is about to call cuInit
     taker_of(home, kernel)
     assert k.ask("home")["type"] == "ok"
     assert k.devices() == [home]
@@ -258,7 +258,7 @@ def test_refusals_reach_the_agent(broker, kernel):
 
 
 def test_client_cannot_change_the_flags_of_the_brokers_page(kernel):
-    """With O_APPEND, Linux would append what the broker writes to close the gate."""
+    """With O_APPEND, Linux would append the broker's bytes to the page, and leave the gate open."""
     k = kernel(memory=BIG)
     k.lease()
     with k.asking("page") as raw:
@@ -274,7 +274,7 @@ def test_client_cannot_change_the_flags_of_the_brokers_page(kernel):
 
 
 def test_connection_that_reads_nothing_gets_its_page_once(kernel):
-    """Linux limits how many open files of the broker's user are sent and not yet received.
+    """Linux limits the open files that a user has sent and that no process has received yet.
 
     Each unread copy of a page counts. When Linux refused more, new kernels of all containers ran
     without their page.
@@ -311,7 +311,7 @@ def taken(raw, answers):
 def test_file_lease_on_a_page_does_not_delay_a_new_broker(tmp_path):
     layout.Page.create(tmp_path / "s.page", "s", os.getuid()).close()
     holder = os.open(tmp_path / "s.page", os.O_RDONLY)
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # what Linux sends to the lease's holder
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # Linux sends it to the lease's holder
     try:
         fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         with pytest.raises(layout.PageError, match="temporarily unavailable"):
@@ -341,7 +341,7 @@ def test_process_that_a_page_names_often_is_checked_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("way", ["own link", "link of another", "file"])
 def test_abandoned_page_removes_only_its_own_link(tmp_path, way):
-    """The number of the closed descriptor goes to the next file, usually another page."""
+    """The next opened file gets the closed descriptor's number: it is usually another page."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
     session = SimpleNamespace(id="s", page=page, uid=os.geteuid(), process=None)

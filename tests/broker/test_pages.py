@@ -83,7 +83,7 @@ def test_quiet_kernel_is_idle_and_a_call_without_message_is_use(broker, kernel):
 
 @pytest.mark.parametrize("inside", [0, 1])
 def test_end_of_a_cell_ends_the_use_in_cell_mode(make_broker, inside):
-    """A second of grace after each cell would delay others. A call inside the driver is use."""
+    """A grace period after each cell would delay other kernels. A call in the driver is use."""
     broker = make_broker(quiet_after=600).started
     k = Guarded(broker, memory=BIG, attach="cell", agent=True)
     k.attach("c1")
@@ -398,7 +398,7 @@ def test_session_without_an_agent_is_suspended_and_comes_back(broker, kernel):
 
 
 def test_kernel_used_since_the_last_sample_is_not_suspended(make_broker):
-    """A touched gate means use, although the pool still has the kernel as idle."""
+    """A touched gate means use, although the kernel is still idle in the pool."""
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -437,7 +437,7 @@ def test_call_that_does_not_return_keeps_the_slice(make_broker):
     k = Guarded(broker, memory=BIG)
     k.lease()
     k.wait_state("idle")
-    # A process is inside without a touch of the gate: only its counter shows it.
+    # A call is inside the driver and the gate is untouched: only the process's counter shows it.
     k.set(INFLIGHT, 1)
     k.server.call("release", session=k.session)
     k.wait_state("active")
@@ -554,7 +554,7 @@ def test_kernel_ended_by_a_rule_is_suspended_first_if_needed(make_broker):
     k.tell("alloc", bytes=220 * MiB, byte=6)  # the kernel may end before it answers
     k.process.wait(60)
     row = wait_until(lambda: broker.rows("retired"), "suspended again", 60)[0]
-    assert row["detail"]["safe"]
+    assert row["detail"]["safe"], row
     k.close()
 
 

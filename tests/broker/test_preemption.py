@@ -53,7 +53,7 @@ class Worker(Program):
         return Path(self.env["GPUPOOL_PAGE"]).read_bytes()[layout.CONTENDED_AT] == 1
 
     def contend(self, contended):
-        """Write into its page whether another session waits, as the broker does."""
+        """Write into the program's page whether another session waits, as the broker does."""
         # Wait until the broker has written that no session waits.
         wait_until(lambda: self.page().gate == layout.UNUSED, "the broker's first look")
         page = layout.Page.open(Path(self.env["GPUPOOL_PAGE"]))
@@ -84,7 +84,7 @@ def program(broker):
 
 
 def at_work(program, **request):
-    """Return a program in the middle of its work, with other bytes to check later."""
+    """Return a program in the middle of its work; it also has 64 MiB of one byte to check."""
     p = program("worker", **request)
     p.do("on_interrupt")
     p.begin(64 * MiB, byte=7)
@@ -118,7 +118,7 @@ def whole(p):
 
 
 def displaced(broker, program):
-    """Return a program that waits, and the program that got its GPU in the middle of its work."""
+    """Return a preempted program that waits, and the program that got its GPU."""
     worker = at_work(program)
     urgent = program("urgent", priority="interactive")
     urgent.tell("context")
@@ -291,7 +291,7 @@ def test_queue_of_a_contended_program_drains_in_time(make_broker, contended):
 
 
 def test_page_says_contended_while_another_session_waits(make_broker):
-    """The page says so only if running sessions may be preempted: only then must they drain."""
+    """The page says this only if the pool may preempt running work: only then must work drain."""
     broker = make_broker(preempt=["turns"], max_swap_overhead=0.001).started
     program = Maker(broker)
     try:
@@ -346,7 +346,7 @@ def slow(broker):
 
 @pytest.mark.parametrize("moment", ["calls drain", "work drains", "state is copied", "it waits"])
 def test_program_survives_the_kill_of_a_broker_at_any_moment(make_broker, moment):
-    """The next broker finds the program as it is.
+    """The next broker finds the program in the middle of a preemption.
 
     The program continues, and every byte is right.
     """

@@ -30,7 +30,7 @@ def child():
 
 
 def death_of(child, act, *, fallback=False):
-    """Return once the death that ``act`` causes is reported."""
+    """Call ``act``, which kills the child; return when the death is reported."""
 
     async def main():
         loop = asyncio.get_running_loop()

@@ -159,7 +159,7 @@ def test_broker_that_crashes_records_its_error(dead):
 
 
 def test_broker_is_detached_from_the_session_that_started_it(killed, monkeypatch):
-    """The broker must not end with its notebook, nor count as part of it."""
+    """The broker must not end with the notebook that starts it, nor belong to its session."""
     monkeypatch.setenv("GPUPOOL_SESSION", "outer")
     monkeypatch.setenv("GPUPOOL_TOKEN", "secret")
     startrecord.remove_record(killed.socket)

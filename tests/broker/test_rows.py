@@ -62,8 +62,8 @@ def test_sessions_opened_and_closed_leave_a_bounded_journal(make_broker):
             client.call("close", session=name, reason="z" * 200)
             if n % 50 == 0:
                 most = max(most, log.stat().st_size)
-    # The log starts again when no other connection reads it. A tidy that waits for the disk delays
-    # this: on a busy machine, the broker wrote 3 MiB meanwhile.
+    # The log starts again when no other connection reads it. This is later if ``tidy`` waits for
+    # the disk: on a busy machine, the broker wrote 3 MiB meanwhile.
     assert most < 2 * journal_module.MAX_LOG
     broker.stop()
     assert broker.started

@@ -85,7 +85,7 @@ def test_clients_wait_during_a_restart_under_a_service_manager(make_broker):
         broker.kill()
         answers = []
         client = threading.Thread(target=lambda: answers.append(broker.status()["pid"]))
-        client.start()  # no broker lives: without the given socket, nobody would listen
+        client.start()  # no broker runs: only the manager's socket listens
         broker.start()
         client.join(60)
         assert answers == [broker.process.pid] != [before], broker.tail()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Readers hear of changes without a journal row once a session is quiet."""
+"""When a session is quiet, its readers hear of the changes that have no journal row."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def queue_told(readers):
 
 @pytest.mark.parametrize(("readers", "pause"), [(1, SETTLED), (32, 0.5), (1000, LONGEST_PAUSE)])
 def test_every_reader_hears_of_the_queue_after_a_pause(readers, pause):
-    """Each reader then asks for a status.
+    """Each reader asks for a status when it hears of a change, so a pause follows.
 
-    It hears of a change within the pause at the pause's end.
+    The readers hear of a change during the pause when the pause ends.
     """
     first, second = queue_told(readers)
     assert second - first > pause - 0.01

@@ -48,7 +48,7 @@ class Worker(threading.Thread):
             time.sleep(0.002)
 
     def held(self):
-        """Return whether a neighbour has its turn: a pause whose time is over does not count."""
+        """Return whether the page pauses this kernel now: an expired pause does not count."""
         paused = self.kernel.gate() == PAUSED
         return paused and time.monotonic_ns() < self.kernel.pause_until()
 
@@ -90,7 +90,7 @@ def test_sole_kernel_does_not_wait(worker):
     one, other = worker(10), worker(10)
     wait_until(lambda: one.paused and other.paused, "turns are kept")
     other.stop()
-    # The neighbour's last turn may still run. After that turn, there are no turns.
+    # The neighbour's last turn may still run. After that turn, the broker pauses no kernel.
     before = one.calls
     wait_until(lambda: one.calls > before + 50, "it goes on")
     wait_until(lambda: one.kernel.gate() != PAUSED, "open")

@@ -30,7 +30,7 @@ def in_a_child(work):
 
 
 def test_only_the_event_loop_has_a_short_time_slice(tmp_path):
-    usual = time_slice(0)  # 0 before Linux 6.12, which neither reports nor grants one
+    usual = time_slice(0)  # 0 before Linux 6.12: it neither reports nor grants a slice
     short = SLICE if usual else 0
     broker = Broker(tmp_path)
     try:
@@ -40,7 +40,8 @@ def test_only_the_event_loop_has_a_short_time_slice(tmp_path):
         assert children
         assert {time_slice(child.pid) for child in children} == {usual}
         threads = {t.id for t in psutil.Process(broker.process.pid).threads()}
-        assert {time_slice(t) for t in threads - {broker.process.pid}} <= {usual, 0}  # 0: has ended
+        # The time slice of a thread that has ended is 0.
+        assert {time_slice(t) for t in threads - {broker.process.pid}} <= {usual, 0}
     finally:
         broker.close()
 

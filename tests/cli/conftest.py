@@ -19,8 +19,8 @@ from jupyter_gpupool.protocol import decode, encode
 class Broker:
     """Answer a request with ``answers[type]``: the fields of an ``ok``, or an error message.
 
-    If ``snapshots`` is set, each request for the status gets its next element, and the last
-    element repeats. Where the element is None, the connection is closed instead.
+    If ``snapshots`` is set, each status request gets the next element of ``snapshots``, and the
+    last element repeats. If the element is None, the broker closes the connection instead.
     """
 
     def __init__(self, path: Path) -> None:

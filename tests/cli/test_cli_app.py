@@ -156,7 +156,7 @@ def test_example_of_day_and_night_can_be_loaded():
     assert times.base.pool.groups["students"].cap.percent == 50
     noon = datetime(2026, 11, 27, 11, tzinfo=timezone.utc).timestamp()
     assert times.rules(noon) == ()
-    # From Friday evening to Monday morning a schedule is in force at any time.
+    # At each time from Friday evening to Monday morning, a schedule is in force.
     assert [names for at, names in walk(times, noon, 3)] == [
         ("weekend",), ("weekend, the whole day",), (),
     ]  # fmt: skip

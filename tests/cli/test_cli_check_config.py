@@ -91,7 +91,7 @@ The configuration is good: 3 groups, 1 schedule.
     )
 
 
-def test_sizes_of_a_cluster_are_shown_as_those_of_all_machines(config, capsys):
+def test_report_says_that_cluster_sizes_are_for_all_machines(config, capsys):
     sizes = CONFIG.replace("90%", "900GiB").replace("50%", "640GiB")
     config.write_text(sizes + 'c.GPUPool.cluster_nodes = ["gpu1", "gpu2"]\n')
     found = text(capsys, "--devices", "16x80GiB", "--at", NOON)

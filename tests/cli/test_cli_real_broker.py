@@ -144,7 +144,7 @@ def test_pause_is_shown_until_resume(opened, capsys):
     assert main(["pause", "--reason", "new driver"]) == 0
     out = capsys.readouterr().out
     assert "new driver; no process of it has a device file open.\n" in out
-    # A second pause prints one line; doctor shows it as a warning, not as a failure.
+    # A second pause prints one line; doctor shows the pause as a warning, not as a failure.
     assert main(["pause", "--reason", "new driver"]) == 0
     assert capsys.readouterr().out.count("paused by the administrator") == 1
     main(["doctor", "--json"])

@@ -62,7 +62,7 @@ def typed(text):
     return [*text, "enter"]
 
 
-def test_waste_is_slice_times_time_without_cuda_calls():
+def test_waste_is_slice_size_times_seconds_without_cuda_calls():
     found = {row.id: row for row in rows(crowd())}
     assert (found["bbbb"].unused, found["bbbb"].waste) == (699.5, 699.5 * 8 * GiB)
     assert found["aaaa"].busy == 0.9
@@ -212,7 +212,7 @@ TYPED = [
 
 
 def test_keys_in_a_terminal_send_orders_to_the_broker(broker):
-    """Use a real terminal: the orders reach the broker, and the screen shows its answer."""
+    """Use a real terminal: the broker gets the orders, and the screen shows the broker's answer."""
     broker.answers["status"] = crowd()
     for kind in ("prioritise", "end", "maintain"):
         broker.answers[kind] = {}

@@ -55,7 +55,7 @@ class Hosts:
         self.address = {name: f"10.213.{self._id}.{n + 1}" for n, name in enumerate(names)}
 
     def __enter__(self):
-        self.close()  # what a killed run has left
+        self.close()  # remove the network of a killed run
         ip("link", "add", self._bridge, "type", "bridge")
         ip("addr", "add", f"{self._own}/24", "dev", self._bridge)
         ip("link", "set", self._bridge, "up")
@@ -67,7 +67,7 @@ class Hosts:
             ip("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", space, "link", "set", "lo", "up")
             ip("-n", space, "link", "set", "eth0", "up")
-            # By its default route a machine finds its own address.
+            # A program on the machine finds its own address through the default route.
             ip("-n", space, "route", "add", "default", "via", self._own)
         return self
 
@@ -83,7 +83,7 @@ class Hosts:
 
     @contextmanager
     def at(self, name):
-        """Be on a machine: processes that start meanwhile stay there."""
+        """Enter a machine inside this block; processes that start in it stay on the machine."""
         with open("/proc/thread-self/ns/net") as before:
             with open(f"/run/netns/{self._space(name)}") as space:
                 _enter(space.fileno())

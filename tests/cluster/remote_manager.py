@@ -112,10 +112,11 @@ class Manager:
             self.manager.provisioner.memory = 0
 
     async def timed(self, remote, memory, beside):
-        """Return the cost of another kernel from its start to its first answer, and its machine.
+        """Start another kernel; return its cost and its machine.
 
-        The cost is the seconds by the clock, and the processor seconds of the kernel, of this
-        process and of the processes ``beside``.
+        The cost is measured from the start of the kernel to its first answer. It has the seconds by
+        the clock, and the processor seconds of the kernel, of this process and of the processes
+        ``beside``.
         """
         manager = manager_of(str(uuid.uuid4()), remote=remote)
         if remote:

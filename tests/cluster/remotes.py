@@ -175,7 +175,7 @@ class RemoteKernel:
         self.client = BlockingKernelClient()
         self.client.load_connection_info({"transport": "tcp", **kept, **self.secrets})
         self.client.start_channels()
-        # On a busy machine the client could miss a heartbeat, and would take the kernel for dead.
+        # On a busy machine, the client's own check could miss a heartbeat and report a dead kernel.
         wait_until(self._hears, "the kernel to be heard")
         return self.client
 

@@ -50,7 +50,7 @@ def cluster(machines):
 
 
 def two_and_a_third(cluster):
-    """Attach a kernel on each of two machines; let a kernel on the third machine ask."""
+    """Attach a kernel on each of two machines; let a kernel on the third machine wait."""
     first, second, third = (cluster.kernel(name) for name in cluster.names)
     for kernel in (first, second):
         kernel.attach()
@@ -380,7 +380,7 @@ def test_ten_thousand_leases_with_kills_exceed_no_quota(cluster):
                 churn.step()
             churn.kill()
         granted, kills, read = granted + churn.granted, kills + churn.kills, read + churn.read
-        # One session for each kernel: no kill has started a second one.
+        # Each kernel still has one session: no kill has led to a second session.
         assert set(cluster.sessions()) == {kernel.session for kernel in churn.kernels}
         cluster.end_kernels()
         print(f"{granted} leases, {kills} kills, {read >> 20} MiB read back")

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real brokers that share a group's guarantee: it puts sessions first on one machine at a time."""
+"""Real brokers that share a group's guarantee.
+
+The guarantee puts sessions of the group first on one machine at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from .kit import Cluster
 
 ME = pwd.getpwuid(os.geteuid()).pw_name
 GROUPS = {
-    # More than a machine has: the sizes are those of all machines together.
+    # The sizes are for all machines together, so they may exceed the memory of one machine.
     "lab": {"users": [ME], "guarantee": "300MiB", "cap": "3GiB"},
     "rest": {"users": "*"},
 }
@@ -30,7 +33,7 @@ BEYOND = (
 
 
 class Member(Kernel):
-    """A session that uses the share of a group."""
+    """A session of the group ``group``."""
 
     def __init__(self, cluster, machine, group, mib):
         self.group = group
@@ -62,7 +65,7 @@ def cluster():
 
 
 def fill(cluster, machine):
-    """Fill a machine, and have a session wait there."""
+    """Fill a machine, and let another session wait on it."""
     Member(cluster, machine, "rest", 900).attach()
     Member(cluster, machine, "rest", 300).wait()
 

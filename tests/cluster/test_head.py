@@ -78,7 +78,8 @@ def test_the_loss_of_the_head_exceeds_no_quota(cluster):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     head.process.wait()
-    # On one host, Ray takes the raylets of the other machines for a running head.
+    # All machines are on one host, so Ray would mistake the raylets of the other machines for a
+    # running head.
     (ray_folder(cluster, "m0") / "ray_current_cluster").unlink(missing_ok=True)
     wait_until(
         lambda: all(cluster.losses()[name] > losses[name] for name in cluster.names),
@@ -91,7 +92,7 @@ def test_the_loss_of_the_head_exceeds_no_quota(cluster):
     def lends_again():
         for node in cluster.agents.values():
             if node.process.poll() is not None:
-                node.start()  # as the service of a node does
+                node.start()  # a service would do the same
         now = cluster.answers()
         return all(now[name] > answers[name] for name in cluster.names)
 

@@ -63,7 +63,7 @@ STATUS = {
 
 
 class Anyone:
-    """Accepts each credential, and takes the credential itself for its text."""
+    """Accepts each credential, and returns the credential itself as the text inside it."""
 
     def check(self, credential):
         return CheckedCredential(1234, credential)
@@ -117,7 +117,7 @@ def test_a_child_with_the_open_output_delays_no_answer(broker, runs, monkeypatch
     wait_until(lambda: not is_alive(child), "the end of the child")
 
 
-def test_a_silent_program_counts_as_one_of_the_users_few_orders(broker, runs, monkeypatch):
+def test_an_order_to_a_silent_program_counts_for_its_user(broker, runs, monkeypatch):
     monkeypatch.setattr(hosting, "PATIENCE", 1.0)
     runs(SILENT)
     orders = [order("log", str(number)) for number in range(hosting.MOST_OF_USER + 1)]

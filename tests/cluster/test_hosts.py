@@ -41,7 +41,8 @@ def cluster():
                 return hosts.address["m0"]
 
             def start_broker(self, name):
-                # Executed on its machine: another broker would be forked from one of this network.
+                # Execute the broker on its machine. A forked broker would have the network of the
+                # process that forks it.
                 broker = self.brokers[name]
                 with self.at(name):
                     answer = broker.start(env={**environment(broker.folder), **broker.variables})
@@ -62,7 +63,8 @@ def network(pid):
     return Path(f"/proc/{pid}/ns/net").readlink()
 
 
-#: A thread that counts while its machine cannot be reached; each number is in the file at once.
+#: Starts a thread that counts, even while its machine is unreachable. It writes each number to the
+#: file at once.
 COUNT = """
 import os, threading, time
 def count(path):
@@ -101,14 +103,15 @@ def test_a_kernel_outlives_a_cut_cable_and_has_no_twin(cluster, server):
 
     cluster.hosts.cut("m1")
     wait_until(lambda: state(cluster, "m1") == "silent", "the ledger to miss m1", 120)
-    # Nobody calls the kernel dead, and it computes and keeps its slice.
+    # The server does not report the kernel as dead. The kernel computes and keeps its slice.
     assert server.do("alive") is True
     number = int(Path(path).read_text() or 0)
     wait_until(lambda: int(Path(path).read_text() or 0) > number + 5, "the kernel to count")
     (now,) = cluster.brokers["m1"].status()["sessions"]
     assert (now["pid"], now["state"], now["device"]) == (pid, had["state"], had["device"])
     wait_until(lambda: cluster.losses()["m1"], "m1 to miss the ledger", 60)
-    # Others do not get what it has: of two slices of the server's user, one is on m1.
+    # The ledger lends the kernel's slice to no other machine: it counts one of the user's two
+    # slices on m1.
     view = cluster.view()
     counted = {
         node["name"]: sum(row[-1] for row in node["counted"] if row[2] == "leases")
@@ -138,7 +141,8 @@ def test_machines_go_on_when_the_heads_cable_is_cut(cluster):
     cluster.hosts.cut("m0")
     wait_until(lambda: cluster.losses()["m2"], "m2 to miss the ledger", 60)
     assert kernel.state() in ("active", "idle")
-    # What m2 was lent is over; sessions keep what they have, and get no more.
+    # The limits that the ledger lent m2 have expired. Sessions on m2 keep their slices, and get no
+    # new ones.
     second = cluster.kernel("m2")
     second.do("ask", hold="cell")
     second.wait_state("queued")

@@ -342,7 +342,7 @@ def test_an_order_is_kept_for_a_node_that_has_not_reported_yet(world):
     assert state(world, "n0") == "present"
 
 
-def test_a_dropped_fence_is_said(world):
+def test_a_dropped_fence_is_reported(world):
     world.settle(1)
     world.do(world.current, ev.Fenced(now=world.now, node="n0"))
     assert not world.dropped
@@ -356,7 +356,7 @@ def test_a_dropped_fence_is_said(world):
 
 
 def test_a_ledger_that_takes_over_waits_for_a_fenced_node(world):
-    """The fenced node has come back, and has obeyed the other ledger meanwhile."""
+    """Meanwhile, the fenced node has come back, and has obeyed the other ledger."""
     first, second = world.start_ledger(), world.start_ledger()
     world.settle(1)
     world.crash("n0")
@@ -422,7 +422,7 @@ def test_an_older_answer_is_ignored_after_a_newer_one(budgets, change):
     assert budgets.ceilings == {ADA: 8}
 
 
-def test_a_ceiling_stays_at_least_at_the_use(budgets):
+def test_a_ceiling_does_not_fall_below_the_use(budgets):
     budgets.use({ADA: Demand(3)})
     budgets.answered(Loan("n0", 7, 0, Epoch(2, "a"), 4, {ADA: 1}))
     assert budgets.ceilings == {ADA: 3}
@@ -534,7 +534,7 @@ def test_a_budget_that_refills_is_used_up_by_all_nodes_together(world):
             world.use_bucket(name, 2)
             world.settle(1)
     assert 10 <= sum(levels(world).values()) <= 12
-    # What one node does not use any more comes back, and another one may use it.
+    # The GPU-seconds that the nodes have used refill, and any node may use them again.
     world.advance(DAY / 2)
     world.settle(4)
     assert sum(levels(world).values()) == pytest.approx(6, abs=1.5)
@@ -545,7 +545,7 @@ def test_a_budget_that_refills_is_used_up_by_all_nodes_together(world):
     assert levels(world)["n2"] > before + 2
 
 
-def test_the_whole_refill_is_at_the_only_node_that_used_any(world):
+def test_the_only_node_that_used_a_budget_gets_its_whole_refill(world):
     for _ in range(8):
         world.use_bucket("n1", 1)
         world.settle(1)
@@ -556,16 +556,17 @@ def test_the_whole_refill_is_at_the_only_node_that_used_any(world):
     for _ in range(20):
         world.advance(1.0)
         world.settle(1)
-    # 20 s and what the settling took, at 12 in 40 s.
+    # The budget refills 12 GPU-seconds in 40 s. It has refilled for 20 s, and for the time that the
+    # calls of ``settle`` took.
     assert world.nodes["n1"].level < level - 5.9
 
 
-def test_what_a_dead_node_used_comes_back_as_fast_as_before(world):
+def test_the_use_of_a_dead_node_refills_as_fast_as_before(world):
     for _ in range(7):
         world.use_bucket("n0", 2)
         world.settle(1)
     used = world.nodes["n0"].level
-    assert used > 7  # each of the others keeps 2
+    assert used > 7  # each of the other nodes keeps 2
     world.crash("n0")
     world.do(world.current, ev.Fenced(now=world.now, node="n0"))
     world.settle(1)
@@ -610,7 +611,7 @@ def test_a_report_names_the_journal_of_its_broker(tmp_path):
 @pytest.mark.parametrize(
     "values", [None, [], [1], ["1", "l1"], [1, 2], [-1, "l1"], [1 << 60, "l1"], [float("inf"), ""]]
 )
-def test_what_is_no_token_is_refused_and_forgotten(values):
+def test_a_wrong_fencing_token_is_refused_and_forgotten(values):
     with pytest.raises(ValueError, match="is no fencing token"):
         epoch_from_json(values)
     assert token_from(json.dumps(values)) == token_from("rubbish") == token_from("") == Epoch()
@@ -618,8 +619,8 @@ def test_what_is_no_token_is_refused_and_forgotten(values):
 
 
 @pytest.mark.parametrize("amount", [math.nan, math.inf, -1, 1.5, "5", None, True, 1 << 63])
-def test_what_is_no_amount_is_refused(amount):
-    """One such amount would spoil the sum of its key for good: each later ledger learns it."""
+def test_a_wrong_amount_is_refused(amount):
+    """A wrong amount would spoil the sum of its key in this ledger and in each later ledger."""
     spent = {Spent("n1", "j", SECONDS): 7}
     report = Report("n0", 1, 1, Epoch(), 0, {ADA: Holding(7, 7, 7)}, ({ADA: 7},), spent=spent)
     text = json.dumps(report_to_json(report))
@@ -643,11 +644,12 @@ def test_the_node_with_the_groups_sessions_has_its_guarantee(world):
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 0}
     world.ask("n2", "bob", 5)
     world.settle(3)
-    # What is in use stays, the rest is for the other node.
+    # The first node keeps the part that it uses, and the other node gets the rest.
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
     world.ask("n0", "bob", 5)
     world.settle(3)
-    # A third node takes nothing from the first two: parts that are too small put nobody first.
+    # A third node takes nothing from the first two nodes: parts that are too small would put no
+    # session first.
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
     world.nodes["n0"].waiting.clear()
     world.nodes["n0"].tell()
@@ -664,8 +666,8 @@ def test_a_guarantee_lasts_while_the_ledger_is_silent(world):
     assert claims(world)["n1"] == 4
 
 
-def test_a_guarantee_that_nobody_needs_bars_nobody():
-    """It is a wish, not a wait: a session never waits in the ledger for a guarantee."""
+def test_an_unneeded_guarantee_delays_no_session():
+    """A node wishes for a part of the guarantee. Its sessions never wait in the ledger for it."""
     world = World()
     world.settle()
     for name in ("n0", "n1", "n2"):
@@ -681,7 +683,7 @@ def test_a_guarantee_that_nobody_needs_bars_nobody():
 
 
 def test_random_use_exceeds_no_quota_when_a_ledger_dies():
-    """Most steps here are leases and messages, so more is granted than with Hypothesis."""
+    """Most steps are leases and messages, so the nodes grant more slices than with Hypothesis."""
     granted = 0
     for seed in range(60):
         chance = random.Random(seed)
@@ -763,7 +765,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: not self.only_ledger)
     @rule(ends=st.booleans())
     def start_ledger(self, ends):
-        # It does not know what nodes had used that were gone before.
+        # The new ledger does not know what earlier nodes, which are gone, have used.
         leaks = [leak for ledger in self.world.ledgers.values() for leak in ledger._gone]
         self.world.forgotten += sum(leak.amount for leak in leaks)
         if ends:
@@ -782,7 +784,8 @@ class Cluster(RuleBasedStateMachine):
     def restart_broker(self, name, keeps):
         node = self.world.nodes[name]
         if not node.alive:
-            # Until the ledger answers, it goes on with parts that others may have by now.
+            # Until the ledger answers, the node uses its old parts, which other nodes may have by
+            # now.
             self.world.claims_of_fenced += node.budgets.ceilings.get(GUARANTEE, 0)
             self.world.forgotten += node.budgets.ceilings.get(BUCKET, 0)
         node.begin(max(node.life, node.budgets.life) + 1, keeps=keeps)
@@ -799,13 +802,13 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(name=names, others=st.integers(0, 1))
     def use_without_limits(self, name, others):
-        """Users without a limit take slices, also on a machine that left: its admin lets them."""
+        """Users without a limit take slices. An admin allows it even on a machine that has left."""
         self.world.nodes[name].others = others
         self.world.nodes[name].tell()
 
     @rule(name=names)
     def lose_power(self, name):
-        """The kernels of the node are gone, and an admin tells every ledger."""
+        """The node and its kernels are gone, and an admin fences the node in every ledger."""
         self.world.crash(name)
         node = self.world.nodes[name]
         for ledger in [*self.world.ledgers]:
@@ -843,7 +846,7 @@ class Cluster(RuleBasedStateMachine):
         world.advance(20)
         for _ in range(2):
             for name in world.nodes:
-                world.order(name, False)  # repeated, as by the command: the ledger may be new
+                world.order(name, False)  # the command repeats it, too, for a new ledger
             world.settle(4)
         assert not any(node.budgets.drains for node in world.nodes.values())
         for _ in range(1 + sum(len(node.waiting) for node in world.nodes.values())):
@@ -857,7 +860,7 @@ class Cluster(RuleBasedStateMachine):
 
 
 QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database": None}
-#: The short form does not shrink a failing case, which takes minutes. The long form does.
+#: The short form does not shrink a failing case, because that takes minutes. The long form does it.
 SHORT = {**QUIET, "phases": [Phase.generate]}
 
 

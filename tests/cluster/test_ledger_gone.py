@@ -12,7 +12,7 @@ from jupyter_gpupool.cluster.messages import Epoch
 from .world import BUCKET, REFILL, SECONDS
 
 
-def test_a_node_that_left_does_not_wait_for_its_gpu_seconds(world):
+def test_a_node_leaves_before_its_gpu_seconds_have_refilled(world):
     world.use_bucket("n0", 2)
     world.settle(2)
     world.order("n0", True)
@@ -36,7 +36,7 @@ def test_a_node_that_comes_back_counts_its_use_once(world):
     assert [*world.ledger._gone] == []
 
 
-def test_a_day_counts_once_for_a_node_that_comes_back(world):
+def test_the_use_of_a_day_counts_once_if_a_node_returns(world):
     world.settle(1)
     world.nodes["n0"].consume(5, world.clock(world.nodes["n0"]))
     world.settle(2)
@@ -54,7 +54,7 @@ def test_a_day_counts_once_for_a_node_that_comes_back(world):
     assert sum(node.consumed for node in world.nodes.values()) == 20
 
 
-def test_what_a_lost_journal_had_counts_beside_later_use(world):
+def test_the_use_in_a_lost_journal_counts_with_later_use(world):
     node = world.nodes["n0"]
     for _ in range(3):
         world.use_bucket("n0", 2)
@@ -72,12 +72,12 @@ def test_what_a_lost_journal_had_counts_beside_later_use(world):
         node.begin(node.life + 1)
         world.settle(2)
         assert world.ledger.counted(SECONDS) >= node.forgotten + node.consumed
-    assert world.ledger.counted(BUCKET) >= level + node.level - 2  # 2: what came back meanwhile
+    assert world.ledger.counted(BUCKET) >= level + node.level - 2  # 2 have refilled
     world.use_all()
     world.audit()
 
 
-def test_new_ledgers_count_what_a_gone_node_used_once(world):
+def test_new_ledgers_count_the_use_of_a_gone_node_once(world):
     node = world.nodes["n0"]
     world.settle(1)
     node.consume(5, world.clock(node))
@@ -97,7 +97,7 @@ def test_new_ledgers_count_what_a_gone_node_used_once(world):
 
 
 def test_the_use_of_one_gone_node_does_not_hide_that_of_another(world):
-    """A ledger that has heard neither learns of one after the other has left."""
+    """A new ledger has heard neither node. It learns of one node's use when the other has left."""
     for name in ("n0", "n1"):
         world.settle(1)
         world.nodes[name].consume(5, world.clock(world.nodes[name]))
@@ -110,7 +110,7 @@ def test_the_use_of_one_gone_node_does_not_hide_that_of_another(world):
     world.settle(2)
     world.nodes["n0"].budgets.drain(True)
     world.settle(1)
-    world.nodes["n0"].begin(5)  # its copy is not in the journal
+    world.nodes["n0"].begin(5)  # the journal has no copy of n1's use
     world.ledgers.clear()
     world.start_ledger(members={"n0", "n2"})
     world.settle(2, silent={"n1", "n2"})
@@ -204,7 +204,7 @@ def test_rounds_of_fence_and_return_count_no_part_twice(world):
     assert world.use_all() == 20
 
 
-def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
+def test_the_use_of_a_dead_node_refills_completely(world):
     for name in ("n0", "n1"):
         for _ in range(3):
             world.use_bucket(name, 2)
@@ -217,6 +217,6 @@ def test_what_a_dead_node_used_gets_more_of_the_refill_in_time(world):
     for _ in range(30):
         world.advance(2.0)
         world.settle(1, silent=["n0"])
-    # Alone with half of the refill it would have taken as long; nobody else needs any by then.
+    # Half of the refill alone would have taken as long. By then, no other node needs a part of it.
     assert [*world.ledger._gone] == []
     assert world.ledger.counted(REFILL) in (0, 12)

@@ -150,7 +150,7 @@ def test_ray_carries_a_quota_between_machines(cluster):
 def test_ray_starts_a_killed_ledger_again(cluster):
     first, _, third = two_and_a_third(cluster)
     before = cluster.view()
-    assert before["process"] in family(cluster.agents["m0"].process.pid)  # the head runs it
+    assert before["process"] in family(cluster.agents["m0"].process.pid)  # the head runs the ledger
     os.kill(before["process"], signal.SIGKILL)
 
     def lends_again():
@@ -204,15 +204,15 @@ def test_no_slice_is_lost_if_a_raylet_stops_for_a_minute(cluster):
         until = time.monotonic() + PAUSE
         while time.monotonic() < until:
             assert (cluster.attached(), third.state()) == (QUOTA, "queued")
-            # The test takes the whole minute in any case: this is only the pause between two
-            # checks.
+            # This is only the pause between two checks: the test lasts for the whole minute in any
+            # case.
             time.sleep(0.5)
     finally:
         os.kill(raylet, signal.SIGCONT)
     # Meanwhile Ray has declared the machine dead, so the raylet ends, and `node` with it.
     assert node.process.wait(60) == 1
     assert (cluster.attached(), third.state()) == (QUOTA, "queued")
-    node.start()  # as the service of a node does
+    node.start()  # a service would do the same
     wait_until(lambda: states(cluster) == {"present"}, "the machine to be back", 120)
     assert second.state() in ("active", "idle")
     assert (cluster.attached(), third.state()) == (QUOTA, "queued")

@@ -237,7 +237,7 @@ def test_a_user_cannot_act_for_the_agent(user):
         assert user.call(kind, **fields)["code"] == "not-allowed", kind
 
 
-def test_machines_are_unreachable_without_the_own_agent(cluster, user):
+def test_no_machine_is_reachable_without_the_local_agent(cluster, user):
     cluster.agents["m0"].kill()
     try:
         found = {}
@@ -259,7 +259,7 @@ def test_a_machine_with_a_silent_agent_is_unreachable_at_once(cluster, user):
         nodes = lambda: {n["name"]: n["state"] for n in cluster.order()["nodes"]}  # noqa: E731
         wait_until(lambda: nodes()["m1"] == "silent", "the ledger to notice")
         found = user.order(do="poll", kernel_id="k")
-        # The answer is not that of a lost order, which comes after a minute.
+        # A lost order would get another answer, and only after a minute.
         assert found["code"] == "unreachable", found
         assert "m1 does not answer: its agent last reported " in found["message"]
     finally:
@@ -372,9 +372,9 @@ def test_a_jupyter_server_shows_and_controls_a_remote_kernel(cluster, jupyter_se
     cluster.agents["m1"].start()
     until("m1 to answer", lambda s: not s["unreachable"])
 
-    # Another kernel starts elsewhere. The server can neither end the old kernel nor wait for its
-    # end: the kernel is stopped, as if its whole machine hung, so it does not receive the
-    # server's own request either.
+    # Another kernel starts on another machine. The old kernel is stopped, as if its whole machine
+    # hung, so it does not receive the server's request to end. The server can neither end it nor
+    # wait for its end.
     pid = theirs()["pid"]
     os.kill(pid, signal.SIGSTOP)
     cluster.agents["m1"].kill()

@@ -19,7 +19,7 @@ RUNS = {"running": True, "code": None}
 
 
 class Far(GPUPoolRemoteProvisioner):
-    """Sends no order; each order gets the next one of the prepared answers."""
+    """Sends no order; it returns the next of the prepared answers for each order."""
 
     def _send(self, order):
         self.sent.append(order["do"])
@@ -55,7 +55,7 @@ def test_a_start_without_an_answer_is_undone(provisioner):
     assert (provisioner.has_process, provisioner._node) == (False, "")
 
 
-def test_a_lost_start_prevents_another_start_until_its_end(provisioner):
+def test_a_start_is_refused_until_a_lost_start_has_ended(provisioner):
     start(provisioner, *[Code.UNREACHABLE] * 3)
     assert provisioner.has_process
     provisioner.answers = [RUNS]

@@ -67,7 +67,7 @@ def test_machines_together_use_at_most_one_budget(cluster):
         "it was preempted: the GPU-seconds of today are used up; it goes on by itself: there are "
         "more in "
     )
-    # Before they are all used, a kernel may continue with a part that the other machine gives up.
+    # While GPU-seconds are left, a kernel may continue with those that the other machine gives up.
     wait_until(lambda: sum(used(cluster).values()) >= FEW - 0.1, "all GPU-seconds to be used")
     for kernel in (first, second):
         wait_until(lambda kernel=kernel: reason(kernel).startswith(stopped), "the kernel to stop")
@@ -140,7 +140,7 @@ def test_usage_on_other_machines_counts_for_fair_shares(cluster):
 
 
 def refills(cluster):
-    """Return by machine the GPU-seconds that come back there in a day, as the ledger counts."""
+    """Return how many GPU-seconds refill in a day on each machine, as the ledger counts them."""
     rows = {n["name"]: [r[-1] for r in n["counted"] if r[2] == "refill"]
             for n in cluster.order()["nodes"]}  # fmt: skip
     return {name: sum(found) for name, found in rows.items()}
@@ -160,11 +160,11 @@ def test_machines_share_a_budget_that_refills(cluster):
     assert third.refused("got", hold="cell") == "budget"
 
 
-def test_what_a_machine_used_refills_at_the_rate_of_the_whole(cluster):
+def test_the_use_of_one_machine_gets_the_whole_refill(cluster):
     cluster = cluster(MANY, rule="refill")
     first, other = cluster.kernel("m0"), cluster.kernel("m1")
     first.attach()
-    # It uses 1 GPU-second in a second, and 5 of 12 come back meanwhile.
+    # In each second, the kernel uses 1 GPU-second, and 5/12 of a GPU-second refills.
     wait_until(lambda: used(cluster)["m0"] > 2, "some use")
     first.do("drop", hold="cell")
     first.server.call("release", session=first.session)

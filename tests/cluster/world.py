@@ -31,7 +31,7 @@ LIMITS = {
     },
     "group": {"lab": {"memory": 10, "guarantee": 6}},
 }
-#: Seconds in which bob's whole budget comes back.
+#: Seconds in which bob's whole budget refills.
 DAY = 40.0
 USERS = ("ada", "bob")
 
@@ -42,7 +42,7 @@ def keys_of(user):
 
 
 SECONDS = Key("user", "ada", "gpu-seconds", TODAY)
-#: Of a budget that refills.
+#: The keys of bob's budget, which refills: the GPU-seconds in use, and the refill.
 BUCKET, REFILL = Key("user", "bob", "gpu-seconds"), Key("user", "bob", "refill")
 GUARANTEE = Key("group", "lab", "guarantee")
 
@@ -65,23 +65,23 @@ class Node:
     running: list[Session] = field(default_factory=list)
     waiting: list[Session] = field(default_factory=list)
     consumed: int = 0
-    #: What it has used of bob's budget and has not come back.
+    #: The GPU-seconds of bob's budget that this node has used and that have not refilled yet.
     level: float = 0.0
     #: Slices of users without a limit.
     others: int = 0
-    #: How much of each key the node would keep beyond what is in use.
+    #: The amount of each key that the node would keep in addition to the amount in use.
     spare: int = 0
     budgets: Budgets = None
     granted: int = 0
     journal: str = "j"
-    #: What it used of a day, and has forgotten.
+    #: The GPU-seconds of the day that this node has used, but that only a lost journal had counted.
     forgotten: int = 0
 
     def __post_init__(self):
         self.begin(self.life)
 
     def lose_journal(self):
-        """Start the broker without its journal: it knows nothing of what its sessions used."""
+        """Start the broker without its journal, so that it forgets what its sessions have used."""
         self.forgotten += self.consumed
         self.consumed, self.level = 0, 0.0
         self.journal += "'"
@@ -148,7 +148,7 @@ class Node:
         self.tell()
 
     def use_bucket(self, amount, now):
-        """Use some of bob's budget, as far as it is lent; return how much."""
+        """Use at most ``amount`` of the lent part of bob's budget; return the amount used."""
         if self.budgets.drains and self.budgets.is_empty:
             return 0  # no session is left that could use it
         left = self.budgets.most(BUCKET, now) - math.ceil(self.level)
@@ -158,7 +158,7 @@ class Node:
         return used
 
     def refill(self, seconds, now):
-        """Let bob's budget come back for so long by this node's clock."""
+        """Refill bob's budget for ``seconds``, at the rate of this node's clock."""
         part = self.budgets.most(REFILL, now)
         self.level = max(0.0, self.level - part * seconds * self.rate / DAY)
 
@@ -178,13 +178,13 @@ class World:
         #: Fences that a ledger has dropped.
         self.dropped: list[ev.FenceDropped] = []
         self.sent = 0
-        #: GPU-seconds of nodes that a ledger has fenced without a report from them.
+        #: GPU-seconds that a ledger cannot know: it has fenced their node without a report from it.
         self.lost = 0
-        #: What an auditor counts of bob's budget: all uses, and all that comes back of one budget.
+        #: The auditor's own count of bob's budget: the use on all nodes, less the full refill.
         self.level = 0.0
-        #: Guarantees of nodes that were fenced and live.
+        #: Guarantees that nodes still claim when they start again after a fence.
         self.claims_of_fenced = 0
-        #: What a ledger may have forgotten of it.
+        #: The use of bob's budget that a ledger may have forgotten.
         self.forgotten = 0.0
 
     # ------------------------------------------------------------------ ledgers
@@ -229,7 +229,7 @@ class World:
 
     def advance(self, seconds):
         self.now += seconds
-        # The fastest clock of a node may let its part come back so much sooner.
+        # The node with the fastest clock may refill its part faster, by this factor.
         fastest = max(node.rate for node in self.nodes.values())
         self.level = max(0.0, self.level - 12 * seconds * fastest / DAY)
         for node in self.nodes.values():
@@ -347,7 +347,10 @@ class World:
     # ------------------------------------------------------------------ the auditor
 
     def audit(self, *, lost=0, over=0):
-        """Add up the slices that really run, and compare them with the limits; ignore budgets."""
+        """Add up the slices that really run, and compare the sums with the limits of the users.
+
+        The auditor does not trust the nodes' budgets.
+        """
         memory, seconds = Counter(), 0
         for node in self.nodes.values():
             assert not (node.budgets.has_left and node.running), node.name
@@ -360,6 +363,6 @@ class World:
             assert used <= limit["memory"] + over, (kind, name, used)
         assert seconds <= 20 + lost, seconds
         assert self.level <= 12 + self.forgotten + 1e-6, self.level
-        # A guarantee is a right, and no limit: what a node may claim of it counts.
+        # A guarantee is a right, not a limit. So add up what each node may claim of it.
         claims = [n.budgets.most(GUARANTEE, self.clock(n)) for n in self.nodes.values() if n.alive]
         assert sum(claims) <= 6 + self.claims_of_fenced, claims

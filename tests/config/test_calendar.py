@@ -40,7 +40,7 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     """Return the year's first second, and the wall-clock time at each of its minutes.
 
     The wall-clock time is in minutes since 1970, and never goes back. While the real clock
-    repeats an hour, this clock stops. Both clocks show each later time at the same minute.
+    repeats an hour, this clock stops. At all later minutes, both clocks show the same time.
     """
     first = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp())
     last = int(datetime(year + 1, 1, 1, tzinfo=timezone.utc).timestamp())
@@ -176,15 +176,14 @@ def test_any_instant_agrees_with_a_simple_search_of_the_year(place, days, hours,
     ),
     now=st.integers(1_700_000_000, 1_900_000_000),
 )  # fmt: skip
-def test_changes_of_several_rules_are_those_of_each_rule(rules, now):
+def test_changes_of_several_rules_match_the_rules_in_force(rules, now):
     until = now + 20 * 86400
     found = [*changes(rules, now, until)]
     assert [rules for _, rules in found] == [in_force(rules, at) for at, _ in found]
     states = [in_force(rules, now), *(rules for _, rules in found)]
     assert all(before != after for before, after in pairwise(states))
     for begin, after in zip([now, *(at for at, _ in found)], states, strict=True):
-        # The search also finds a change at ``until``, so the last state is right at ``until``
-        # itself.
+        # The search also finds a change at ``until``, so the last state also holds at ``until``.
         later = min((at for at, _ in found if at > begin), default=until + 1)
         for second in (begin, (begin + later) // 2, later - 1):
             assert in_force(rules, second) == after

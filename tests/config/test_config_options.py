@@ -59,7 +59,7 @@ def test_every_setting_has_an_option_and_vice_versa():
     constants = {"ageing", "pinned_retry", "growth_step", "residence", "classes_open"}
     #: A broker of a cluster sets these from the ledger.
     constants |= {"elsewhere", "elsewhere_groups", "elsewhere_reason"}
-    #: These say where the configuration comes from; ``notes`` has the notes on it.
+    #: These fields hold the pool's settings, notes for the admin, and the origins of the options.
     about = {"pool", "notes", "files", "options", "origins"}
     #: The option of ``half_life`` has another name.
     pool = pool - {"half_life"} | {"fair_share_half_life"}
@@ -386,7 +386,7 @@ def test_every_option_has_help_and_an_example(name):
     check_config(config)
 
 
-def test_needs_restart_names_options_of_a_running_broker():
+def test_needs_restart_names_only_options_read_at_the_start():
     old = settings()
     assert needs_restart(old, settings(idle_timeout=1, quotas={"ada": {"leases": 1}})) == ()
     assert needs_restart(old, settings(devices=[0], socket="/x")) == ("devices", "socket")

@@ -92,7 +92,7 @@ def test_option_from_a_server_keeps_its_file_as_origin(folder):
     assert handed.origins == {"idle_timeout": str(path), "linger": "the command line"}
 
 
-def test_broker_that_reports_no_configuration_is_no_difference(folder):
+def test_no_notice_if_the_broker_reports_no_configuration(folder):
     assert notice({"idle_timeout": 5}, {}) == ""
 
 

@@ -101,7 +101,7 @@ MEMBERS = {
         ("dan", ["x"], ("all",)),
     ],
 )
-def test_user_names_win_over_unix_groups_and_these_over_star(user, unix_groups, found):
+def test_user_name_wins_over_unix_group_and_unix_group_over_star(user, unix_groups, found):
     assert groups_of(settings(groups=MEMBERS).members, user, unix_groups) == found
 
 
@@ -303,7 +303,7 @@ def test_inner_guarantees_count_if_the_outer_group_has_none():
     assert "'a' (80%), 'b' (30%) are guaranteed 110% together" in found
 
 
-def test_a_machine_of_a_cluster_checks_only_what_is_its_own():
+def test_cluster_machine_does_not_check_cluster_wide_sizes():
     groups = tree(
         a={"guarantee": "3 devices"}, b={"cap": "900GiB", "guarantee": "800GiB"},
     )  # fmt: skip

@@ -34,7 +34,7 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         if known and name in USERS:
             model = {"kind": "user", "name": name, "groups": USERS[name]}
-            if name in ROLES:  # the Hub sends groups only to a service with the scope for them
+            if name in ROLES:  # the Hub sends roles only to a service that may read them
                 model["roles"] = ROLES[name]
             self.wfile.write(json.dumps(model).encode())
 

@@ -138,8 +138,10 @@ class Hostile(attack.Attack):
         return made
 
     def rounds(self):
-        """Yield once, and again until the attack ends: on a slow machine, too,
-        there is one round.
+        """Yield once for each round of the attack, until the attack ends.
+
+        The first round always runs, even if the time of the attack is over before it on a slow
+        machine.
         """
         self.first = True
         yield
@@ -287,8 +289,9 @@ class Hostile(attack.Attack):
                 self.reached += [kind] * (secret in json.dumps(answer).encode())
 
     def queue(self):
-        """Hold both GPUs with calls that do not end, and request more; at a line,
-        release one GPU.
+        """Hold both GPUs with calls that do not end, and let more sessions wait for a GPU.
+
+        When a line arrives on standard input, release one GPU.
         """
         sessions = [Session(self, request={"memory": 450 << 20}) for _ in range(MANY)]
         asking = []
@@ -330,7 +333,8 @@ def run(kind, victim):
 def main():
     print("ready", flush=True)
     victim = json.loads(sys.stdin.readline())
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # until a child can handle it
+    # Each child unblocks the signal when it has set its handler.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     children = []
     for kind in sys.argv[1:]:
         child = os.fork()

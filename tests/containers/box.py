@@ -3,7 +3,8 @@
 """The first process of a container: it makes the file system and the user, and then becomes the
 container's program.
 
-``unshare`` has made the namespaces. Standard input has everything else, see ``kit.Box``.
+``unshare`` has made the namespaces. The first line of standard input describes
+everything else, see ``kit.Box``.
 """
 
 import ctypes

@@ -90,7 +90,8 @@ class DockerHub(Hub):
         text = (EXAMPLES / "containers" / "jupyterhub_config.py").read_text()
         assert "/run/gpupool/users/{raw_username}" in text
         (self.folder / "docker.py").write_text(text.replace("/run/gpupool", str(place)))
-        emulated = f"{place}/broker.sock.emulated"  # as a container runtime adds the devices
+        # A container runtime adds the devices of a GPU in the same way.
+        emulated = f"{place}/broker.sock.emulated"
         url = f":{self.ports['hub']}"
         with (self.folder / "hub.py").open("a") as file:
             file.write(f"""

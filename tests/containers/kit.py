@@ -93,11 +93,11 @@ def running(**config):
 
 
 class Box:
-    """One container. The folder mounted in it makes it a container of ``user``, or of nobody.
+    """One container. It mounts the folder of ``user``; with an empty ``user``, it mounts none.
 
-    ``users_from``: with a user namespace, the user id on the machine of the container's root.
-    ``memory``: the memory limit of its control group, in bytes. ``writable``: whether the
-    container may write to the mounted folder, which is a mistake.
+    ``users_from``: if the container has a user namespace, its root has this user id on the
+    machine. ``memory``: the memory limit of its control group, in bytes. ``writable``: whether
+    the container may write to the mounted folder, which is a mistake.
     """
 
     def __init__(self, machine, user="", *, uid=1000, users_from=0, memory=0, writable=False):
@@ -124,7 +124,8 @@ class Box:
             (str(self.shared), str(self.shared), True),
         ]
         if self.user:
-            emulated = f"{place}/broker.sock.emulated"  # as a container runtime adds the devices
+            # A container runtime adds the devices of a GPU in the same way.
+            emulated = f"{place}/broker.sock.emulated"
             mounts += [
                 (f"{place}/users/{self.user}", place, self._writable),
                 (emulated, emulated, True),
@@ -145,8 +146,10 @@ class Box:
         return self._launch(_inside(self._group), (), sys.executable, spec, options)
 
     def _launch(self, before, namespace, python, spec, options):
-        """Start ``box.py`` in the interpreter ``python``, after the words
-        ``before``, with more namespaces.
+        """Start ``box.py`` in the interpreter ``python``, in new namespaces.
+
+        The command line begins with the words ``before``. ``namespace`` has the options of
+        ``unshare`` for more namespaces.
         """
         process = subprocess.Popen(
             [*before, "unshare", *namespace, "--mount", "--ipc", "--net", "--uts", "--cgroup",

@@ -79,7 +79,8 @@ class PodmanBox(Box):
         place = str(self.machine.place)
         mounts = [f"{self.shared}:{self.shared}"]
         if self.user:
-            emulated = f"{place}/broker.sock.emulated"  # as a container runtime adds the devices
+            # A container runtime adds the devices of a GPU in the same way.
+            emulated = f"{place}/broker.sock.emulated"
             access = "" if self._writable else ":ro"
             mounts += [f"{place}/users/{self.user}:{place}{access}", f"{emulated}:{emulated}"]
         uid, first = self._spec["uid"], self._spec["users_from"]

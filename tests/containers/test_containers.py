@@ -70,8 +70,8 @@ def test_containers_with_one_user_id_share_gpus(machine):
         "ada": True, "bob": True
     }  # fmt: skip
 
-    # Each GPU has room for one kernel, so one of the two goes to host memory for ada's second
-    # kernel.
+    # Each GPU has room for one kernel, so the broker suspends one of the two kernels for ada's
+    # second kernel.
     second = machine.box("ada").kernel()
     second.run("%gpu 300MiB")
     second.run(FILL % 11)

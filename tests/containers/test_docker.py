@@ -53,8 +53,8 @@ def test_users_of_docker_spawner_share_one_gpu_through_restarts(site):
     hub, docker, machine = site
     ada, bob = "ada", "bob@example.org"
     for name in (ada, bob):
-        # Docker would make the folder, too. But emulated GPUs are mounted in it, so the broker
-        # must fill it first.
+        # Docker would also make this user's folder if it were missing. But the emulated GPUs are
+        # mounted in this folder, so the broker must fill it before the container starts.
         machine.user(name)
     path = hub.spawn(ada)
     mine, theirs = hub.kernel(path), hub.kernel(hub.spawn(bob))
@@ -62,7 +62,8 @@ def test_users_of_docker_spawner_share_one_gpu_through_restarts(site):
     mine.run(FILL % 7)
     theirs.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
     found = owners(machine)
-    assert found.keys() == {ada, bob}  # from the folders: both users have user id 1000
+    # Both users have user id 1000, so the broker knows the owners from the mounted folders.
+    assert found.keys() == {ada, bob}
     assert found[ada]["suspended_bytes"] > 0
     mine.run(CHECK % 7)
 

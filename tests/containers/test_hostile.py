@@ -201,7 +201,8 @@ def attacked(machine, victim, teams, *, rounds, seconds):
     assert {kind: one["reached"] for kind, one in seen.items() if one["reached"]} == {}
     wrong = {kind: {*one["codes"]} - {*ATTACKS[kind].split(), "busy"} for kind, one in seen.items()}
     assert {kind: codes for kind, codes in wrong.items() if codes} == {}
-    # The victim waited only shortly (LATE is for a slow machine), and its session has not changed.
+    # The victim waited only a short time, and its session has not changed. A slow machine may add
+    # LATE to the wait.
     assert 0 < max(waits) < WAIT + LATE, waits
     after = machine.session(victim.session)
     assert {name: after[name] for name in KEPT} == {name: victim.before[name] for name in KEPT}

@@ -20,7 +20,7 @@ from .test_containers import (  # noqa: F401  - the same tests, with the fixture
     test_user_is_not_served_after_the_folder_is_removed,
 )
 
-#: By image that is too old: the line in its kernel's log.
+#: For each image that is too old: the line that its kernel writes to the log.
 TOO_OLD = {
     "bullseye": "Pooled GPU kernels need Python 3.10 or newer, and this image has 3.9",
 }

@@ -90,7 +90,8 @@ def test_accounts_share_one_gpu_from_their_own_containers(machine):
     ada.run(FILL % 7)
     bob.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
     found = {session["owner"]: session for session in machine.status()["sessions"]}
-    assert found.keys() == {f"uid-{ADA}", f"uid-{BOB}"}  # ids on the machine, not inside
+    # The names have the accounts' user ids on the machine, not the ids inside the containers.
+    assert found.keys() == {f"uid-{ADA}", f"uid-{BOB}"}
     assert found[f"uid-{ADA}"]["suspended_bytes"] > 0
     machine.kill()
     assert machine.started

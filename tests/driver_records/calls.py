@@ -81,10 +81,12 @@ def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]
 
 
 def asked(name: str, kind: str, *, anywhere: bool = True) -> bool:
-    """Return whether the recorder calls a function; a call must not initialise or name a process.
+    """Return whether the recorder calls a function.
 
-    The recorder never calls a debugger's functions, which would wait for a debugger or end the
-    process. It does not call nvmlErrorString either, whose result is no number.
+    With ``anywhere``, a call must not initialise the driver. The address of the buffer must not
+    reach a checkpoint function, which would take it for the id of a process. The recorder never
+    calls a debugger's functions, because they would wait for a debugger or end the process. It does
+    not call nvmlErrorString either, because its result is not a number.
     """
     if name.startswith("cudbg") or name == "nvmlErrorString":
         return False

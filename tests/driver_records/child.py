@@ -31,7 +31,7 @@ def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> 
     Hung
         If the child has not answered and ended within ``bound`` seconds.
     RuntimeError
-        If the question raises there.
+        If the question raises an exception in the child.
     """
     reading, writing = os.pipe()
     pid = os.fork()

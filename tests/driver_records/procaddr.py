@@ -42,11 +42,12 @@ def forms(
 ) -> dict[str, str]:
     """Return, by name, what cuGetProcAddress_v2 returns with ``flags``, and from which version on.
 
-    ``"2000:~ 3020:~_v2"`` means: from version 2000 on, the driver returns the exported function
-    of this name; from 3020 on, the one with _v2; and before 2000, no address, CUDA_SUCCESS and
-    status 2 ("a later version has it"). Another answer has the form RESULT/STATUS. An address
-    that belongs to no exported function has the form "not-exported". The result does not contain
-    names that are unknown at every version, and the refusal of all versions from ``refused`` on.
+    For example, ``"2000:~ 3020:~_v2"`` means three things. Before version 2000, the driver returns
+    no address, CUDA_SUCCESS and status 2 ("a later version has it"). From 2000 on, it returns the
+    exported function of this name. From 3020 on, it returns the function with _v2 in its name.
+    Another answer has the form RESULT/STATUS. An address that belongs to no exported function has
+    the form "not-exported". The result leaves out names that are unknown at every version. It also
+    leaves out that the driver refuses all versions from ``refused`` on.
     """
     library = ctypes.CDLL(path)
     call = library.cuGetProcAddress_v2
@@ -101,9 +102,10 @@ def get(library: Any, name: Any, version: int, flags: int = 0, form: str = "v2")
 
 
 def older_form(path: str, names: list[str]) -> list[str]:
-    """Return the questions to which the four-argument form gives another address.
+    """Return the questions to which the older form of cuGetProcAddress gives another address.
 
-    If the newer form returns no address, the older form must return 500 and write no address.
+    The older form has four arguments. If the newer form returns no address, the older form must
+    return 500 and write no address.
     """
     library = ctypes.CDLL(path)
     out, found = ctypes.c_void_p(), []

@@ -212,8 +212,9 @@ def _nvml_without_device() -> Iterator[tuple[str, Question]]:
 
 
 def of_cuda(missing: bool) -> Iterator[tuple[str, Question]]:
-    """Yield the questions to libcuda.so.1; if ``missing``, also those that need a
-    missing device.
+    """Yield the questions to libcuda.so.1.
+
+    If ``missing``, also yield the questions to a driver that finds no device.
     """
     yield from _cuda_anywhere()
     if missing:

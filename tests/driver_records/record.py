@@ -99,7 +99,8 @@ def written(found: dict[str, Any]) -> str:
             lines[-1] += f'"{name}", '
         return "[\n    " + "\n    ".join(map(str.rstrip, lines)).rstrip(",") + "]"
 
-    # Lists that contain no list, long lists first, then short ones.
+    # Change only lists that contain no list. First wrap long lists of names, then join each short
+    # list to one line.
     text = re.sub(r'\[(\s*"[\w ]+",){4,}\s*"[\w ]+"\s*\]', filled, text)
     for _ in range(2):
         text = re.sub(r"\[\n[^\[\]{}]{,300}?\]", joined, text)

@@ -59,8 +59,9 @@ class Late(AssertionError):
 def _look(
     condition: Callable[[], Any], what: str, timeout: float, show: Callable[[], Any] | None
 ) -> Callable[[], Any]:
-    """Return a function that returns the condition's value, and fails if the
-    value is false too late.
+    """Return a function that returns the present value of ``condition``.
+
+    The function raises :class:`Late` if the value is still false after ``timeout`` seconds.
     """
     deadline = time.monotonic() + timeout
 
@@ -359,7 +360,8 @@ class Pool:
     def rests(self) -> bool:
         """Return whether the broker is as good as a new one, and everything else has ended.
 
-        The test has passed, its kernels have ended, and the broker grants no memory.
+        Call this after a test that has passed, when its kernels have ended and the broker grants no
+        memory.
         """
         if self.disturbed or os.environ.get("GPUPOOL_E2E_KEEP"):
             return False

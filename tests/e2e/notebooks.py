@@ -205,7 +205,7 @@ async def by_argv(
     client.load_connection_file(str(connection))
     client.start_channels()
     try:
-        # wait_for_ready does not work without a manager: it takes a starting kernel for a dead one.
+        # wait_for_ready does not work without a manager: it reports a starting kernel as dead.
         await _nudge(client)
         for cell in notebook.cells:
             if cell.cell_type == "code":

@@ -2,13 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """A child process that samples the devices through NVML: ``sampler.py FILE HERTZ SOCKET``.
 
-Writes one JSON line per sample to FILE until stdin is closed: time, and for each device its total,
-used and reserved bytes and the bytes of each process. With a SOCKET, it takes every fifth sample
-between two answers of the broker. ``granted`` (device -> pid -> bytes) is then what the broker had
-granted. ``steady`` names the pids with the same lease before and after: their bytes and their
-grant belong to the same moment. ``landing`` (pid -> devices) has the pids that were landing before
-or after: their contexts are in the room that each device keeps for that. With HERTZ 0, it takes
-one sample.
+The process writes one JSON line per sample to FILE until stdin is closed. A line has the time, and
+for each device its total, used and reserved bytes and the bytes of each process. With HERTZ 0, the
+process takes one sample.
+
+With a SOCKET, the process takes every fifth sample between two answers of the broker. Such a sample
+has three more fields. ``granted`` (device -> pid -> bytes) is what the broker had granted.
+``steady`` names the pids with the same lease in both answers: their bytes and their grant belong to
+the same moment. ``landing`` (pid -> devices) has the pids that were landing in one of the two
+answers: their contexts use the room that each device keeps for landing processes.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def check_anonymous(name, text):
 
 
 def test_figures_in_the_browser_may_lag_behind_the_broker():
-    """The first ten seconds of a wait count singly, later ones in steps of 10 s.
-    A page may be a second behind the broker.
+    """The page counts the first ten seconds of a wait one by one, and later seconds in steps of
+    10 s. A page may be a second behind the broker.
     """
     from benchmarks.ui_contended import figure, figures_between  # imports a browser client
 
@@ -106,7 +106,7 @@ def test_wait_owes_at_most_the_rest_of_a_time_slice(leaves, owed):
 
 
 def test_wait_that_loses_its_turn_owes_only_one_time_slice():
-    """When the time slice ends, another kernel of the crowd gets the place."""
+    """When the time slice ends, another kernel of the crowd gets the GPU, not ann's kernel."""
     rows = shown(leaves=110.0)[:-2]
     rows += [
         moved(110.1, "q", "queued", "attaching", "crowd"),

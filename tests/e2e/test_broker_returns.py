@@ -128,8 +128,8 @@ def test_lost_broker_is_started_again_without_an_agent(pool):
 
 @pytest.mark.parametrize("agent", [True, False], ids=["agent", "guard"])
 def test_broker_returns_even_if_its_files_are_deleted(pool, agent):
-    """The broker that could restore the files beside the socket is dead, so its
-    kernels must start another.
+    """Only a running broker can restore the files beside its socket. This broker is dead, so its
+    kernels must start another broker.
     """
     pool = pool(ONE, default_memory=SLICE, idle_timeout=3601)
 
@@ -243,7 +243,7 @@ def begun(pool):
 
 @pytest.mark.parametrize("victim", ["broker", "worker", "monitor"])
 def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
-    """Before, a new broker granted no slice for ten seconds, so kernels starved."""
+    """In an earlier version, a new broker granted no slice for ten seconds, so kernels starved."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -285,7 +285,10 @@ def journaled(pool, kernel):
 
 
 def test_idle_time_of_a_kernel_survives_kills_of_the_broker(pool):
-    """Before, each new broker restarted the idle time, so no waiting kernel was ever served."""
+    """In an earlier version, each new broker restarted the idle time.
+
+    So the broker never served a waiting kernel.
+    """
     pool = pool(ONE, default_memory=SLICE, reclaim_after=3600)
 
     async def scenario():

@@ -58,9 +58,9 @@ KINDS = (
 )
 
 
-#: How users work under each policy: the configuration, and the bounds of the pause between two
-#: cells. With the guard, a kernel is idle when its device is idle; the broker checks that four
-#: times a second.
+#: How users work under each policy: the configuration, and the shortest and the longest pause
+#: between two cells. With the guard, a kernel is idle when its device is idle. The broker checks
+#: four times a second whether it is idle.
 POLICIES = {
     "cell": ({"attach": "cell"}, (0.0, 0.3)),
     "lazy": ({"attach": "lazy", "quiet_after": 0.1, "max_swap_overhead": 0.0}, (0.3, 1.0)),
@@ -399,7 +399,7 @@ class Server:
             client.stop_channels()
 
     async def ready(self, client):
-        """Wait for the kernel. A client that did not start it may take a slow start for a death."""
+        """Wait for the kernel. A client that did not start it may report a slow kernel as dead."""
         deadline = time.monotonic() + 60
         while True:
             try:

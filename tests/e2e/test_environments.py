@@ -23,8 +23,8 @@ from .kit import KERNEL_NAME
 
 ROOT = Path(__file__).parents[2]
 
-#: Each Python process that finds this module on PYTHONPATH runs it: imports of NVIDIA's packages
-#: fail.
+#: Each Python process that finds this module on PYTHONPATH runs it. After that, all imports of
+#: NVIDIA's packages fail in the process.
 BLOCK = """
 import sys
 

@@ -338,7 +338,7 @@ def test_two_full_slices_share_a_device_again_after_a_suspend(pool):
     play(scenario())
 
 
-def test_overuse_keeps_its_own_state_and_harms_no_neighbour(pool):
+def test_kernel_over_its_slice_keeps_its_state_and_harms_nobody(pool):
     """Without the guard, nothing stops an allocation. The ledger must not promise
     those bytes to others.
     """

@@ -137,7 +137,7 @@ tensors = [Tensor() for _ in range(20)]
 
 
 def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
-    """The collection neither waits nor asks for a lease. At the resume, the memory is free."""
+    """The collection neither waits nor asks for a lease. The memory is freed at the resume."""
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 

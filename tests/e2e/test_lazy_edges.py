@@ -336,7 +336,7 @@ def test_children_see_the_device_of_the_slice_after_a_move(pool):
             for n, (k, f) in enumerate(zip(others, flags, strict=True))
         ]
         where = [(await state(k, "active"))["device"] for k in others]
-        # End the cell on the device that this kernel has not used.
+        # Of the two other cells, end the one on the device that the kernel ``mine`` has not used.
         free = next(n for n, device in enumerate(where) if device != home)
         flags[free].touch()
         (await work[free]).check()

@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The example notebooks, many at a time: each cell shows the same as alone on an empty pool.
+"""Many example notebooks run at a time, and each cell shows the same output as in a run alone.
 
-The committed outputs are those of the runs alone, see ``notebooks.py``.
+The committed outputs come from runs of one notebook at a time on an empty pool, see
+``notebooks.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.broker import forks
 from . import notebooks
 from .kit import LOOK
 
-#: The notebooks in which a kill can disturb the most different things; the long form runs all.
+#: Notebooks that a kill can disturb in the most different ways. The long form runs all notebooks.
 SHORT = (
     *("background_thread", "first_steps", "give_back_and_go_on", "memory_pools"),
     *("restart_and_run_all", "subprocesses", "threads_and_garbage", "workers_by_fork"),
@@ -29,7 +30,7 @@ SHORT = (
 
 
 async def one(pool, name, label, room):
-    """Run a notebook when there is room; return (label, its cells, the cells of its run alone)."""
+    """Wait for ``room``, and run a notebook; return (label, its cells, the committed cells)."""
     async with room:
         run = notebooks.CLIENTS.get(name, notebooks.by_nbclient)
         rng = random.Random(label)

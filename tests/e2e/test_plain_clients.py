@@ -58,7 +58,7 @@ def test_kernels_of_plain_clients_share_a_gpu(pool, start):
     for number, kernel in enumerate((first, second)):
         assert "Error" not in kernel.run(cells.setup(number + 1, DATA))
     assert in_state(pool, first, "detached")["suspended_bytes"] >= DATA * MiB
-    # Each kernel comes back in place of the other.
+    # When one kernel resumes, the broker suspends the other.
     for kernel in (first, second):
         assert "Error" not in kernel.run("block.verify().compute().verify()")
     assert session(pool, first)["resumes"] == session(pool, second)["resumes"] == 1
@@ -118,7 +118,7 @@ def test_broker_started_by_the_launcher_outlives_its_kernel(pool, start, monkeyp
     assert found["label"].endswith(": Program (Pooled GPU)")
     broker = psutil.Process(pool.status()["pid"])
     assert kernel.pid not in [p.pid for p in broker.parents()]
-    assert psutil.Process(kernel.pid).children(recursive=True) == []  # and there is no zombie
+    assert psutil.Process(kernel.pid).children(recursive=True) == []  # not even a zombie
     kernel.close()
     wait_for(lambda: pool.sessions() == [], "its session to end")
     assert broker.is_running()

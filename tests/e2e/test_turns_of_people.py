@@ -25,11 +25,11 @@ def swap(pool):
 
 
 def test_users_with_short_cells_wait_only_for_the_move(pool):
-    """When the cell has ended and no call runs, the kernel is idle at once, with any
+    """When the cell has ended and no call runs, the kernel is idle at once, whatever the value of
     ``quiet_after``.
 
-    The slice is not protected for a hundred times the cost of a move, which ``max_swap_overhead``
-    alone would mean.
+    The rule of ``max_swap_overhead`` alone would protect the slice for a hundred times the cost of
+    a move. The pool does not protect it for so long.
     """
     pool = pool(ONE, default_memory=SLICE, quiet_after=600.0, max_swap_overhead=0.01)
 

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A second server with another configuration joins the running broker, and tells its user so."""
+"""A second server with another configuration joins the running broker.
+
+The server tells its user that the broker uses another configuration.
+"""
 
 from __future__ import annotations
 

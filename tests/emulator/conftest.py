@@ -120,8 +120,9 @@ class Target:
         return not select.select([self.process.stdout], [], [], seconds)[0]
 
     def is_hung(self):
-        """Wait until the main thread is in the wait without end of the fault ``hang``."""
-        # The call is a futex wait: private, for the value 0, without a time-out.
+        """Wait until the fault ``hang`` blocks the main thread; return whether it stays blocked."""
+        # System call 202 is futex(2), and 0x80 is a private FUTEX_WAIT. The two zeros are the
+        # expected value and the missing time-out.
         wait = re.compile(r"202 0x[0-9a-f]+ 0x80 0x0 0x0 ")
         deadline = time.monotonic() + TIMEOUT
         while not wait.match(Path(f"/proc/{self.pid}/syscall").read_text()):
@@ -132,8 +133,8 @@ class Target:
     def signal(self, number):
         self.process.send_signal(number)
         if number == signal.SIGSTOP:
-            # The call returns before every thread has stopped, and a running thread may still
-            # answer.
+            # ``send_signal`` returns before every thread has stopped. A thread that still runs may
+            # answer a request.
             deadline = time.monotonic() + TIMEOUT
             while not self._stopped():
                 assert time.monotonic() < deadline, "it did not stop"

@@ -137,10 +137,11 @@ def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Diff
 def differences_without_device(
     real: dict[str, Any], newest: dict[str, Any], emulated: dict[str, Any]
 ) -> Iterator[Difference]:
-    """Yield questions that only a record made without a device answers, with another answer.
+    """Yield the questions that only ``real`` has, and that ``emulated`` answers in another way.
 
-    ``newest`` is the record of a later driver, made with a device. Where its answers before cuInit
-    differ from those of ``real``, they are also expected after a failed cuInit.
+    ``real`` is a record made without a device. ``newest`` is the record of a later driver, made
+    with a device. If ``newest`` and ``real`` give different answers to a call before cuInit, the
+    answer of ``newest`` is also the expected answer after a failed cuInit.
     """
     for section in ("arguments", "nvml_arguments"):
         for question in real[section].keys() - newest[section].keys():
@@ -185,7 +186,7 @@ def _calls(
 
 
 def _procaddr(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
-    """Yield each version from which a name has another form.
+    """Yield each name and version for which cuGetProcAddress returns different forms.
 
     If the emulated driver lacks a form, it must return no address for it.
     """

@@ -47,7 +47,7 @@ def test_cases_can_be_left_out(program, emulated):
     assert {name for name, result in results.items() if result == "ok"} == {"version", "device"}
 
 
-def test_driver_without_the_calls_ends_the_program(program, emulated, tmp_path):
+def test_program_ends_if_the_driver_cannot_be_loaded(program, emulated, tmp_path):
     (tmp_path / "libcuda.so.1").write_bytes(b"no library")
     machine = emulated()
     machine.env["LD_LIBRARY_PATH"] = str(tmp_path)

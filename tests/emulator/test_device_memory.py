@@ -99,7 +99,7 @@ def test_contexts_and_allocations_are_charged(watch):
     assert (look("used(0)"), look("processes(0)")) == (0, {})
 
 
-def test_allocations_above_one_mib_are_whole_pages(watch):
+def test_allocations_above_one_mib_take_whole_pages(watch):
     machine, look = watch
     child = machine.target()
     child.do("context(); p = ok(D.cuMemAlloc((1 << 20) + 1))")
@@ -201,7 +201,7 @@ def test_processes_together_never_exceed_the_device(watch):
         samples.append(look("used(0)"))
         busy = [child for child in busy if child.hangs(0)]
     assert max(samples) <= GIB
-    assert sum(child.reply() for child in children) > 0  # at times the device was full
+    assert sum(child.reply() for child in children) > 0  # the device was full at times
     assert look("used(0)") == sum(look("processes(0)").values())
     for child in children:
         child.do("for p in held: ok(D.cuMemFree(p))")
@@ -241,7 +241,7 @@ def test_host_access_to_device_memory_crashes_the_process(emulated):
         ("{1}", [1]),
         ("{2},{0}", [2, 0]),
         ("{1:.12}", [1]),
-        ("GPU-", None),  # two UUIDs begin like this
+        ("GPU-", None),  # more than one UUID begins with this text
     ],
 )
 def test_visible_devices_select_and_order_devices(emulated, visible, want):
@@ -295,7 +295,7 @@ def test_threads_share_the_driver(emulated):
     """
     bad, free = child.do(dedent(code))
     assert bad == []
-    assert free >= GIB - 32 * MIB - 64 * MIB  # the pool may still hold its idle reserve
+    assert free >= GIB - 32 * MIB - 64 * MIB  # the driver's pool may keep unused memory
 
 
 def test_mapped_memory_without_access_is_refused(emulated):

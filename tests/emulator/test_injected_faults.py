@@ -34,7 +34,7 @@ def test_slow_copies_limit_bandwidth_in_their_scope(trio):
     machine.faults.set("slow-copies", bandwidth="20MB/s")
     assert target.do(timed) >= 0.2
     machine.faults.set("slow-copies", bandwidth=20_000_000, device=1)
-    assert target.do(timed) >= 0.2  # this fault has another scope, so both apply
+    assert target.do(timed) >= 0.2  # this fault has another scope, so both faults apply
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth=1, device=1)
     target.do(timed)  # Device 0 is not slow: at one byte a second this call would not return.
@@ -54,7 +54,7 @@ def test_lock_timeout_applies_by_count_and_pid(trio):
     machine.faults.clear("lock-timeout")
     machine.faults.set("lock-timeout", pid=target.pid, count=2)
     assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
-    machine.faults.set("nvml-missing-pids")  # if the file is rewritten, the remaining count stays
+    machine.faults.set("nvml-missing-pids")  # the rewrite of the file keeps the remaining count
     assert call(worker, target, "lock", 50) == "CUDA_ERROR_NOT_READY"
     assert state(worker, target) == "running"
     assert call(worker, target, "lock", 50) is None

@@ -42,7 +42,7 @@ def test_process_neither_lists_nor_frees_other_namespaces(emulated):
     box, other = (machine.target(within=namespaces.OWN_NUMBERS) for _ in range(2))
     box.do(FILL % 1)
     assert other.do(WORKER + "_ = pids(), used() >> 20") == ([], 232)
-    other.do(FILL % 2)  # in its own namespace this process has the same pid as the first
+    other.do(FILL % 2)  # both processes have pid 1, each in its own namespace
     assert other.do("_ = pids(), used() >> 20") == ([1], 464)
     assert box.do(RIGHT)
     assert other.do(RIGHT)

@@ -413,7 +413,7 @@ ATOMS = """HEAD + '''.visible .entry k(.param .u64 out) {
 }'''"""
 
 
-def test_atomic_operations_of_all_threads_count(ptx):
+def test_atomic_operations_of_all_threads_take_effect(ptx):
     run = f"""
 out = np.zeros(5, np.uint32)
 launch({ATOMS}, "k", 3, 64, out)"""

@@ -95,7 +95,10 @@ def _forms_are_only_added(older, newer):
 
 @pytest.mark.parametrize("oldest", [0, 1])
 def test_drivers_without_a_device_agree(oldest, newest_without_device):
-    """For wrong arguments all drivers return the same. Later drivers only add forms of a name."""
+    """All drivers return the same results for wrong arguments, with the exceptions listed below.
+
+    A later driver only adds forms of a function, that is, versions of it under the same name.
+    """
     older, newer = records()[oldest], newest_without_device
     differ = {k for k in newer["arguments"] if newer["arguments"][k] != older["arguments"][k]}
     assert differ <= {
@@ -185,7 +188,7 @@ def test_checks_before_cuinit_also_follow_a_failed_cuinit(newest, newest_without
     found = parity.differences_without_device(older, newest, older)
     real = {difference.question: difference.real for difference in found}
     assert (real["cuCtxGetDevice"], real["cuKernelGetName"]) == ("1", "400")
-    assert "cuInit" not in real  # the record with a device did not ask this
+    assert "cuInit" not in real  # the record made with a device has no answer for cuInit
 
 
 # ---------------------------------------------------------------------- the recorder

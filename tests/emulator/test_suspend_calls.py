@@ -109,7 +109,7 @@ def test_memory_contents_survive_a_suspend(pair):
 
 
 def test_nvml_of_a_suspended_process_waits_for_the_unlock(pair):
-    """As observed with 580.159.04, its own NVML calls wait from the lock to the unlock."""
+    """As observed with driver 580.159.04, NVML calls of a locked process wait for its unlock."""
     _, target, worker, _ = pair
     count = "_ = n.nvmlDeviceGetCount()"
     assert target.do("import pynvml as n; n.nvmlInit();" + count) == 2
@@ -216,7 +216,7 @@ def test_a_restore_without_room_is_fatal(pair):
     assert kind == "raised"
     assert "CUDA_ERROR_OPERATING_SYSTEM" in text
     assert worker.do(f"_ = Process({target.pid}).state") == "failed"
-    assert worker.do("_ = used()") == GIB  # the process keeps the memory that it has got
+    assert worker.do("_ = used()") == GIB  # the process keeps the memory allocated so far
     hog.kill()
     assert worker.attempt(f"resume({target.pid})")[0] == "raised"  # the failure is permanent
     assert worker.attempt(f"_ = Process({target.pid}).unlock()")[0] == "raised"

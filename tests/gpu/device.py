@@ -74,8 +74,10 @@ class Bench:
     async def resume(
         self, process: Target, freed: SuspendOutcome | None = None, *, need: int | None = None
     ) -> ResumeOutcome:
-        """Resume a process; the device must have ``need`` bytes free, or as many
-        as were ``freed``.
+        """Resume a process if the device has enough bytes free.
+
+        ``freed`` is the outcome of a suspend: as many bytes must be free as that suspend freed.
+        Without ``freed``, ``need`` bytes must be free.
         """
         bytes_ = need if freed is None else freed.freed.get(self.uuid, 0)
         return await self.service.resume(
@@ -150,8 +152,8 @@ class Bench:
         """Let another process take the device's memory except ``left``; return the free bytes then.
 
         The process allocates in pieces, because one large piece may not fit. So a little more
-        than ``left`` may stay free. Not less stays free, although a driver needs memory of its
-        own to map the last pieces.
+        than ``left`` may stay free. At least ``left`` stays free, even though the driver itself
+        needs memory to map the last pieces.
         """
         near, piece = self.machine.bytes(256 * MiB), self.machine.bytes(16 << 30)
         left += self.machine.bytes(8 * MiB)

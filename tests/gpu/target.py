@@ -73,7 +73,7 @@ class Target:
         Raises
         ------
         Failed
-            If the request raised an exception there.
+            If the request raised an exception in the process.
         EOFError
             If the process has ended.
         asyncio.TimeoutError

@@ -47,7 +47,7 @@ async def test_framework_is_suspended_and_resumed(machine, workload, note):
                 processes=len(there.processes),
             )
             assert there.status == "suspended", there
-            # This wait comes after the service's own wait.
+            # The service itself has already waited, so these seconds come after its own wait.
             note(still_listed_s=round(await found.empty(process), 3))
             left = await found.used()
             note(

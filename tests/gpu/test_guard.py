@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Frameworks in notebooks under the guard: without a GPU, with a GPU, without it, and with it
-again.
+"""Frameworks in notebooks under the guard. They start without a GPU, get it, lose it, and get it
+back.
 
-Each notebook asks for most of the device. A neighbour that takes the device in between does so,
-too. Only one of the two can have it at a time.
+Each notebook asks for most of the device. The neighbour that takes the device in between also asks
+for most of it. Only one of the two can have the device at a time.
 """
 
 from __future__ import annotations

@@ -55,8 +55,9 @@ async def interrupted(notebook, code):
 def test_first_call_works_after_an_interrupt_of_its_wait(
     pooled, notebook, neighbour, workload, tmp_path, note
 ):
-    """This wait comes before the context. A framework may keep the result of its
-    first search for a device.
+    """The cell waits before its process has a context.
+
+    A framework may keep the result of its first search for a device.
     """
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
     begin = f"work = workloads.WORKLOADS[{workload!r}][0]()\nwork.put('mine', {size}, 1)"
@@ -100,8 +101,8 @@ def test_interrupted_wait_leaves_the_state_in_host_memory(
 def test_first_interrupt_spares_arrays_that_a_call_may_reuse(
     pooled, notebook, neighbour, workload, tmp_path
 ):
-    """If a JAX call fails, its donated arrays are lost. So the call goes on after
-    the first interrupt, and the cell, too.
+    """If a JAX call fails, its donated arrays are lost. So the first interrupt ends neither the
+    call nor the cell.
     """
     size, flag = pooled.machine.bytes(64 * MiB), tmp_path / "go"
 

@@ -64,7 +64,8 @@ def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbou
         await notebook.cell(FREE + "torch.cuda.get_device_name(0)")
         assert notebook.session["state"] == "detached"
         assert notebook.session["resumes"] == session["resumes"]
-        # The guard could answer this without the slice, too, if CUDA's runtime asked nothing else.
+        # The guard could answer this question without the slice. But CUDA's runtime may ask other
+        # questions, too, which need the slice.
         assert int(await notebook.cell("print(torch.cuda.mem_get_info()[1])")) == total
         note(size_asked_for_the_slice=notebook.session["resumes"] > session["resumes"])
         await notebook.cell("assert int(x.sum()) == 1 << 20")

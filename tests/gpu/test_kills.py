@@ -29,8 +29,8 @@ pytestmark = pytest.mark.long
 
 FIRST = 9
 
-#: Seconds for an operation whose process or worker was killed: its call may reach its time-out
-#: first.
+#: Seconds for an operation whose process or worker was killed. The operation may end only when the
+#: time-out of its driver call has passed.
 SETTLING = 75.0
 
 #: Driver seconds of an undisturbed suspend and of an undisturbed resume on this machine.

@@ -28,7 +28,7 @@ async def test_each_framework_computes_what_is_expected(machine, workload, note)
         assert 0 < free <= total
 
 
-async def test_end_of_a_process_is_seen(machine):
+async def test_request_to_an_ended_process_raises_an_error(machine):
     async with target("cuda-core", machine.env) as process:
         await process.kill()
         with pytest.raises(EOFError, match="-9"):
@@ -36,8 +36,8 @@ async def test_end_of_a_process_is_seen(machine):
 
 
 async def test_fingerprint_is_known_without_a_gpu(machine):
-    """The fingerprint is for arrays that are too large to hash. Here the values
-    pass the end of uint32.
+    """The fingerprint is for arrays that are too large to hash. In this test, the values exceed
+    uint32 and continue at 0.
     """
     first, size = (1 << 32) - 1000, 4 * MiB
     async with target("cuda-core", machine.env) as process:

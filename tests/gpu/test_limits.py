@@ -110,8 +110,8 @@ def test_nine_tenths_of_a_slice_can_be_allocated(pooled, notebook, note):
         session = notebook.session
         assert most <= session["used_bytes"] <= session["granted_bytes"] == size, session
         _, left, total = (await notebook.cell(MEMORY)).split()[-3:]
-        # A framework's memory pool takes memory in blocks of up to 32 MiB, and may have had one
-        # before.
+        # A framework's memory pool takes memory in blocks of up to 32 MiB. It may have taken such a
+        # block before the first of the two readings.
         assert int(free) - int(left) >= most - pooled.machine.bytes(32 * MiB)
         assert int(total) == size
         lines = await notebook.cell(NVML.format(uuid=pooled.device["uuid"]))

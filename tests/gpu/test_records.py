@@ -3,9 +3,9 @@
 """Answers of the machine's driver without a device, compared with the emulated driver's answers.
 
 The records of ``tests/driver_records`` are of drivers that are available without a GPU, and of
-drivers that a GPU machine had. On a GPU machine, these tests ask its driver the same questions,
-as far as they neither need a device nor its absence, and note the answers for another record. A
-difference is an error of the emulation, or has one of the reasons in
+drivers that a GPU machine had. On a GPU machine, these tests ask its driver the same
+questions, except those that need a device and those that need a machine without one. They note the
+answers for another record. A difference is an error of the emulation, or has one of the reasons in
 ``tests/emulator/parity.py``.
 """
 
@@ -33,8 +33,9 @@ def _record(env: dict[str, str], *options: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(machine):
-    """The record of the machine's driver. If that is emulated, the record only
-    shows that this works.
+    """The record of the machine's driver.
+
+    If the driver is the emulated one, the record is short and only shows that the recorder works.
     """
     return _record(machine.env, *([] if machine.real else ["--quick"]))
 

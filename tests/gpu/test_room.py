@@ -119,7 +119,8 @@ async def test_restore_without_room_fails_and_leaves_nothing(machine, note):
         async with suspended(found, 0.4, machine.bytes(8 * GiB)) as (process, there, known):
             async with target("cuda-core", found.env) as other:
                 await found.leave(other, there.freed[found.uuid] // 2)
-                # The request names no need, so the service tries it.
+                # The request does not say how many bytes the resume needs, so the service tries
+                # the resume.
                 back = await asyncio.wait_for(found.resume(process), 60.0)
                 note(
                     status=back.status,

@@ -117,7 +117,8 @@ def test_runner_continues_with_the_files_that_have_not_run(items, tmp_path, caps
     assert command.go_through((one, two), book, options(minutes=1)) == 2
     assert "Run it again for" in capsys.readouterr().out
     with book.path.open("a") as out:
-        out.write('{"item": "cut o')  # as if the machine was taken away meanwhile
+        # The record ends like this if the machine is lost while the runner writes.
+        out.write('{"item": "cut o')
     again = record.Record.at(tmp_path / "out", DEVICE)
     assert again.path == book.path
     assert [*again.ended()] == [one.name]
@@ -127,7 +128,7 @@ def test_runner_continues_with_the_files_that_have_not_run(items, tmp_path, caps
     assert "2 of 2 have ended, 1 not well" in said
     assert again.ended()[two.name]["outcome"] == "failed"
     assert command.go_through((one, two), again, options(names=[one.name])) == 1
-    assert f"-- {one.name}" in capsys.readouterr().out  # it is named, so it runs again
+    assert f"-- {one.name}" in capsys.readouterr().out  # the user named the item
     assert record.Record.at(tmp_path / "out", DEVICE, again=True).path != book.path
 
 

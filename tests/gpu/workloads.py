@@ -345,7 +345,8 @@ class Jax:
 
     def put(self, name: str, size: int, first: int) -> None:
         made = self._make(np.uint32(first), size // 4)
-        made.block_until_ready()  # raises if the array got no memory, so it is not kept
+        # If the device has no memory for the array, this call raises, and the array is not kept.
+        made.block_until_ready()
         self._arrays[name] = made
 
     def work(self, name: str, step: int) -> None:

@@ -104,7 +104,8 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
     theirs.run(CHECK % 9)
     hub.kernel(path)
     groups = {s["group"] for s in broker.status()["sessions"] if s["owner"] == ada}
-    assert groups == {"students", "research"}  # of the earlier kernel, and of the new kernel
+    # The earlier kernel keeps the group "students", and the new kernel has "research".
+    assert groups == {"students", "research"}
 
     # A restart of the Hub ends no server and no kernel.
     hub.stop()
@@ -115,7 +116,7 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
 
 
 @pytest.mark.timeout(1800)
-def test_culler_ends_an_idle_server_but_no_waiting_one(site):
+def test_culler_ends_an_idle_server_and_keeps_a_waiting_one(site):
     hub, broker, ada, bob = site
     theirs = hub.kernel(hub.spawn(bob))
     theirs.run(FILL % 9)

@@ -1,7 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``examples/kubernetes``, checked by schema, as rendered, and against the code, without a cluster.
+"""Checks of ``examples/kubernetes`` that need no cluster.
 
+They compare the manifests with their schemas, with the committed rendered file, and with the code.
 ``kubernetes-1.34.json`` has the strict schemas of the kinds in use, from kubernetes-validate 1.37
 (Apache 2.0), without descriptions. ``z2jh-values.json`` is the part for ``hub`` and
 ``singleuser`` of the schema of Zero to JupyterHub at 48ea50e3 (BSD 3-clause). It has no

@@ -144,8 +144,8 @@ class Terminal:
     """A terminal for one test, and the program in it, which leads the terminal's session."""
 
     def __init__(self, broker, command, **env):
-        # This is not forkpty, because a fork of the test's own process would copy the locks of
-        # its threads.
+        # ``forkpty`` would fork the test's own process, and copy the locks of its threads. So this
+        # code does not use it.
         self.fd, inner = pty.openpty()
         self.resize(80, 24)
         self.seen = b""

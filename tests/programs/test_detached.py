@@ -150,8 +150,9 @@ def test_program_whose_slice_is_refused_at_once_does_not_start(make_broker):
 
 
 def test_refusal_is_reported_after_the_last_record(monkeypatch):
-    """The command that started the program then removes the record, so no record
-    may be written later.
+    """After the report, the command that started the program removes the record.
+
+    So the record keeper may write no record later.
     """
     reading, writing = os.pipe()
     told = []
@@ -245,9 +246,10 @@ def test_records_from_before_a_restart_count_as_ended():
     assert found.describe(time.time()) == "ended: the machine restarted"
 
 
-def test_end_counts_even_if_written_after_the_record_was_read():
-    """A record was read. Then its supervisor wrote the end, and ended: the
-    supervisor was not killed.
+def test_end_that_is_written_after_a_read_still_counts():
+    """The supervisor wrote the end after the record was read, and then exited.
+
+    The end must not count as a killed supervisor.
     """
     record("late", state="running", ended=0.0, code=None)
     before = runfiles.read("late")

@@ -173,7 +173,7 @@ tell("back")
     assert one.end() == 0
 
 
-def test_block_in_a_command_of_run(broker, script):
+def test_block_changes_the_request_of_a_run_command(broker, script):
     one = script("""
 with jupyter_gpupool.slice("200MiB", compute=50) as gpu:
     context()

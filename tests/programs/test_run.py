@@ -18,7 +18,8 @@ from tests.broker.kit import BIG, MiB, wait_until
 from .runkit import CLI, Program, environment, run, session_of, state_of
 
 #: Prints the names of the signals that it gets, until it gets SIGTERM. Each signal writes to the
-#: pipe that the program reads, so a signal is handled at once, not only at the next one.
+#: pipe that the program reads, so the program handles it at once, not only after the next
+#: signal.
 LISTENER = """
 import os, signal, sys
 told, tell = os.pipe()
@@ -111,8 +112,9 @@ def test_command_does_not_run_after_a_refusal(broker, tmp_path):
 
 
 def test_zero_does_not_mean_the_default(broker):
-    """Before, each of these ran with the default, which is the whole time of a
-    GPU for --compute 0.
+    """``run`` once took the default for each of these values.
+
+    For --compute 0, the default is the whole time of a GPU.
     """
     for words, code, text in (
         (["--compute", "0"], 2, b"'0' is not from 1 to 100 per cent"),
@@ -191,7 +193,7 @@ def test_ignored_signals_stay_ignored(program):
 # ---------------------------------------------------------------------- the wait
 
 
-def test_waiting_command_says_why_and_then_runs_in_its_turn(broker, program):
+def test_waiting_command_says_why_it_waits_and_then_runs(broker, program):
     first = program("--attach", "hold", "--name", "first", command=["cat"])
     wait_until(lambda: state_of(broker, "first") == "active", "the first")
     second = program("--attach", "hold", "--name", "second", command=["echo", "its turn"])
@@ -215,7 +217,7 @@ def test_waiting_cuda_call_says_why(broker, program):
     wait_until(lambda: "Waiting for a GPU slice of 300 MiB" in second.stderr, "the line")
     assert first.end() == 0
     second.answer()
-    # The call may return before the line about it is written.
+    # The call may return before ``run`` writes that the wait is over.
     wait_until(lambda: "It has its GPU slice, after" in second.stderr, "the end of the wait")
     assert second.end() == 0
 
@@ -325,7 +327,7 @@ def test_commands_continue_while_the_broker_is_away(folder, make_broker):
         lazy.answer()
         lazy.do("context")
         lazy.do("alloc", bytes=200 * MiB, byte=7)
-        lazy.do("storm")  # its slice is in use, so that the third has to wait
+        lazy.do("storm")  # ``lazy`` uses its slice, so ``third`` must wait
         wait_until(lambda: state_of(broker, "holder") == "active", "the holder")
         third = Program(broker, "--attach", "hold", "--name", "third", command=["echo", "turn"])
         programs.append(third)
@@ -384,7 +386,7 @@ def test_computing_program_is_preempted_and_continues(make_broker, attach):
                 one.do("storm")
         high.do("context")
         high.do("alloc", bytes=200 * MiB, byte=2)
-        high.do("storm")  # it computes, because otherwise it would give its slice back at once
+        high.do("storm")  # without calls, ``high`` would give its slice back at once
         wait_until(lambda: state_of(broker, "low") == "queued", "its next call waits")
         wait_until(lambda: "Waiting for a GPU slice of 300 MiB" in low.stderr, "the line")
         calls = low.do("calls")
@@ -392,7 +394,7 @@ def test_computing_program_is_preempted_and_continues(make_broker, attach):
         assert high.end() == 0
         wait_until(lambda: low.do("calls") > calls, "its calls go on")
         assert "It was preempted: a kernel of a higher priority class needs the GPU" in low.stderr
-        # The program's calls may continue before the line about them is written.
+        # The program's calls may continue before ``run`` writes that the wait is over.
         wait_until(lambda: "It has its GPU slice, after" in low.stderr, "the end of the wait")
         assert low.do("calm")["error"] == 0
         assert low.do("check") == 200 * MiB

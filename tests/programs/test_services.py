@@ -135,7 +135,7 @@ async def share(found):
 
 
 def test_unit_calls_the_command_correctly():
-    """The options in the example exist, and the words behind them are the service's own command."""
+    """The options in the example exist, and the words after them are the service's own command."""
     text = UNIT.read_text()
     line = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1]
     found = re.search(r'^# +GPU="(.*)"\n# +COMMAND="(.*)"$', text, re.MULTILINE)

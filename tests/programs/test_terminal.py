@@ -16,7 +16,8 @@ from tests.broker.kit import wait_until
 from .runkit import CLI, session_of, state_of
 
 #: Counts the signals that reach it, and prints the counts on request. The pipe is for a signal
-#: that comes just before a blocking call: without it, the handler would run only after that call.
+#: that comes just before a blocking call: without the pipe, the handler would run only after
+#: that call.
 COUNTER = """
 import os, select, signal, sys
 told, tell = os.pipe()
@@ -103,8 +104,8 @@ def test_ctrl_z_stops_run_and_command_and_fg_wakes_both(broker, terminal):
     screen.read_until(b"<ended 3>")
 
 
-#: Starts a command, stops it twice, and wakes it with an order for the first stop. Prints after
-#: each order whether the command has woken.
+#: Starts a command, stops it twice, and wakes it twice: the first order to wake is for the first
+#: stop. Prints after each order whether the command has woken.
 LATE = """
 import os, signal
 from pathlib import Path
@@ -150,7 +151,7 @@ def test_late_wake_does_not_end_a_second_stop():
     ], done.stderr
 
 
-def test_wake_signal_for_run_alone_reaches_the_command(terminal):
+def test_wake_signal_sent_only_to_run_reaches_the_command(terminal):
     screen = terminal(shell(COMMAND))
     screen.read_until(b"<ready>")
     screen.type(b"\x1a")
@@ -194,7 +195,7 @@ os._exit(6)
 
 
 def test_pipeline_keeps_the_terminal(terminal):
-    """If ``run`` is a part of a pipeline, another part of it can still read the terminal."""
+    """If ``run`` is a part of a pipeline, the other parts can still read the terminal."""
     line = " ".join([*CLI, "run", "--", "echo", "data"])
     reader = f"{sys.executable} -c 'print(open(0).read(), open(\"/dev/tty\").readline())'"
     screen = terminal(["/bin/sh", "-c", f"{line} | {reader}"])

@@ -63,7 +63,7 @@ def test_saved_notebook_has_no_trace_of_the_wait(
 
 
 def test_nbclient_counts_the_wait_in_its_timeout(broker: ScriptedBroker) -> None:
-    """nbclient documents this. When nbclient ends the kernel, nothing may stay behind."""
+    """nbclient documents this. When nbclient ends the kernel, its session must end, too."""
     broker.hold_back()
     book = notebook("print('hi')")
     with pytest.raises(CellTimeoutError):
@@ -102,8 +102,8 @@ def test_papermill_runs_a_pooled_notebook(broker: ScriptedBroker, tmp_path: Path
 def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> None:
     console = pexpect.spawn(
         sys.executable,
-        # Sockets are unix sockets: another test's process could take a TCP port before the kernel
-        # does.
+        # Use Unix sockets: a process of another test could take a TCP port before the kernel takes
+        # it.
         [
             "-m",
             "jupyter_console",
@@ -206,7 +206,7 @@ class TestConformance(jupyter_kernel_test.KernelTests):
         },
     ]
     code_history_pattern = "1?2*"
-    # "range" answers with session 0 on plain ipykernel 7.4, too.
+    # "range" is left out: even plain ipykernel 7.4 answers it with session 0.
     supported_history_operations = ("tail", "search")
     code_inspect_sample = "zip"
     code_clear_output = "from IPython.display import clear_output; clear_output()"

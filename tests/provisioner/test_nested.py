@@ -105,7 +105,8 @@ def test_kernel_inside_a_session_has_its_own_page_and_slice(
             assert outer["page"]
             assert inner["GPUPOOL_PAGE"]
             assert inner["GPUPOOL_PAGE"] != outer["page"]
-            # The kernel has its own guard exactly once, and not the guard of the outer session.
+            # The kernel loads only its own guard, and only once. It does not load the guard of the
+            # outer session.
             (preloaded,) = inner["LD_PRELOAD"].split(":")
             folder = Path(preloaded).parent
             assert (folder.name, Path(preloaded).name) == ("gpupool-guard", "libcuda.so.1")

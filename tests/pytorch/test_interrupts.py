@@ -1,7 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An interrupt of a wait in a thread of PyTorch itself: the thread of a backward
-pass runs Python code.
+"""An interrupt ends the wait of a thread that PyTorch itself has started.
+
+PyTorch runs a backward pass in such a thread, and the pass calls Python code of the notebook.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The import of PyTorch takes most of the time of these tests, so each program che
 
 from __future__ import annotations
 
-#: The same computations on device and host, whose results must be the same, bit for bit.
+#: Runs each computation on the device and on the host. Both results must be equal, bit for bit.
 ALIKE = r"""
 import torch, torch.nn.functional as F
 from torch import nn
@@ -225,7 +225,7 @@ print("done")
     assert "cuptiSubscribe is of a library that is not emulated" in done.stderr
 
 
-def test_operators_without_a_kernel_for_the_host_are_composed(run):
+def test_operators_without_a_host_kernel_use_other_operators(run):
     code = """
 import torch
 from torch import nn

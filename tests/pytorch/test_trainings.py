@@ -40,8 +40,8 @@ def numbers(run, names):
 
 
 def share(pool, names, memory):
-    """Run the trainings at the same time; return the output of each, and the sum
-    of their resumes.
+    """Run the trainings at the same time; return the output of each, and how many resumes they had
+    in total.
     """
     printed, resumes = {}, []
 

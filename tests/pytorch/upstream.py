@@ -96,8 +96,8 @@ ROWS: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
     ),
 }
 
-#: A test that fails with one of these texts is not applicable. By the reason that the table's
-#: readers see.
+#: A test that fails with one of these texts is not applicable. Each key is the reason that the
+#: table shows.
 MISSING = {
     "an operator without a CPU kernel": "is not computed on an emulated device",
     "a library of NVIDIA's": "is of a library that is not emulated|fatal error: cublas_v2.h",
@@ -179,7 +179,10 @@ def run(
     seconds: float,
     results: dict[str, Any],
 ) -> Iterator[str]:
-    """Run the tests of a row in both ways; yield each test when ``results`` has its outcomes."""
+    """Run a row's tests with and without the guard.
+
+    Yield each test when ``results`` has its outcomes.
+    """
     file, classes, names, expandable = ROWS[row]
     listed = [server.ask(list=file, classes=classes, names=names) for server in started.values()]
     assert isinstance(listed[0], list), listed[0]

@@ -93,7 +93,7 @@ def test_user_without_rights_gets_no_data(start, folder):
 
 # ---------------------------------------------------------------- two users of one machine
 
-#: User ids without an account: the broker and the kernel treat them like all others.
+#: User ids without an account: the broker and Linux treat them like all other user ids.
 ALICE, BOB = 21001, 21002
 
 

@@ -127,12 +127,12 @@ def test_idle_warning_comes_before_the_kernel_loses_its_slice(server, broker, ke
     one = kernel()
     server.cells(one).run(USE_GPU)
     events.kind("lease", kernel_id=one, state="idle")
-    broker.configure(emulate=MACHINE, idle_timeout=15)  # the warning comes 20 s before
+    broker.configure(emulate=MACHINE, idle_timeout=15)  # a warning is due 20 s before the end
     broker.process.send_signal(1)
     warning = events.kind("idle", kernel_id=one)["data"]
     assert 0 < warning["seconds_left"] <= 20
     assert warning["bytes"] >= 64 * MiB
-    # After a keep, there is no reason for a warning.
+    # ``keep`` removes the reason for the warning.
     server.api(f"/sessions/{one}/keep", "POST", seconds=3600)
     broker.configure(emulate=MACHINE)
     broker.process.send_signal(1)

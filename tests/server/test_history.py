@@ -62,7 +62,7 @@ def test_points_have_the_values_of_the_snapshots():
 def test_history_has_at_most_one_point_a_second():
     found = shown(*(view(100 + n / 10, kernel(busy_seconds=n / 40)) for n in range(50)))
     assert found["kernels"]["k"]["time"] == [100.0, 101.0, 102.0, 103.0, 104.0]
-    # This is a share of the time since the last point, not since the last snapshot.
+    # ``busy`` is a share of the time since the last point, not since the last snapshot.
     assert found["kernels"]["k"]["busy"] == [None, 0.25, 0.25, 0.25, 0.25]
 
 
@@ -146,7 +146,7 @@ def test_points_are_ordered_and_shares_are_from_0_to_1(steps):
 
 
 def counted(*steps, since=50.0):
-    """Return the usage after the steps; each is a view, or a view with new rows."""
+    """Return the usage after the steps; each step is a view, or a view with new rows."""
     found = KernelUsage(since)
     for step in steps:
         found.take(*(step if isinstance(step, tuple) else (step, ())))
@@ -195,7 +195,7 @@ def test_rows_newer_than_the_snapshot_count_with_the_next_one():
 def test_killed_broker_does_not_reduce_the_usage():
     found = KernelUsage(50.0)
     found.take(view(100.0, kernel(attached_seconds_total=8.0)), ())
-    # The journal does not have the lease of that time. The kernel's count began again two seconds
+    # The journal lacks the lease before the kill, and the kernel's count began again two seconds
     # ago.
     found.take(view(110.0, kernel(attached_seconds_total=2.0)), ())
     assert found.shown()["attached_seconds"] == 8.0
@@ -237,7 +237,7 @@ ROW = st.builds(
     ),
 )
 def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
-    """This must also hold for a clock that jumps, and for a count that goes back."""
+    """These rules also hold if the clock jumps, and if a count goes back."""
     found = KernelUsage(since)
     before = (0.0, 0.0)
     for now, sessions, rows in steps:

@@ -31,7 +31,7 @@ def answer(*nodes, **fields):
 
 
 def shown(found):
-    """Return what the server shows, after a check against the schema in its own document."""
+    """Return the machines that the server shows, checked against the server's own schema."""
     document = openapi.document("/")
     schema = {"$ref": "#/components/schemas/Machines", "components": document["components"]}
     result = machines.shown(found, "me")
@@ -67,7 +67,7 @@ def test_unknown_figures_are_null():
     assert (some["free"], some["gpus"], some["mine"]) == (11, None, None)
 
 
-def test_without_the_ledger_only_this_machine_is_shown():
+def test_server_shows_only_this_machine_without_the_ledger():
     found = shown(answer(view=None))
     assert found["connected"] is False
     assert [one["name"] for one in found["machines"]] == ["gpu2"]

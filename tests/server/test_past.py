@@ -81,8 +81,8 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
         last = server.api("/history")
         assert last["kernels"] == {}, "it has ended"
         (closed,) = [r["time"] for r in broker.rows("close")]
-        # The count ends at the kernel's end according to the journal, or at the server's last
-        # sample before.
+        # The count ends at the kernel's end in the journal, or at the server's last sample before
+        # this end.
         assert again[1] <= last["usage"]["kernel_seconds"] <= closed - seen + 0.01
         assert usage(server) == usage(server), "and it stops counting"
     finally:

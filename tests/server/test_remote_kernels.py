@@ -110,7 +110,7 @@ def test_times_do_not_change_with_the_duration_of_an_answer(clock):
         scene.remote.ask()
         (after,) = await scene.ask()
         assert after["leaves_at"] == before["leaves_at"]
-        # If the other machine's clock is set, its times do not change here.
+        # If somebody sets the other machine's clock, the times that this server shows stay.
         kernel.now += 3600
         kernel.sessions[0]["leaves_at"] += 3600
         (later,) = await scene.ask()
@@ -119,7 +119,7 @@ def test_times_do_not_change_with_the_duration_of_an_answer(clock):
     asyncio.run(run())
 
 
-def test_kernels_of_a_silent_machine_stay_and_name_it(clock):
+def test_kernels_of_a_silent_machine_stay_and_show_the_reason(clock):
     async def run():
         scene = Scene(clock, k=(kernel := Kernel().has("k")))
         await scene.ask()
@@ -166,7 +166,7 @@ def test_an_answer_of_another_version_does_not_end_the_watch(clock):
     asyncio.run(run())
 
 
-def test_one_question_per_second_and_none_before_the_answer(clock):
+def test_server_asks_once_a_second_and_not_before_an_answer(clock):
     async def run():
         scene = Scene(clock, k=(kernel := Kernel().has("k")))
         kernel.hold = asyncio.Event()
@@ -202,7 +202,7 @@ def test_a_lost_question_ends_after_a_time_out(clock, monkeypatch):
     asyncio.run(run())
 
 
-def test_many_kernels_are_asked_for_in_several_requests(clock):
+def test_server_asks_for_many_kernels_in_several_requests(clock):
     async def run():
         kernel = Kernel()
         names = [f"k{number}" for number in range(MOST_LOOKED + 1)]
@@ -237,8 +237,7 @@ def test_a_request_goes_to_the_machine_of_its_session(clock):
         assert await scene.remote.tell("keep", "s-other", {"seconds": 60}) == {"note": "done"}
         assert far.told == [("keep", "s-other", {"seconds": 60})]
         assert scene.kernels["k"].told == []
-        # The server asks this machine again at once, because the request may change what people
-        # see.
+        # The server asks this machine again at once: the request may have changed the session.
         await scene.asked()
         assert (len(far.asked), len(scene.kernels["k"].asked)) == (2, 1)
 

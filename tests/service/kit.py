@@ -73,8 +73,8 @@ class Systemd:
         )
         for path in (self.root / "run").iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        # Remove this machine's own services, and those that would change its devices and its
-        # kernel.
+        # Remove the host's own services. Mask the services of systemd that would change the host's
+        # devices and its Linux kernel.
         units = self.root / "etc/systemd/system"
         for path in units.glob("*.wants"):
             shutil.rmtree(path)
@@ -162,7 +162,7 @@ def _forget(folder):
 
 
 class UserCells:
-    """A Pooled GPU kernel in a user's program ``process``, see ``cells.py``.
+    """A Pooled GPU kernel. The user's program ``process`` runs its cells, see ``cells.py``.
 
     ``tail`` returns the log that explains the program's end.
     """

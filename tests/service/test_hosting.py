@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels for servers on other machines, under a real systemd: children of the service's broker."""
+"""Kernels that the service's broker starts for servers on other machines, under a real systemd."""
 
 from __future__ import annotations
 
@@ -120,7 +120,8 @@ def test_hosted_kernels_have_no_limits_and_outlive_the_broker(solo, ada):
     assert second != first
     solo.run("kill", "-KILL", second)
     ada(code=CHECK % 7)
-    # Systemd keeps the order until the next broker runs.
+    # The broker was killed. Systemd keeps the socket open, and this order waits in its queue until
+    # the next broker runs.
     assert ada(do="poll") == {"running": True, "code": None}
     assert solo.show("MainPID") not in ("0", second)
 

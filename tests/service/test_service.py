@@ -28,7 +28,7 @@ def main_pid(machine):
     return int(machine.show("MainPID"))
 
 
-def test_sessions_survive_all_that_happens_to_the_service(machine):
+def test_sessions_survive_restarts_kills_and_an_upgrade(machine):
     before = machine.run("ls", "/etc/systemd/system", "/etc/tmpfiles.d")
     shown = install(machine, "--dry-run", "--config", "/etc/gpupool/pool.py")
     assert "systemctl enable --now gpupool.socket gpupool.service" in shown

@@ -39,7 +39,7 @@ def wait(pool: Lab, name: str, size: int, **fields: Any) -> None:
 
 
 def bound(pool: Lab, name: str, *devices: str) -> list[ev.Action]:
-    """Make a session wait that has initialised CUDA on these devices."""
+    """Make a session wait whose process has already initialised CUDA on these devices."""
     return pool.send(ev.HoldTaken, session=name, hold="h", kind="device", bound=devices)
 
 

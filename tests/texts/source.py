@@ -111,7 +111,8 @@ def _coded(tree: ast.AST) -> Iterator[tuple[int, str]]:
         texts = [a for a in node.args if not list(_codes(a))]
         if found[0] and texts:
             message = next((a for a in texts if _is_literal(a)), None)
-            # The message is no literal here: it was made elsewhere, so the call takes its place.
+            # If no argument is a literal, other code has made the message. Then the id of the whole
+            # call identifies the message.
             yield id(node if message is None else message), "] [".join(dict.fromkeys(found))
 
 

@@ -89,8 +89,8 @@ static int asked(int which, int device)
     return value;
 }
 
-/* The driver is asked only once for each device, as NVIDIA's runtime does: behind a guard its
- * answer can change. */
+/* Like NVIDIA's runtime, this asks the driver only once for each device. Behind a guard, the
+ * driver's answer can change. */
 static size_t memory_of(int d)
 {
     static size_t known[64];

@@ -3,8 +3,8 @@
  *
  * Kernels of programs that were compiled by a CUDA compiler. Such kernels are machine code for a
  * GPU, which cannot run here. A launch returns an error and names the kernel. Without the error,
- * the program would take old memory for the kernel's result. Queries about such a kernel get an
- * answer, because libraries choose the shape of a launch by it.
+ * the program would read old bytes as the kernel's result. Queries about such a kernel get an
+ * answer, because libraries use the answer to choose the shape of a launch.
  */
 #include "runtime.h"
 
@@ -163,7 +163,7 @@ EXPORT cudaError __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *sha
 
 EXPORT cudaError __cudaGetKernel(const void **kernel, const void *stub)
 {
-    *kernel = stub; /* such a handle belongs to the runtime, so its value is free */
+    *kernel = stub; /* only the runtime reads such a handle, so it may have any value */
     return name_of(stub) ? CUDA_SUCCESS : noted(cudaErrorInvalidDeviceFunction);
 }
 

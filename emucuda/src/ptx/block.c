@@ -11,9 +11,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* TURN: number of instructions before the next warp gets its turn. LANES_TURN: the same for other
- * lanes of the warp. There must be turns, because a warp or a lane may wait for a value that
- * another one writes. */
+/* TURN: number of instructions before the next warp gets its turn. LANES_TURN: number of
+ * instructions before other lanes of the warp get their turn. Turns are necessary, because a warp
+ * or a lane may wait for a value that another warp or lane writes. */
 enum { TURN = 1 << 20, LANES_TURN = 1 << 14 };
 
 void fail(struct warp *w, CUresult error, const char *format, ...)
@@ -133,9 +133,9 @@ static bool block_start(struct block *b, struct run *run, uint64_t number)
     return true;
 }
 
-/* Returns the lanes that run next: of the lanes that `may` run, those at the lowest instruction. If
- * `after` is not 0, lanes that have had a long turn are at that instruction now. The function then
- * returns the lanes at the lowest later instruction, if there are any. */
+/* Returns the lanes that run next: the lanes of the mask `may` at the lowest instruction. If
+ * `after` is not 0, the lanes at the instruction `after` have had a long turn. The function then
+ * returns the lanes at the lowest instruction above `after`, if there are such lanes. */
 static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, uint32_t *pc, uint32_t *other)
 {
     uint32_t lowest = UINT32_MAX, lanes = 0;
@@ -155,8 +155,8 @@ static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, u
     return lanes;
 }
 
-/* Whether these lanes may execute the instruction now. Other lanes of its mask may not have reached
- * it yet. */
+/* Whether these lanes may execute the instruction now. They may not if other lanes of the
+ * instruction's mask have still to reach the instruction. */
 static bool all_met(struct warp *w, const struct instruction *i, uint32_t *lanes, uint32_t pc)
 {
     FOR_LANES(l, w->held)

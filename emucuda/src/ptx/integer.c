@@ -3,8 +3,8 @@
  *
  * Integers and bits: the operations from add to mad, logic, shifts and bit fields.
  *
- * A register may hold more bits than an instruction uses, so each instruction takes only the low
- * bits, as many as its type has.
+ * A register may hold more bits than an instruction uses. So each instruction uses only the low
+ * bits of a register: the number of bits that the instruction's type has.
  */
 #include "ptx.h"
 

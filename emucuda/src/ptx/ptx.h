@@ -162,9 +162,9 @@ struct decoding {
 extern const struct decoding integer_group[], floating_group[], compare_group[], convert_group[], move_group[],
     atomic_group[], warp_group[], matrix_group[], control_group[];
 
-/* Compiles the function into its caller. */
+/* Compiles the called function into its caller. */
 void call_function(struct builder *b, const struct statement *s, struct instruction *i);
-/* If the label is NULL, to the end of the function. */
+/* Compiles a jump to the label, or to the end of the function if the label is NULL. */
 void go_to(struct builder *b, struct instruction *i, const char *label);
 /* Returns the number of labels of a .branchtargets list; 0: there is no such list. */
 int branch_targets(struct builder *b, const char *list, const char **labels, int room);

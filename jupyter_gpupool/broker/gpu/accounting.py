@@ -59,8 +59,8 @@ class Overheads:
     ) -> None:
         """Compare samples with each session's page, as it was before the samples and as it is now.
 
-        This method compares only one set of samples at a time. It ignores samples that come
-        meanwhile.
+        This method compares only one set of samples at a time. It ignores samples that come while
+        it compares.
 
         ``old`` are devices whose samples do not count. ``owners`` are the sessions of the processes
         on the devices; they are needed because a page may name processes of other sessions.
@@ -83,8 +83,9 @@ class Overheads:
         shown = {s.uuid: {p.pid: p.bytes for p in s.processes} for s in samples}
         by_uuid = {s.uuid: s for s in samples if s.uuid not in old}
         living: set[tuple[ProcessId, int]] = set()
-        #: Processes that stay known: their sessions are not attached, or were attached or resumed
-        #: meanwhile.
+        #: Processes whose overhead stays known although this call does not measure it. Their
+        #: sessions are not attached, or were attached or resumed between the two readings of the
+        #: page.
         stays: set[ProcessId] = set()
         pace = Pace()
         for session in [*self._core.sessions]:
@@ -159,7 +160,7 @@ class Overheads:
     def _complete(self, sample: DeviceSample) -> bool:
         """Return whether NVML's list accounts for all memory that is in use.
 
-        If it does, even a low figure is true.
+        If it does, NVML's figure for a process is right even when it is lower than expected.
         """
         device = self._core.pool.device(sample.uuid)
         driver = max(0, device.memory_reserved - sample.reserved) if device is not None else 0
@@ -168,11 +169,11 @@ class Overheads:
 
 
 class OveruseWatch:
-    """Notices sessions that use more device memory than granted, and acts once for each time.
+    """Notices when a session uses more device memory than granted; acts once on each overuse.
 
     The guard keeps ordinary software within its slice. If a process bypasses the guard (it clears
-    ``LD_PRELOAD``, or opens the driver by its path), its use shows here, a few samples late. The
-    option ``overuse`` sets what the broker then does.
+    ``LD_PRELOAD``, or opens the driver by its path), this class notices its use, a few samples
+    late. The option ``overuse`` sets what the broker then does.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class OveruseWatch:
         self._log = log
 
     def seen(self, sizes: Mapping[str, Mapping[str, int]], old: Collection[str]) -> None:
-        """Note a sample: bytes by session and device, as NVML shows them.
+        """Check a sample: the bytes that NVML shows, by session and device.
 
         ``old`` are devices that the broker could not read, or whose sample is out of date.
         """

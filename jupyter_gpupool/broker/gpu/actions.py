@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Attach and suspend: ask the agent, then call the driver. Each action ends as one event.
+"""Attach, suspend and end sessions: ask the agent, call the driver, give the pool one event.
 
 The pool takes care that at most one action runs per session. A driver call cannot be cancelled, so
 an action cannot be cancelled either. If the session ends during an action, the pool ignores the
@@ -30,7 +30,8 @@ from ..sessions import LiveSession
 from .health import Health
 from .samples import Samples
 
-#: Seconds within which an agent must answer a request to yield. It answers in a thread of its own.
+#: Seconds within which an agent must answer a request to yield. The agent answers in its own
+#: thread.
 YIELD_TIMEOUT = 1.0
 
 #: Why a session is not suspended, in the pool's terms: see :class:`SuspendRefused`.
@@ -40,16 +41,16 @@ Obstacle = Literal["busy", "pinned", "drain", "host", "limit"]
 RECORDING = "it records a CUDA graph"
 
 #: Why a session in use is not preempted. Today's drivers end a process that synchronises while it
-#: is suspended. Only the guard keeps a running cell from synchronising then.
+#: is suspended. Only the guard can prevent a running cell from synchronising during a suspend.
 UNGUARDED = "it runs without the guard, which would hold its CUDA calls back while it is suspended"
 
 #: Seconds to wait until a process that has just ended has freed its memory, and between two checks.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
-#: Seconds for the suspend before a kill, and seconds that the server then has to kill the kernel.
+#: Seconds for the suspend before a kill, and seconds within which the server must kill the kernel.
 RETIRE, RETIRED = 10.0, 30.0
 
-#: Seconds that the agent still has to show why its session is lost.
+#: Seconds for the agent to show why its session is lost, before the broker ends the session.
 LAST_WORDS = 0.3
 
 
@@ -178,7 +179,7 @@ class DeviceActions:
         )
 
     async def _examine(self, uuid: str, session: LiveSession) -> None:
-        """Test a device on which a resume failed; if it fails the test, take it out of service."""
+        """Test a device on which a resume failed; take it out of service if the test fails."""
         device = await self._service.self_test(uuid)
         if not device.can_suspend:
             session.refusals.blame(uuid)
@@ -195,7 +196,7 @@ class DeviceActions:
         return need
 
     async def _wait_for_room(self, slices: Sequence[Slice]) -> str:
-        """Wait for free memory; return "" when it is free, or why it is not."""
+        """Wait for free memory; return "" when there is enough, or why there is not."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + ROOM_WAIT
         while True:
@@ -276,7 +277,7 @@ class DeviceActions:
         if not self._service.hazard or record is None or session.process is None:
             return True
         if not record.resumes or record.state not in ATTACHED:
-            return True  # no process was restored, or all are suspended again
+            return True  # no process was ever restored, or all processes are suspended again
         self._pages.set_gate(session, CLOSED)
         devices = [piece.device for piece in record.slices]
         try:
@@ -293,12 +294,13 @@ class DeviceActions:
         return safe
 
     def retire_and_end(self, session: LiveSession, done: Callable[[bool], None]) -> None:
-        """Call :meth:`retire`, pass the result to ``done``; kill the kernel if nobody else does."""
+        """Call :meth:`retire`, give ``done`` its result; kill the kernel if the server does not."""
         was = session.process
 
         def end() -> None:
             if self._core.sessions.find(session.id) is session and was is not None:
-                # Its processes are suspended, but the pool counts them as attached.
+                # The kernel is still alive. Its processes are suspended, but the pool counts them
+                # as attached.
                 procfs.kill([*reversed(procfs.descendants(was)), was])
 
         async def work() -> None:
@@ -316,7 +318,8 @@ class DeviceActions:
     async def _close_gate(self, session: LiveSession) -> tuple[Obstacle, str] | None:
         """Keep new calls out of the driver; return None, or a refusal's kind and reason.
 
-        After a refusal, the gate opens again, because the page follows the pool's record.
+        If the broker refuses the suspend, the gate opens again, because the page follows the pool's
+        record.
         """
         if session.landing:
             return "drain", "one of its processes is moving to its GPU"
@@ -332,16 +335,16 @@ class DeviceActions:
         if moving:
             return "drain", moving
         if self._activity.recording(session):
-            self._activity.busy(session)  # this tells the pool
+            self._activity.busy(session)  # this call tells the pool that the session is in use
             return "busy", RECORDING  # the recording began just before the gate closed
         return None
 
     async def _close_gate_in_use(self, session: LiveSession) -> tuple[Obstacle, str] | None:
-        """Do the same as :meth:`_close_gate` for a session that is preempted while in use.
+        """Keep new calls of a session in use out of the driver, as :meth:`_close_gate` does.
 
-        Its next calls wait at the gate. The broker does not ask its agent: the agent keeps its
-        holds, and waits at the gate, too. If the reason of a refusal will pass, the kind is
-        ``drain``, so that the pool tries again later.
+        The pool preempts the session, whose next calls wait at the gate. The broker does not ask
+        the session's agent: the agent keeps its holds, and waits at the gate, too. If the reason of
+        a refusal is temporary, the kind is ``drain``, so that the pool tries again later.
         """
         if session.landing:
             return "drain", "one of its processes is moving to its GPU"
@@ -384,7 +387,7 @@ class DeviceActions:
     async def _footprint(
         self, session: LiveSession, process: ProcessId, slices: Sequence[Slice]
     ) -> dict[str, int]:
-        """Return the bytes that a suspend will move, by device, as far as they are known."""
+        """Return the bytes that a suspend will move, by device, as far as the broker knows them."""
         try:
             samples = await self._samples.take()
         except GPUPoolError:

@@ -27,8 +27,8 @@ class Health:
     """Keeps the pool informed about failed devices.
 
     A device that NVML could not read comes back when NVML can read it again. A device that had an
-    Xid, or failed a self-test, comes back when it passes a self-test. The first test is after
-    ``retest_after`` seconds, and each further one after twice as long. A test also runs when an
+    Xid, or failed a self-test, comes back when it passes a self-test. The first test runs after
+    ``retest_after`` seconds. After each failed test, the pause doubles. A test also runs when an
     admin asks. If ``retest_after`` is 0, tests run only when an admin asks.
 
     ``retest`` tests a device, and raises :class:`GPUPoolError` if it fails.
@@ -64,7 +64,7 @@ class Health:
                 self.lost(device.uuid, reason)
 
     def measured(self, device: Device) -> None:
-        """Replace a device after one of its figures was measured again."""
+        """Store a device of which the broker has measured a figure again."""
         self.devices[device.uuid] = device
 
     def add(self, device: Device) -> None:
@@ -135,7 +135,8 @@ class Health:
         return test
 
     async def _retest(self, uuid: str) -> GPUPoolError | None:
-        # The monitor forgets the Xid for the test, and must not bring the device back meanwhile.
+        # Before the test, the monitor forgets the device's Xid. Without this mark, the monitor
+        # would bring the device back during the test.
         self._bad.add(uuid)
         before = self.devices[uuid]
         try:
@@ -186,12 +187,12 @@ class Health:
 
 
 class SuddenEnds:
-    """Tests the GPUs of restored processes that ended without being suspended first.
+    """Tests the GPUs of restored processes that ended before the pool suspended them again.
 
     Some drivers hang when a restored process ends without a suspend. The pool and its servers
-    suspend a kernel again before they end it. The out-of-memory killer does not, nor does a user's
-    ``kill -9``, nor a kernel that exits. Then the GPU may hang for its next user, so no kernel gets
-    the GPU before it has passed a test.
+    suspend a kernel again before they end it. The out-of-memory killer does not do so. A user's
+    ``kill -9`` or a kernel that exits does not do so either. After such an end, the GPU may hang
+    for its next user. So no kernel gets the GPU before the GPU has passed a test.
     """
 
     def __init__(self, core: Core, service: Devices, health: Health, log: logging.Logger) -> None:

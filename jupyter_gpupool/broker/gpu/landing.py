@@ -57,8 +57,8 @@ ROOM_POLL, WATCH = 0.1, 0.5
 #: Seconds within which a process that has the room must make its context and report it.
 PATIENCE = 60.0
 
-#: The most tries to move a process, and seconds between them: the work of the process may have to
-#: drain first.
+#: The most tries to move a process, and the seconds between two tries. A try fails if the process's
+#: work on the device has not drained yet.
 TRIES, PAUSE = 4, 0.5
 
 #: After this many failed moves in a row, a session waits for the devices that its processes see.
@@ -74,7 +74,7 @@ AGAIN = 10.0
 
 @dataclass(eq=False)
 class _Landing:
-    """A process that has the room for a context."""
+    """A process to which the broker has given the room for a context."""
 
     session: LiveSession
     process: ProcessId
@@ -108,7 +108,7 @@ class _Move:
 
 
 class Landings:
-    """Handles the steps of ``land``."""
+    """Answers the steps of the message ``land``."""
 
     def __init__(
         self,
@@ -157,7 +157,8 @@ class Landings:
             elif step == "begin":
                 self._waiting[connection] = self._start(self._begin(connection, session, way, rid))
             elif way.slot.landing < LANDING_MOVES:
-                # The process's calls may reach the driver at any moment.
+                # The process has not stopped its calls, so one of them may reach the driver at any
+                # moment.
                 raise RefusedError("The process may still make CUDA calls.", code=Code.BAD_REQUEST)
             else:
                 self._start(self._move(connection, session, way, rid))
@@ -342,8 +343,8 @@ class Landings:
             session.not_landed += 1
         finally:
             if problem and way.process in self._under_way:
-                # No process of the session may be suspended while this process has contexts on the
-                # other device.
+                # No process of the session may be suspended while this process has contexts on a
+                # device outside the slice.
                 landing.refused = True
                 landing.watch = self._start(self._watch(landing))
             else:
@@ -372,7 +373,7 @@ class Landings:
         began = self._core.now()
 
         def restoring() -> None:
-            # A damaged page must not stop the move between the two calls.
+            # A damaged page must not stop the move between its suspend and its restore.
             with contextlib.suppress(OSError):
                 page.set_landing(way.slot, LANDING_RESTORE)
 
@@ -427,7 +428,7 @@ class Landings:
             return True
         others = any(landing.session is session for landing in self._under_way.values())
         if others or record.state != "active" or gate == PAUSED:
-            return False  # not now, but soon
+            return False  # the slice cannot be given back yet; the caller tries again
         self._pages.set_gate(session, CLOSED)
         reading = self._pages.read(session)
         if reading is None or reading.inflight or _used_by_others(reading, way.slot.pid):
@@ -467,11 +468,11 @@ class Landings:
     # ------------------------------------------------------------------ after another broker
 
     async def recover(self, name: str) -> None:
-        """Let the processes of session ``name`` run that an earlier broker was moving.
+        """Let processes of session ``name`` run again if an earlier broker was moving them.
 
-        Call this before the session goes on. The thread that waits for the move asks again. If the
-        thread was interrupted meanwhile, the process goes on where it is, and moves at its next
-        context.
+        Call this before the broker goes on with the session. In each such process, the thread that
+        waits for the move asks this broker again. If that thread was interrupted before, the
+        process continues on the device where it is, and moves when it makes its next context.
         """
         page = await self._page(name)
         if page is None:
@@ -494,15 +495,15 @@ class Landings:
             page.close()
 
     async def _page(self, name: str) -> Page | None:
-        """Return the page of a session of an earlier broker, wherever it is by now.
+        """Return the page of an earlier broker's session, or None if no page is found.
 
-        After a logout, the path of the page is a link to that broker's descriptor, or does not
-        exist.
+        After a logout, the path of the page is a link to the earlier broker's descriptor, or does
+        not exist.
         """
         path = self._pages.path_of(name)
         try:
             if path.is_symlink() or not path.exists():
-                # This reads the file descriptors of all processes, which takes a while.
+                # This search reads the file descriptors of all processes, which takes a while.
                 page = await asyncio.to_thread(Page.find, path, name)
                 if page is None and path.is_symlink():
                     self._log.warning(
@@ -518,7 +519,8 @@ class Landings:
     def _forget(self, name: str, slot: Slot) -> None:
         session = self._core.sessions.find(name)
         if session is None and procfs.alive(ProcessId(slot.pid, slot.start_time)):
-            # The broker still asks the driver about the sessions that it recovers.
+            # The broker has not recovered this session yet, because it still asks the driver about
+            # sessions.
             asyncio.get_running_loop().call_later(AGAIN, self._forget, name, slot)
             return
         reading = self._pages.read(session) if session is not None else None
@@ -531,7 +533,7 @@ class Landings:
 
 
 def _used_by_others(reading: Reading, pid: int) -> bool:
-    """Return whether other processes of the session than ``pid`` have contexts on its slice."""
+    """Return whether any process of the session except ``pid`` has contexts on its slice."""
     others = [slot for slot in reading.slots if slot.pid != pid]
     return any(any(slot.used) or SEES_SLICE in slot.sees for slot in others)
 

@@ -48,7 +48,7 @@ _META = "maintenance"
 #: Seconds between two checks of what a pause waits for, and between two reads of all of /proc.
 POLL, SCAN = 0.2, 1.0
 
-#: Names the broker itself where otherwise a session is named.
+#: A value for the broker itself, where other values are names of sessions.
 _OWN = "broker"
 
 _WORDS = {"pause": "paused", "drain": "drained"}
@@ -68,7 +68,7 @@ class Order:
 
     @property
     def text(self) -> str:
-        """Why sessions wait, in words."""
+        """The reason why sessions wait, as text for people."""
         why = f": {self.reason}" if self.reason else ""
         return f"{_WORDS[self.kind]} by the administrator{why}"
 
@@ -113,9 +113,10 @@ class Maintenance:
         self._left: dict[str, list[tuple[FileHolder, str]]] = {}
         self._unseen: dict[str, int] = {}
         self._own = procfs.identify(os.getpid())
-        #: By the device of an order: what the broker does for the order, apart from suspends.
+        #: By the device of an order: what the order waits for when no session has a lease.
         self._step: dict[str, str] = {}
-        #: The order and the session of each request to a user to restart a session.
+        #: The requests to restart a session that the broker has sent to users. Each row has the
+        #: device and the time of the order, and the session.
         self._told: set[tuple[str, float, str]] = set()
         self._busy = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
@@ -125,7 +126,8 @@ class Maintenance:
         """Tell the pool the orders that an earlier broker had."""
         for device, order in self._orders.items():
             if order.kind == "pause" and device and not self._service.down:
-                # This broker has opened all device files to find the devices.
+                # This broker has opened all device files to find the devices, so the pause is not
+                # complete now.
                 self._orders[device] = replace(order, closed=False)
         for order in self._orders.values():
             self._log.warning("%s", self._sentence(order))
@@ -165,8 +167,9 @@ class Maintenance:
             )
 
     def _device(self, name: str) -> str:
-        """Return the UUID of the device with this number, or with this start of its UUID; "" for
-        all.
+        """Return the UUID of the device that an admin names; "" for all devices.
+
+        The name is the device's number, or the first characters of its UUID.
         """
         if not name:
             return ""
@@ -208,7 +211,7 @@ class Maintenance:
             self._order("drain", uuid, reason, by)
 
     def undrain(self, reason: str) -> None:
-        """Put the devices back into service that :meth:`drain_all` has drained for this reason."""
+        """Put back into service the devices that :meth:`drain_all` has drained for this reason."""
         ended = [o for o in self._orders.values() if (o.kind, o.reason) == ("drain", reason)]
         for order in ended:
             del self._orders[order.device]
@@ -252,7 +255,7 @@ class Maintenance:
         return note
 
     def _stood_down(self, order: Order) -> bool:
-        """Return whether child processes of the broker have ended for an order, now or earlier."""
+        """Return whether this broker or an earlier one has ended its children for an order."""
         pause = order.kind == "pause" and order.closed
         return pause or self._service.is_aside(order.device)
 
@@ -343,8 +346,9 @@ class Maintenance:
     # out
 
     def go_on(self) -> None:
-        """Work on unfinished orders. Call this when the broker knows all sessions that have a
-        lease.
+        """Work on the unfinished orders in a new task.
+
+        Call this when the broker knows all sessions that have a lease.
         """
         if self._work is None or self._work.done():
             self._work = asyncio.get_running_loop().create_task(self._until_closed())
@@ -390,7 +394,8 @@ class Maintenance:
                         continue
                     scanned = now
                     if await self._open_files(order):
-                        self._step.pop(order.device, None)  # ``status`` names these processes
+                        # ``status`` names the processes that have files open.
+                        self._step.pop(order.device, None)
                         self._tell_holders(order)
                         continue
                 self._done(order)
@@ -425,11 +430,13 @@ class Maintenance:
         return found
 
     async def _open_files(self, order: Order) -> bool:
-        """Return whether a process of this pool has a device file open; note all processes that
-        have.
+        """Return whether a process of this pool has a device file open.
+
+        The method stores all processes that have one open, also those that do not belong to the
+        pool.
         """
         if order.device and not self._service.has_file(order.device):
-            return False  # a MIG instance, which shares its GPU's file with other instances
+            return False  # a MIG instance shares its GPU's file with other instances
         look = asyncio.to_thread(self._service.holders, order.device)
         found, self._unseen[order.device] = await look
         left = [(holder, await self._whose(holder)) for holder in found]
@@ -523,8 +530,9 @@ class Maintenance:
         return uuid if device is None else str(device.index)
 
     def status(self, peer: Peer) -> list[dict[str, Any]]:
-        """Return the orders in force and what each of them still waits for, as far as ``peer`` may
-        see.
+        """Return the orders in force, and what each order still waits for.
+
+        The result contains only what ``peer`` may see.
         """
         access = self._configuration.access
         found = []
@@ -549,7 +557,7 @@ class Maintenance:
         return found
 
     def _doing(self, order: Order) -> str:
-        """Return what the pool itself does for an order that waits for no session with a lease."""
+        """Return what an order waits for, if it waits for no session with a lease."""
         if order.device in self._step:
             return self._step[order.device]
         return "" if self._left.get(order.device) else "the pool to check what uses it"

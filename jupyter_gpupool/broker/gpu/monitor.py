@@ -32,23 +32,25 @@ from .accounting import DriverShares, Overheads, OveruseWatch
 from .health import Health
 from .samples import QUIET, Samples
 
-#: The pause between a change and the sample after it takes SETTLE seconds or, if that is longer,
-#: BREATH times as long as the last sample took (at most the usual interval). Without BREATH,
-#: samples would take a tenth of the event loop's time on a machine on which hundreds of kernels
-#: come and go.
+#: After a change, the monitor pauses before it takes a sample. The pause takes SETTLE seconds or,
+#: if that is longer, BREATH times as long as the last sample took. It takes at most the usual
+#: interval. Without BREATH, samples would take a tenth of the event loop's time on a machine on
+#: which hundreds of kernels come and go.
 SETTLE, BREATH = 0.05, 3
 
-#: Least seconds between two searches for better home devices: each reads all sessions.
+#: The least number of seconds between two searches for better home devices, because each search
+#: reads all sessions.
 HOMES = 2.0
 
 #: Seconds for which an ending broker waits for the sample under way.
 CLOSE = 1.0
 
-#: A change of host memory, in bytes, that is worth an event while no session waits.
+#: While no session waits, a smaller change of host memory, in bytes, is no reason for an event.
 HOST_STEP = 64 << 20
 
 #: Seconds to read the environment of a foreign process. The read blocks while another program
-#: suspends that process. So a thread reads, and the broker stops waiting after this time.
+#: suspends that process. So a thread reads the environment, and the broker stops waiting for the
+#: thread after this time.
 ENVIRON_TIMEOUT = 1.0
 
 
@@ -94,17 +96,18 @@ class Monitor:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-        #: By device, as the pool was last told: the owners of its memory; and the sessions that
-        #: were idle before the sample began, each with the time since when. The pool's figure of an
-        #: idle session must come from a sample after that time. Otherwise the session's whole slice
-        #: counts as its state.
+        #: By device: what the monitor last told the pool. The first part is the owners of the
+        #: device's memory. The second part is the sessions that were idle before the sample began,
+        #: each with the time at which it became idle. The pool's figure of an idle session must
+        #: come from a sample after that time. Otherwise the session's whole slice counts as its
+        #: state.
         self._told: dict[str, tuple[Attribution, frozenset[tuple[str, float]]]] = {}
         self._told_host = -1
         self._told_changes: dict[str, int] = {}
         #: The session of each process on a device, or None if the process belongs to no session.
         self._known: dict[ProcessId, str | None] = {}
         self._reported: set[ProcessId] = set()
-        #: Processes on a device that belonged to a session when they were first seen.
+        #: Processes on a device that belong to a session, or belonged to one at an earlier sample.
         self._ours: set[ProcessId] = set()
         #: Processes whose session has ended since the last sample. These processes are about to
         #: end, too.
@@ -119,7 +122,7 @@ class Monitor:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def wake(self) -> None:
-        """Check whether to sample now: a session came or went."""
+        """Check whether to sample now, because a session has begun or ended."""
         self._woken.set()
 
     def sample_for_metrics(self, on: bool) -> None:
@@ -133,7 +136,8 @@ class Monitor:
     async def close(self) -> None:
         """End the monitor.
 
-        A flag also ends it, because ``wait_for`` may swallow the cancellation up to Python 3.11.
+        The cancellation alone is not enough: up to Python 3.11, ``wait_for`` may swallow it. So a
+        flag ends the monitor, too.
         """
         self._closed = True
         self.wake()
@@ -185,8 +189,9 @@ class Monitor:
         """Take one sample and tell the pool."""
         waited_for = "queued" in self._core.busy.values()
         available = await self._room.read(self._room.machine)
-        # The pool subtracts each suspend from the last figure until it gets a new figure, even
-        # after a resume. Without new figures, the pool would see no room in the end.
+        # Until the pool gets a new figure of host memory, it subtracts the bytes of each suspend
+        # from the last figure, even if the session has resumed since. Without new figures, the pool
+        # would see no free host memory in the end.
         moved = self._core.changes != self._told_changes
         if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
@@ -200,7 +205,7 @@ class Monitor:
         samples = await self._samples.take()
         await self._identify(samples)
         pace = Pace()
-        # An attach or a release during these reads shows in ``changes``.
+        # If a session attaches or releases its slice during these reads, ``changes`` shows it.
         granted, idle = self._leases(began)
         counted = await self._counted(pace)
         shown: dict[str, dict[str, int]] = {}
@@ -211,7 +216,8 @@ class Monitor:
                 continue  # the device service itself reports a loss, once
             self._health.readable(sample.uuid)
             if self._core.changes.get(sample.uuid) != before.get(sample.uuid):
-                continue  # out of date: something was attached or suspended there meanwhile
+                # Out of date: a process came to the device or left it during the sample.
+                continue
             old.discard(sample.uuid)
             leased = bool(granted.get(sample.uuid))
             self._driver_shares.look(sample, self._listed(sample), leased=leased)
@@ -266,7 +272,8 @@ class Monitor:
         self._ours = owned | (self._ours & present.keys())
 
     async def _owner(self, process: ProcessId) -> str | None:
-        # This looks at the few ancestors of the process, because there may be a thousand sessions.
+        # The search goes through the ancestors of the process, which are few. It does not go
+        # through the sessions' processes: there may be a thousand sessions.
         above = procfs.ancestry(process.pid)
         roots = {session.process: session.id for session in self._core.sessions}
         nearest = next((roots[one] for one in (process, *above) if one in roots), None)

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""When a suspended state that the driver refuses to restore counts as lost.
+"""Decides when a suspended state counts as lost because the driver refuses to restore it.
 
 After a restore that failed for lack of room, driver 580.159.04 still reports CHECKPOINTED, and
-refuses each later restore even with room (see ``docs/driver-facts.md``). A refusal may also be
-temporary: another program has taken the memory, or the GPU or a service that it needs fails. So
-only refusals in a row count, on the same GPUs, and only if these GPUs passed a test after each
-refusal.
+refuses each later restore even if there is room (see ``docs/driver-facts.md``). A refusal may also
+be temporary: another program has taken the memory, or the GPU or a service that it needs fails. So
+refusals count only if they come in a row, on the same GPUs, and if these GPUs passed a test after
+each refusal.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-#: The state counts as lost after this many refusals in a row, and this many seconds from the first
-#: to the last.
+#: The state counts as lost after MOST refusals in a row, if at least PATIENCE seconds are between
+#: the first and the last refusal.
 MOST, PATIENCE = 5, 120.0
 #: After this many seconds without a try the count starts again.
 STALE = 600.0
@@ -41,7 +41,7 @@ class Refusals:
         return self.count >= MOST and now - self.first >= PATIENCE
 
     def blame(self, device: str) -> None:
-        """Forget the refusals if this GPU, which failed its test, is one of their GPUs."""
+        """Forget the refusals if one of them was on this GPU, which has failed its test."""
         if device in self.devices:
             self.forget()
 

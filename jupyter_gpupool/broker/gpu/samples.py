@@ -14,8 +14,8 @@ from ...units import format_bytes
 from ..configuration import Configuration
 
 #: A sample that is younger than this many seconds is good enough to attach a session that has no
-#: GPU state yet: there is nothing to restore, and nothing is lost if a process outside the pool
-#: took the memory.
+#: GPU state yet. The broker restores nothing for this session, so nothing is lost if a process
+#: outside the pool has taken the memory since the sample.
 FRESH = 10.0
 
 #: The number of intervals between two samples while nothing is attached and no session waits.
@@ -47,11 +47,10 @@ class Samples:
         return found
 
     def recent(self, device: str) -> DeviceSample | None:
-        """Return the last sample of a device; None if it is old, or if the broker could not read
-        it.
+        """Return the last sample of a device; None if it is old or unreadable.
 
         The broker takes no samples while there is no session, so old samples do not count. A sample
-        counts until the monitor, at its slowest pace, has missed more than two samples.
+        counts for three times the longest interval between two samples of the monitor.
         """
         lasts = 3 * QUIET * self._configuration.settings.sample_interval
         sample = self.last.get(device) if self._age() <= lasts else None
@@ -67,7 +66,8 @@ class Samples:
             sample = self.last.get(piece.device)
             if sample is None or sample.lost:
                 return f"{piece.device} cannot be read: {sample.lost if sample else 'not found'}."
-            # The driver's own memory varies by a little, and nothing is restored here.
+            # The driver's own memory varies by a little, so this check allows some slack. The
+            # session has no state to restore, so the slack does no harm.
             if sample.free + slack(sample.total) < piece.bytes:
                 return (
                     f"{piece.device} has {format_bytes(sample.free)} free and "

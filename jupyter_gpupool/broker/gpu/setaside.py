@@ -5,7 +5,8 @@
 ``torch.cuda.is_available()`` is enough to call cuInit. Such a process has no context and no slice,
 so the pool never suspends it. But it has the driver's device files open. If the driver can suspend
 it (see ``docs/driver-facts.md``), the broker does so during a pause. Then the pool treats the
-kernel as suspended: its next slice restores it, on any GPU, even by another broker.
+kernel as suspended: when the kernel gets its next slice, on any GPU, the broker restores it. A
+later broker can do so, too.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class UnleasedSuspends:
             self._tried[key] = pids
             try:
                 await self._suspend(session, *candidate)
-            except Exception as error:  # the pause goes on, and asks for a restart of the kernel
+            # The pause goes on, and the broker asks the user to restart the kernel.
+            except Exception as error:
                 self._log.error("Session %s was not suspended: %r", session.id, error)
 
     def forget(self, order: tuple[str, float]) -> None:
@@ -72,8 +74,12 @@ class UnleasedSuspends:
     def _candidate(
         self, session: LiveSession, devices: list[str]
     ) -> tuple[ProcessId, SessionRecord] | None:
-        """Return process and record of a contextless session that sees ``devices``, or None."""
-        # Before a suspend, this writes the devices that the session sees to the journal.
+        """Return the process and record of a session to suspend, or None.
+
+        Such a session has no lease and no suspended state, and sees one of ``devices``.
+        """
+        # This call updates the devices that the session sees. The commit before the suspend writes
+        # them to the journal.
         self._activity.settle(session)
         record = self._core.record(session.id)
         if record is None or record.state not in WAITS or record.suspended:
@@ -107,7 +113,8 @@ class UnleasedSuspends:
             now = self._core.record(session.id)
             done = now is not None and now.suspended == state
             if not done:
-                await self._restored(session)  # the pool has given it a slice elsewhere meanwhile
+                # During the suspend, the pool has given the session a slice.
+                await self._restored(session)
                 return
             self._core.dirty(session.id)
             self._core.note("set-aside", session, device=record.bound[0])
@@ -119,7 +126,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ after the pause
 
     async def resume(self) -> None:
-        """Restore the kernels that are suspended here, except those that wait for a slice.
+        """Restore the kernels that were suspended for a pause, except those that wait for a slice.
 
         The broker restores a waiting kernel when the kernel gets its slice.
         """
@@ -131,8 +138,8 @@ class UnleasedSuspends:
                 continue
             try:
                 if not await self._restored(session):
-                    continue  # its next slice restores it, if that is possible at all
-            except Exception as error:  # the next slice of this kernel tries again
+                    continue  # the broker tries again when the kernel gets its next slice
+            except Exception as error:  # the broker tries again at the kernel's next slice
                 self._log.error("Session %s stays suspended: %r", session.id, error)
                 continue
             self._core.handle(e.SetAside(now=self._core.now(), session=session.id, suspended=()))

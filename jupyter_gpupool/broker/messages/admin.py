@@ -50,7 +50,7 @@ class AdminMessages:
         self._log = log
 
     def recall(self, connection: Connection, message: Message) -> None:
-        """Order that a slice is taken back after some minutes, or cancel such an order."""
+        """Make the pool take a slice back after some minutes, or cancel an earlier ``recall``."""
         session, by, why = self._order(connection, message)
         minutes, now = read_minutes(message), self._core.now()
         if minutes is None:
@@ -135,7 +135,7 @@ class AdminMessages:
                 "admin", session, reason=told,
                 detail={"by": by, "order": message["type"], **detail},
             )  # fmt: skip
-            if message["type"] != "end":  # the session's last message has the same text
+            if message["type"] != "end":  # the message that ends the session has the same text
                 session.send({"type": "notice", "message": told})
 
         self._relay.ask(connection, message, session, event, accepted)
@@ -144,7 +144,7 @@ class AdminMessages:
 def read_minutes(message: Message) -> float | None:
     """Return the minutes of a ``recall``; None if it cancels an earlier recall.
 
-    A message without a number of minutes takes no slice back: it is refused.
+    A message without a number of minutes must not take a slice back, so this function refuses it.
     """
     minutes, cancel = message.get("minutes"), bool(message.get("cancel"))
     if cancel and minutes is None:

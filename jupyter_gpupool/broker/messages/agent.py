@@ -45,7 +45,8 @@ class AgentMessages:
     def hello(self, connection: Connection, message: Message) -> None:
         session = self._core.sessions.proven(connection.peer, message)
         if session.process is None:
-            # A kernel can be faster than the server that started it.
+            # The kernel has sent this message before its server has sent ``launched``. The message
+            # waits until then.
             session.put_early(connection, message)
             return
         if not _belongs(connection.peer.pid, session.process, bool(message.get("member"))):
@@ -66,8 +67,8 @@ class AgentMessages:
             session.grace = None
         session.connect_agent(connection)
         _note_cuda(session, message.get("cuda"))
-        # The agent asks again for a hold that still waits for its answer, so this keeps such a
-        # hold. It also keeps the holds of the guard and of members.
+        # Keep the holds for which the agent still waits, because the agent asks for them again.
+        # Keep also the holds of the guard and of members.
         waiting = tuple(
             hold
             for hold in self._lifecycle.record(session).holds
@@ -148,8 +149,8 @@ class AgentMessages:
             connection.begin_wait()
             session.waits[hold] = PendingHold(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
-            # The agent's lease has ended, but the agent has begun a cell, so the hold counts. Tell
-            # the agent of the present lease.
+            # The lease that the agent knows has ended. But the agent has begun a cell, so the hold
+            # counts. Tell the agent the present state of its lease.
             self._log.warning(
                 "Session %s took a hold in epoch %s, but its epoch is %d",
                 session.id, message.get("epoch"), record.epoch,
@@ -187,7 +188,7 @@ class AgentMessages:
     def yielded(self, connection: Connection, message: Message) -> None:
         session = session_of(connection)
         if session.agent is not connection:
-            return  # the broker never asks a member
+            return  # the broker asks only the agent to yield, never a member
         _note_cuda(session, message.get("cuda"))
         asked = session.yielding
         if asked is not None and asked[0] == message["epoch"] and not asked[1].done():
@@ -204,7 +205,10 @@ class AgentMessages:
 
 
 def _belongs(pid: int, process: ProcessId, member: bool) -> bool:
-    """Return whether ``pid`` is the session's process or its child; or, for a member, a parent."""
+    """Return whether process ``pid`` may connect as a part of the session.
+
+    It must be the session's process or a descendant of it. A member may also be an ancestor of it.
+    """
     if procfs.descends(pid, process):
         return True
     parent = procfs.identify(pid) if member else None
@@ -212,6 +216,6 @@ def _belongs(pid: int, process: ProcessId, member: bool) -> bool:
 
 
 def _note_cuda(session: LiveSession, cuda: bool | None) -> None:
-    """Note whether the agent's own process uses CUDA; a page shows this for all processes."""
+    """Store whether the agent's process uses CUDA, if no page shows this for all processes."""
     if cuda is not None and session.page is None:
         session.cuda = cuda

@@ -24,7 +24,7 @@ class ElsewhereMessages:
     Parameters
     ----------
     look:
-        Calls a function with what the ledger shows of all machines, or None.
+        Calls the given function with the ledger's view of all machines, or with None.
     """
 
     def __init__(self, core: Core, configuration: Configuration, node: str, *, look: Look) -> None:
@@ -42,8 +42,7 @@ class ElsewhereMessages:
         )  # fmt: skip
 
     def _answer(self, connection: Connection, message: Message, view: View | None) -> None:
-        # This looks the session up again, because it may have ended while the broker asked the
-        # ledger.
+        # Find the session again, because it may have ended while the broker asked the ledger.
         session = acting(self._core, self._configuration.access, connection, message)
         request = self._core.pool.request(session.id)
         wanted = PlacementRequest(

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Requests of the guard in a session's processes: a lease for a waiting call, a larger grant.
 
-For each question, the thread that waits makes a connection of its own. When the connection ends,
-the thread has stopped waiting. All threads of a session share one hold, so together they take one
-place in the queue.
+For each question, the thread that waits makes a new connection. When the connection ends, the
+thread has stopped waiting. All threads of a session share one hold, so together they take one place
+in the queue.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ MAX_GUARDS = 1000
 #: The questions that one session may ask in a second, and in one burst. Further questions wait.
 QUESTIONS = 200.0, 400.0
 
-#: A session's repeated refusal appears only once in the journal in this many seconds.
+#: If the broker refuses a session twice for the same reason within this many seconds, the journal
+#: gets only the first refusal.
 SAME = 10.0
 
 #: The broker may answer a question from a read of the page that is at most this many seconds old.
@@ -74,7 +75,7 @@ class GuardMessages:
         self._landings = landings
         self._refused_growth = RefusedGrowth(pages)
         self._sessions: dict[Connection, LiveSession] = {}
-        #: By connection that asks for growth: the id of the pool's answer.
+        #: For each connection that asks for growth: the id of its request to the pool.
         self._growing: dict[Connection, str] = {}
         self._asked = 0
         #: By session: limits the number of questions that it may ask.
@@ -163,14 +164,16 @@ class GuardMessages:
         record = self._core.record(session.id)
         if record is None:
             return
-        # This comes first: as soon as the gate is open, a process may ask how much memory it has.
+        # This call must come first: as soon as the gate is open, a process may ask how much memory
+        # it has.
         self._rooms.changed(session, record)
         attached = self._pages.follow(session, record)
         self._activity.lease(session, attached)
         if attached:
             self._time_share.start()
         if record.state == "queued" and not record.bound:
-            # A process may have called cuInit during an attach that failed.
+            # A process may have called cuInit during an attach that failed. So tell the pool again
+            # to which devices the session is bound.
             self._activity.settle(session)
 
     def ended(self, session: LiveSession, reason: str) -> None:
@@ -212,7 +215,8 @@ class GuardMessages:
                 next_step="Restart the kernel to use a GPU again.",
             )
         if session.process is None:
-            # A program can be faster than the server that started it.
+            # The program has sent this message before its server has sent ``launched``. The message
+            # waits until then.
             session.put_early(connection, message)
             return
         if record.attach == "manual" and not record.slices and not record.holds:
@@ -228,8 +232,8 @@ class GuardMessages:
         self._activity.take(session)
 
     def _home_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
-        """Prepare for a process that reads its devices now, and mostly asks for the lease next."""
-        # The page already marks the process that asks.
+        """Choose devices for a process that reads them now, and usually asks for the lease next."""
+        # The page already marks the process that asks, so it must not count as one that has read.
         self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
 
@@ -248,7 +252,8 @@ class GuardMessages:
             return
         self._pages.set_home(session, self._homes.now(record, session.home))
         if record.state == "queued":
-            # The agent has asked for the slice, and the session's processes must be able to use it.
+            # The agent has already asked for the slice. Tell the pool the devices that the
+            # session's processes see, so that these processes can use the slice.
             self._activity.settle(session)
 
     def _page_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
@@ -292,7 +297,8 @@ class GuardMessages:
             )
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
-        # The guard's sums do not include the memory that the driver takes beyond the charge.
+        # The guard's sums do not include the memory that the driver takes beyond what the guard has
+        # charged. So this memory must be subtracted.
         beyond = session.use.beyond
         vain = max(1, total - (beyond[ordinal] if ordinal < len(beyond) else 0))
         self._asked += 1
@@ -338,7 +344,7 @@ class GuardMessages:
         )
         key, at = self._told.get(session.id, ("", 0.0))
         if key == f"{what} {refusal.code}" and self._now() - at < SAME:
-            return  # an application tries smaller and smaller sizes
+            return  # an application may ask for smaller and smaller sizes
         self._told[session.id] = f"{what} {refusal.code}", self._now()
         self._core.note(
             "refuse", session, reason=refusal.message, detail={"what": what, "code": refusal.code}
@@ -400,7 +406,7 @@ class RefusedGrowth:
         self._pages.set_vain(session, row, time.monotonic_ns() + int(LASTS * 1e9))
 
     def withdraw(self) -> None:
-        """Withdraw all totals: something is about to change."""
+        """Withdraw all totals, because the pool is about to change."""
         if self._totals:
             told, self._totals = self._totals, {}
             for session in told:

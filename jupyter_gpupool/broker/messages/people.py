@@ -86,13 +86,15 @@ class PeopleMessages:
         session = self._acting(connection, message)
         record = self._lifecycle.record(session)
         memory = read_request(record.request, message).memory
-        # The guard's count is exact, but up to one sample old.
+        # The guard counts the memory in use exactly, but the count that the broker has read
+        # may be one sample old.
         guarded = session.page is not None and any(memory < s.bytes for s in record.slices)
         shrinks = memory < record.footprint or guarded
         if not shrinks or len(self._looks) >= MAX_LOOKS:
             self._request_now(connection, message)
             return
-        # The last sample showed more memory in use, but the kernel may have freed some since.
+        # The last sample may show more memory in use than the new size, but the kernel may have
+        # freed some since. So take a new sample first.
         task = asyncio.get_running_loop().create_task(self._look_first(connection, message))
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)
@@ -159,7 +161,8 @@ class PeopleMessages:
 
     def why(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
-        # This makes the plan of this moment: without it, times count from the last event.
+        # This event makes the pool plan again. Without it, the times in the answer would count from
+        # the last event.
         self._core.handle(e.Tick(now=self._core.now()))
         record = self._lifecycle.record(session)
         told = self._core.pool.why(session.id)
@@ -220,7 +223,7 @@ class PeopleMessages:
                 connection.send_line(line)
 
     def _show_stir(self, name: str) -> None:
-        """Tell the watching connections that may see a session that it changed without a row."""
+        """Tell watchers of a session that the session changed without a row in the journal."""
         session = self._core.sessions.find(name) if self._watchers else None
         if session is None:
             return
@@ -230,7 +233,7 @@ class PeopleMessages:
                 connection.send_line(line)
 
     def _show_queue(self) -> int:
-        """Tell connections that see idle sessions of a change of the queue; return their number.
+        """Tell the watchers of idle sessions that the queue has changed; return their number.
 
         Other sessions may now begin or cease to wait for an idle slice. The message to a connection
         names one of the idle sessions that it sees.

@@ -44,7 +44,7 @@ class ProvisionerMessages:
     no_device:
         Why no device was found; "" if there are devices.
     content:
-        What containers get of this broker's machine; None if it serves no containers.
+        What this machine gives to containers; None if the broker serves no containers.
     """
 
     def __init__(
@@ -145,7 +145,8 @@ class ProvisionerMessages:
             else self._setup.without(session)
         )
         if not guarded:
-            # Without a page, no guard asks for a lease at the first CUDA call.
+            # The kernel has no page, so no guard can ask for a lease at its first CUDA call. So the
+            # kernel may need another attach policy.
             attach, _ = usable_attach(attach, False)
             request = self._request(fields, owner.name, metered=False)
         core.sessions.add(session)
@@ -232,8 +233,8 @@ class ProvisionerMessages:
                 next_step="Open a session for each process.",
             )
         if not isinstance(session.uid, int):
-            # Containers may share user ids and process numbers. Only the parents of a process tell
-            # whose process it is.
+            # Containers may share user ids and process numbers. Only the parents of a process show
+            # to which user it belongs.
             starter = procfs.identify(peer.pid)
             if starter is None or not procfs.descends(pid, starter):
                 raise RefusedError(

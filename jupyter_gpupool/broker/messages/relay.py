@@ -37,8 +37,9 @@ class Relay:
         event: Callable[[str], e.Event],
         accepted: Callable[[], None] = lambda: None,
     ) -> None:
-        """Give the pool the event that ``event`` makes with a request id; pass on the pool's
-        answer.
+        """Give the pool a request as an event; pass on the pool's answer.
+
+        ``event`` makes the event from the id of the request.
 
         ``accepted`` runs before the answer is written to the journal and sent.
         """

@@ -28,8 +28,8 @@ PATIENCE = 60.0
 #: The most orders of one user, and of all users, that may wait for their answers; and the most
 #: orders of one user for this machine at the same time.
 MOST_OF_USER, MOST, MOST_HERE = 64, 1000, 8
-#: The characters of credentials after which an answer to the agent is full. The other orders come
-#: in the next answer.
+#: An answer to the agent is full when its credentials have this many characters. The agent gets the
+#: other orders in the next answer.
 MOST_FETCHED = 1 << 20
 #: Longest time for which the agent's request may wait.
 LONGEST = 60.0
@@ -38,8 +38,8 @@ LONGEST = 60.0
 @dataclass(slots=True)
 class _SentOrder:
     uid: int
-    #: None after the connection has ended: an order that the agent has fetched counts until its
-    #: answer comes.
+    #: None after the connection has ended. If the agent has fetched the order, the order still
+    #: counts for the user's limit until its answer comes.
     connection: Connection | None
     request: int | None
     node: str
@@ -65,13 +65,14 @@ def result_text(result: Message) -> str:
 
 
 class RemoteMessages:
-    """Handles ``place``, ``order`` (from users), ``orders``, ``perform``, ``performed`` (from
-    agents).
+    """Answers the messages about kernels on other machines.
+
+    Users send ``place`` and ``order``. Agents send ``orders``, ``perform`` and ``performed``.
 
     Parameters
     ----------
     look:
-        Calls a function with what the ledger shows of all machines, or None.
+        Calls the given function with the ledger's view of all machines, or with None.
     check_agent:
         Refuses a peer that is not the cluster's agent.
     """
@@ -282,8 +283,8 @@ class RemoteMessages:
             self._agent[2].cancel()
             self._agent = None
         for name in [n for n, o in self._orders.items() if o.connection is connection]:
-            # The order stays. Otherwise, a user could begin any number of orders by closing the
-            # connection after each of them.
+            # Keep the order, so that it counts for the user's limit. Otherwise, a user could begin
+            # any number of orders by closing the connection after each order.
             self._orders[name] = replace(self._orders[name], connection=None)
             if name in self._new:
                 self._forget(name)

@@ -121,8 +121,8 @@ class Snapshots:
             "user": viewer.name,
             "groups": [*self._memberships.groups(peer.uid)],
             "admin": self._configuration.access.is_admin(peer),
-            # A user without a session sees this, too: it may be the reason why the pool refuses a
-            # new session.
+            # A user without a session also sees its standing: the standing may be the reason why
+            # the pool refuses a new session.
             "standing": standings.of(viewer)["standing"],
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
@@ -306,8 +306,8 @@ class Snapshots:
 class Standings:
     """What users and their groups have used, and their shares. Each is computed only once.
 
-    Only the user ``viewer`` gets shares and budgets, because a share is a part of all that other
-    users have used.
+    Only the user ``viewer`` gets shares and budgets, because a share shows how much all other users
+    have used.
     """
 
     def __init__(self, pool: Pool, view: PoolView, viewer: str) -> None:
@@ -398,8 +398,9 @@ def _available() -> int | None:
 def measured(record: SessionRecord, cuda: bool | None) -> int | None:
     """Return the device bytes that a session uses, None if they were not measured.
 
-    A session without a slice uses none, and so does one without CUDA (``cuda`` is its agent's last
-    report). For any other session, 0 means that there was no sample since the attach.
+    A session without a slice uses none. A session without CUDA also uses none (``cuda`` is the last
+    report of its agent). For any other session, a footprint of 0 means that there was no sample
+    since the attach.
     """
     if record.footprint or not record.slices or cuda is False:
         return record.footprint

@@ -98,9 +98,10 @@ class Activity:
     def _watch_for_calls(self, session: LiveSession) -> None:
         """Check later whether a session in use that has lost its slice still wants a slice.
 
-        No round reads the page of such a session. An attached session counts as idle after a time
-        without calls. If none of this session's calls comes to the gate in this time, the session
-        is idle, too, and the pool must not restore it for nothing.
+        No round reads the page of such a session. An attached session counts as idle after
+        ``quiet_after`` seconds without calls, so this check comes after the same time. If no call
+        of the session waits at the gate then, the session is idle, and the pool must not restore it
+        for nothing.
         """
         asyncio.get_running_loop().call_later(self.quiet_after, self._still_wanted, session)
 
@@ -128,7 +129,7 @@ class Activity:
         return False
 
     def untouched(self, session: LiveSession) -> bool:
-        """Return whether, by its page, the session has not used its device since the last read."""
+        """Return whether the session's page shows no use of its device since the last read."""
         gate, reading = self._pages.gate(session), self.read(session)
         if reading is None or gate not in (UNUSED, CLOSED):
             return False
@@ -205,7 +206,7 @@ class Activity:
             use.contended = self._contended
             self._pages.set_contended(session, self._contended)
         touched = self._touched(session)
-        if session.page is None:  # damaged by its user
+        if session.page is None:  # the user has damaged the page
             self.lease(session, False)
             return _NOTHING
         if touched:
@@ -229,7 +230,10 @@ class Activity:
         return _NOTHING
 
     def begin_round(self) -> None:
-        """Note whether sessions in use may be preempted. Such sessions limit what they submit."""
+        """Note whether the pool may preempt sessions in use.
+
+        If it may, the guards of these sessions limit what the sessions submit.
+        """
         self._contended = bool(self._core.pool.settings.preempt) and self._core.anybody_waits()
 
     def _touched(self, session: LiveSession) -> bool:
@@ -246,7 +250,10 @@ class Activity:
             self.take(session)
 
     def take(self, session: LiveSession) -> None:
-        """Take the hold. If the session has no lease, the hold asks for one."""
+        """Take the hold.
+
+        If the session has no lease, the pool counts the hold as a request for a lease.
+        """
         session.use.held = True
         self._core.follow_clock()
         self._core.handle(
@@ -291,8 +298,8 @@ class Activity:
         """Count the session as idle when its agent has no hold left, unless the policy is ``lazy``.
 
         The calls of the cell that has ended are no reason to keep the slice for ``quiet_after``
-        seconds. If a thread goes on, the next round sees it, or the check before the pool takes the
-        slice.
+        seconds. If a thread still makes calls, the next round sees them. If the pool wants the
+        slice before that round, the check before the suspend sees them.
         """
         record = self._core.record(session.id)
         if record is None or record.attach == "lazy" or not session.use.held:
@@ -328,7 +335,7 @@ class Activity:
         return bool(reading.inflight or reading.waiting) or self.recording(session)
 
     def drop(self, session: LiveSession) -> None:
-        """Drop the hold: nothing uses the device, or waits for it."""
+        """Drop the hold, because no call uses the device or waits for it."""
         session.use.held = False
         self._core.handle(
             e.HoldDropped(

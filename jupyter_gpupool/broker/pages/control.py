@@ -121,7 +121,7 @@ class ControlPages:
             If the page cannot be made, mostly because shared memory is full.
         """
         path = self._path(session)
-        self.make_folder()  # another process may have deleted it
+        self.make_folder()  # another process may have deleted the folder
         uid = session.uid if isinstance(session.uid, int) else os.geteuid()
         session.page = Page.create(path, session.id, uid)
         self._set_policy(session.page)
@@ -166,8 +166,8 @@ class ControlPages:
         """Return the path of a session's page. The session's processes know this path.
 
         A broker of another version or at another socket may have made the page in a folder of its
-        own. If the process that names the path is another user's, the path counts only in the
-        folder that this broker once had.
+        own. If the process that names the path belongs to another user, the broker accepts the path
+        only in the folder of shared memory that it may have used before.
         """
         path = self._path(session)
         if os.path.lexists(path):
@@ -200,7 +200,7 @@ class ControlPages:
         return page
 
     async def keep(self) -> None:
-        """Put back the pages of living sessions that were deleted.
+        """Restore the deleted pages of living sessions.
 
         Raises
         ------
@@ -209,7 +209,7 @@ class ControlPages:
         """
         self.make_folder()
         now = _version(self.folder)
-        changed = self._seen != now  # a file in the folder came or went
+        changed = self._seen != now  # a file in the folder has appeared or disappeared
         problem, pace = None, Pace()
         for session in [*self._sessions]:
             await pace.step()
@@ -225,7 +225,7 @@ class ControlPages:
         self._seen = now
 
     def restore(self, session: LiveSession) -> None:
-        """Give the session's page its name again if it was deleted.
+        """Restore the path of the session's page if the path was deleted.
 
         Raises
         ------
@@ -246,7 +246,8 @@ class ControlPages:
         page, session.page = session.page, None
         self._translation.forget(session)
         if page is not None:
-            # Its processes that still run have no session any more.
+            # Processes of the session may still run. They have no session any more, so their gate
+            # must be closed.
             with suppress(OSError):
                 page.set_gate(CLOSED)
             with suppress(OSError):
@@ -282,8 +283,8 @@ class ControlPages:
     def follow(self, session: LiveSession, record: SessionRecord) -> bool:
         """Write the record into the page; return whether the page shows a lease now.
 
-        During a suspend, the suspend itself sets the gate. A gate that is open, or paused for a
-        neighbour's time slice, stays so.
+        During a suspend, the suspend itself sets the gate. This method does not change a gate that
+        is open, or that is paused for a neighbour's time slice.
         """
         page = session.page
         if page is None:
@@ -293,7 +294,7 @@ class ControlPages:
             if attached:
                 uuids = [piece.device for piece in record.slices]
                 sizes = [piece.bytes for piece in record.slices]
-                # The driver's own memory is a part of the slice.
+                # The driver's own memory counts in the slice, so allocations cannot have this part.
                 beyond = [*session.use.beyond, *[0] * len(sizes)]
                 left = [max(0, s - more) for s, more in zip(sizes, beyond, strict=False)]
                 page.set_devices(uuids[:DEVICES])
@@ -370,8 +371,8 @@ class ControlPages:
         except (OSError, PageError) as error:
             self._damaged(session, error)
             return None
-        # A page may contain anything. If it names a process 256 times, this looks at the process
-        # only once.
+        # A page may contain anything, for example the same process 256 times. In a set, each
+        # process occurs only once.
         known = {ProcessId(slot.pid, slot.start_time) for slot in reading.slots}
         here = self._translation.here(session, known)
         there = tuple(
@@ -382,10 +383,10 @@ class ControlPages:
         return replace(reading, slots=there)
 
     def translated(self, session: LiveSession, number: int, beside: int) -> int:
-        """Return the number in this namespace of the process that ``beside`` calls ``number``.
+        """Return the number that process ``number`` of another namespace has in this namespace.
 
-        ``beside`` is a process. The result is 0 if it sees no process with this number, or if the
-        session asks too often.
+        The other namespace is that of process ``beside``. The result is 0 if this namespace has no
+        process ``number``, or if the session asks too often.
         """
         return self._translation.number(session, number, beside)
 
@@ -403,7 +404,8 @@ class ControlPages:
         """Write the devices that suspended processes see after a restore with a map of devices.
 
         A process with a context moves with its session. But the driver may also have state of a
-        process without a context. The slot of such a process names the devices that it saw.
+        process without a context. The slot of such a process still names the devices that it saw
+        before the suspend, so this method changes the slot.
         """
         reading = self.read(session) if moves else None
         names = {device_name(old): device_name(new) for old, new in moves.items()}
@@ -463,10 +465,10 @@ def environment(directory: Path, page: Path, base: Mapping[str, str], home: str)
 def page_folder(socket: Path, *, machine_wide: bool, shared: Path = SHARED_MEMORY) -> Path:
     """Return the folder for the pages of the broker at ``socket``; make it if necessary.
 
-    The folder is in shared memory. If there is no shared memory, or another user has the name, the
-    folder is beside the socket. The machine's broker always has it beside its socket, below
-    ``/run``: any user may fill shared memory, and logind deletes a user's files there at the last
-    logout.
+    The folder is in shared memory. If there is no shared memory, or if another user has a file of
+    that name there, the folder is beside the socket. The folder of the machine's broker is always
+    beside its socket, below ``/run``. Any user may fill shared memory, and logind deletes a user's
+    files in it at the last logout.
 
     Raises
     ------
@@ -494,7 +496,7 @@ def _version(folder: Path) -> tuple[int, int]:
 
 
 def _named_page(session: LiveSession) -> Path | None:
-    """Return the page with which the session's kernel was started under the guard, or None."""
+    """Return the path of the page in the variables of the session's kernel, or None."""
     if session.process is None:
         return None
     named = procfs.variables(session.process.pid, ["GPUPOOL_PAGE"])
@@ -512,7 +514,7 @@ def own_folder(path: Path, mode: int) -> Path:
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     found = os.lstat(path)
-    # Any user may have made this name in /dev/shm before this broker.
+    # Any user may have made a file of this name in /dev/shm before this broker.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to another user")
     path.chmod(mode)

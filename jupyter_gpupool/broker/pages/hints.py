@@ -21,10 +21,10 @@ from .control import ControlPages
 class Rooms:
     """Keeps up to date in each page the bytes by which its session's grant could grow.
 
-    The guard limits the result of ``cuMemGetInfo`` by this figure. The device's own free memory is
-    no such limit, because it includes memory that is granted to a neighbour but not used yet. A
-    framework that sizes itself by free memory (JAX, TensorFlow, vLLM) would plan with this memory,
-    and run out of memory later.
+    The guard limits the result of ``cuMemGetInfo`` by this figure. The device's own free memory
+    cannot be this limit, because it includes memory that the pool has granted to a neighbour and
+    that the neighbour does not use yet. A framework that sizes itself by free memory (JAX,
+    TensorFlow, vLLM) would plan with this memory, and run out of memory later.
 
     The broker writes the figure when a lease begins, and again when another lease on a device
     changes.
@@ -34,9 +34,9 @@ class Rooms:
         self._core = core
         self._pages = pages
         self._activity = activity
-        #: ``_slices``: by attached session, its slices as last seen. ``_growing``: the same with
-        #: the limit, but only for sessions that can grow. The figure of any other session depends
-        #: on no lease.
+        #: ``_slices`` has the slices of each attached session, as last seen. ``_growing`` has the
+        #: slices and the limit of each session whose grant can grow. The figures of other sessions
+        #: depend on no lease.
         self._slices: dict[str, tuple[Slice, ...]] = {}
         self._growing: dict[str, tuple[tuple[Slice, ...], int]] = {}
         #: By session: the figure in its page.

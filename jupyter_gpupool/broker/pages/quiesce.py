@@ -41,7 +41,7 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
     The result leaves out sleeping and ended threads.
     """
     found: dict[tuple[int, int], int] = {}
-    for pid in set(pids):  # a page may contain anything
+    for pid in set(pids):  # a page may name the same process several times
         for thread in procfs.threads(pid):
             state, ran = procfs.thread_time(pid, thread)
             # The thread is runnable, or in a sleep that no signal ends. Such a thread may be
@@ -56,7 +56,7 @@ async def drain(
 ) -> str:
     """Wait until no call can be on its way into the driver; return why one may be, or "".
 
-    This covers the session whose page ``read`` returns, or only its process ``pid``.
+    The wait covers all processes of the page that ``read`` returns, or only process ``pid``.
     """
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience
@@ -74,9 +74,12 @@ async def drain(
 
 
 async def quiesce(pids: Iterable[int], patience: float = LONGEST) -> bool:
-    """Wait until no thread of ``pids`` may be on its way into the driver; False if one still is."""
-    # This does not run in the loop's thread: there may be thousands of threads, and more if a page
-    # is forged.
+    """Return True when no thread of ``pids`` may be on its way into the driver.
+
+    Return False if a thread may still be on its way after ``patience`` seconds.
+    """
+    # The event loop must not wait for this search: there may be thousands of threads, and more if a
+    # page is forged.
     waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience

@@ -32,7 +32,7 @@ class GuardSetup:
     problem:
         Why the guard does not work, or why there is no folder for pages; "" if there is no problem.
     content:
-        What containers get of this broker's machine; None if it serves no containers.
+        What this machine gives to containers; None if the broker serves no containers.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 """Translates the process numbers in a session's page, which are those of the session's container.
 
 The operating system translates. A process counts as a process of the page only if it runs in the
-PID namespace of the session, has this number there, and was started at this time. So if a page
-names processes of another container, or of the machine, it names nobody.
+PID namespace of the session, has this number there, and was started at this time. So a page cannot
+name processes of another container or of the machine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ..transport.auth import User
 #: us per process. The burst allows a program to start a process for each of eight GPUs at once.
 LOOKS = 1.0, 8.0
 
-#: The same for the pages of all sessions of one user. Without this limit, a user with a false page
-#: in each of 20 sessions would keep the event loop busy on a machine with 1,000 processes. Scans
-#: for a message are not counted here: the message's price includes them.
+#: Scans that the pages of all sessions of one user may cause: per second, and in one burst. Without
+#: this limit, a user with a false page in each of 20 sessions would keep the event loop busy on a
+#: machine with 1,000 processes. Scans for a message are not counted here: the message's price
+#: includes them.
 LOOKS_OF_USER = 4.0, 32.0
 
 

@@ -75,7 +75,7 @@ class StartRecordFile:
         self._served = False
 
     def mention_predecessor(self) -> None:
-        """Log that the broker before this one died, because that broker's log does not show it."""
+        """Log that the previous broker died, because its own log does not show this."""
         with suppress(BadRecord):
             before = read_record(self._socket)
             if before is not None:
@@ -94,7 +94,7 @@ class StartRecordFile:
             self._record = write_record(self._socket, command, environment, str(journal))
             forgive(self._socket)
             if self._served:
-                self._change(served=True)  # a client came before the record
+                self._change(served=True)  # a client has connected before the record was written
         except OSError as error:
             self._log.warning("If this broker dies, nothing will start it again: %s", error)
             return
@@ -109,7 +109,10 @@ class StartRecordFile:
             write_copy(self._record)
 
     def forget(self) -> None:
-        """Remove the start records of this broker and the one before: an asked end is final."""
+        """Remove the start record of this broker or, if it has none, of the previous broker.
+
+        Somebody has asked this broker to end, so no client may start it again.
+        """
         record = self._record
         with suppress(BadRecord):
             record = record or read_record(self._socket)
@@ -131,7 +134,8 @@ class StartRecordFile:
         if self._record is None:
             return
         self._record = change_record(self._socket, self._record, **changes)
-        if copy_path(Path(self._record.journal)).exists():  # an end in order removes the copy
+        # If the broker ends in order, it removes the copy.
+        if copy_path(Path(self._record.journal)).exists():
             with suppress(OSError):
                 write_copy(self._record)
 
@@ -209,7 +213,7 @@ class FileKeeper:
         self._log.warning("The socket %s was deleted and is back", self._claim.path)
 
     def _remember(self) -> None:
-        """Keep this broker's own files beside the socket, which it needs if it is started again."""
+        """Remember the files beside the socket that this broker needs if it is started again."""
         prefix = f"{self._claim.path.stem}."
         with os.scandir(self._claim.path.parent) as entries:
             found = [e for e in entries if e.name.startswith(prefix)]
@@ -265,7 +269,7 @@ def _write(path: Path, mode: int, content: bytes) -> None:
 #: Files younger than this many seconds stay: a broker may be starting with them.
 YOUNG = 600.0
 
-#: The same for a folder of an older version, which does not name its broker.
+#: The same for a folder that an older version made, because such a folder does not name its broker.
 UNKNOWN_YOUNG = 86400.0
 
 #: The files beside a socket, as suffixes of its name. The log is not among them: it stays for
@@ -277,8 +281,8 @@ def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> No
     """Remove the files of killed brokers of this user; ``own`` is the socket of the caller.
 
     A broker that ends in order leaves no files, and a broker that is started again at the same
-    socket uses its files again. All other files belong to unused sockets: of a test, of a
-    container, or at an old path. Files that a living broker or kernel may need stay.
+    socket uses its files again. All other files belong to sockets that are not in use: sockets of
+    tests, of containers, or at an old path. Files that a living broker or kernel may need stay.
 
     This reads ``/proc`` and the disk, so do not call it in an event loop.
     """
@@ -311,7 +315,9 @@ def _dead_pages(own: Path, used: set[Path], shared: Path) -> list[Path]:
         with suppress(OSError, ValueError):
             name, namespace = (folder / SOCKET_FILE).read_text().split("\n")
             if namespace != local_machine.pid_namespace():
-                continue  # the folder is of a container, whose processes are invisible here
+                # This process cannot see the processes of the container to which the folder
+                # belongs.
+                continue
             socket = Path(name)
         if not _is_old(folder, YOUNG if socket else UNKNOWN_YOUNG):
             continue
@@ -374,7 +380,11 @@ def _files_of(socket: Path) -> list[Path]:
 
 
 def _broker_lives(socket: Path) -> bool:
-    """Return whether the process that claimed the socket lives, or a process with its number."""
+    """Return whether a broker may live at the socket.
+
+    The result is True if the process that claimed the socket lives, or another process with its
+    number, or if another process has the lock.
+    """
     try:
         descriptor = os.open(f"{socket}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

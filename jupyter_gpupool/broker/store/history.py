@@ -198,7 +198,8 @@ def _drop(db: sqlite3.Connection, which: str, value: int) -> None:
         db.execute(f"PRAGMA incremental_vacuum({STEP})").fetchall()
         db.commit()
         if db.execute("PRAGMA page_count").fetchone()[0] == before:
-            return  # a file of the first version keeps its pages, and fills them again
+            # A file of the first version does not shrink: it keeps its free pages for new rows.
+            return
         time.sleep(BREATH)
 
 

@@ -273,7 +273,7 @@ class Journal:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            for suffix in ("-wal", "-shm"):  # of the deleted file
+            for suffix in ("-wal", "-shm"):  # these files belong to the deleted file
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
             db = self._open()
         except (OSError, sqlite3.Error, ValueError) as error:
@@ -283,7 +283,7 @@ class Journal:
         self._meta = {**self._known, **self._meta}
 
     def commit(self) -> bool:
-        """Write all that was kept for this; return whether the file has it now. Never raises."""
+        """Write all that waits for the commit; return whether the file has it now. Never raises."""
         if not (self._records or self._rows or self._meta):
             return not self.problem
         try:
@@ -306,7 +306,7 @@ class Journal:
     def tidy(self) -> None:
         """Move the log into the file and drop the oldest rows. May be called in another thread.
 
-        This uses a connection of its own, so that the event loop does not wait for the disk.
+        This method uses a new connection, so that the event loop does not wait for the disk.
         """
         try:
             tidy(self.path, keep_above=self.seq - MAX_ROWS, max_bytes=self._max_bytes())
@@ -316,12 +316,12 @@ class Journal:
     def _bound_log(self) -> None:
         """If the log has become long, let the next transaction start it again from its beginning.
 
-        :meth:`tidy` cannot do this while writes go on without a pause, because new writes come
-        after its read. Here nothing else writes. This method does no sync, but leaves it to the
-        next :meth:`tidy`. Until then, rows are lost only if the machine loses its power. The next
-        commit starts the log again with a new header, and does not sync this header, either (a sync
-        takes 0.2 to 12 ms of the event loop). Such a sync would keep the file whole only if all
-        that the old log moved were on the disk before it.
+        :meth:`tidy` cannot do this while the broker writes without a pause, because new writes come
+        after the read of :meth:`tidy`. During this method, the broker writes nothing else. This
+        method does not sync the file: the next :meth:`tidy` does. Until then, rows are lost only if
+        the machine loses its power. The next commit starts the log again with a new header, and
+        does not sync this header, either (a sync takes 0.2 to 12 ms of the event loop). Such a sync
+        would protect the file only if all data from the old log were on the disk before it.
         """
         self._commits += 1
         try:
@@ -334,8 +334,8 @@ class Journal:
             if size < MAX_LOG // 2:
                 self._long = MAX_LOG // 2
             elif size >= self._long:
-                # This does not ask at each check, because tidying competes with the commits for the
-                # disk and the file's lock.
+                # The broker does not ask for a :meth:`tidy` at each check, because :meth:`tidy`
+                # competes with the commits for the disk and the file's lock.
                 self._long = size + MAX_LOG // 8
                 self._on_long()
             if size < MAX_LOG:
@@ -362,7 +362,7 @@ class Journal:
         os.close(descriptor)
         db = sqlite3.connect(self.path, timeout=LOCK_WAIT)
         try:
-            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect for a new file
+            db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # this takes effect only for a new file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
             # SQLite truncates a longer log on the event loop. The truncation takes milliseconds.
@@ -384,7 +384,7 @@ class Journal:
                 )
             # A frame of the log is a page and its header.
             self._frame = int(db.execute("PRAGMA page_size").fetchone()[0]) + 24
-            # Files of the first version lack this index. Queries of a user's rows go by owner.
+            # Files of the first version lack this index. It serves queries of a user's rows.
             db.execute("CREATE INDEX IF NOT EXISTS events_owner ON events (owner, seq)")
             found = db.execute("PRAGMA quick_check(1)").fetchone()[0]
             if found != "ok":

@@ -149,16 +149,17 @@ class JournalLock:
 def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) -> None:
     """Begin the journal at ``path`` with this machine's journal of an older version, if it has one.
 
-    The name of the older file does not tell the machine. The file is this machine's if its sessions
-    are of this boot, or if no other machine can have written it because the folder is local.
+    The name of the older file does not show to which machine it belongs. The file belongs to this
+    machine if its sessions are of this boot. It also belongs to this machine if the folder is
+    local, so that no other machine can have written it.
 
     Raises
     ------
     BrokerUnavailable
         If the broker of the older version lives.
     JournalUnusable
-        If the older journal cannot be copied. It stays as it is: an empty journal in its place
-        would lose kernels that may still live.
+        If the older journal cannot be copied. The broker does not change it: with an empty journal
+        in its place, the pool would lose kernels that may still live.
     """
     if path.exists():
         return
@@ -185,7 +186,7 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
                 f"ended, move it away: mv {old} {old}.old",
             ) from None
         for suffix in ("-wal", "-shm", ""):
-            with suppress(OSError):  # nothing reads it again
+            with suppress(OSError):  # nothing reads the old journal again
                 old.with_name(old.name + suffix).unlink()
         log.info("The journal %s continues as %s", old, path)
         return
@@ -194,7 +195,7 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
 def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
     """Copy a journal; return False if it is of another boot, unless ``any_boot``.
 
-    ``path`` gets the whole journal, or is not made.
+    If the copy is not complete, this function does not make ``path``.
     """
     temporary = path.with_name(f"{path.name}.new")
     try:
@@ -240,10 +241,11 @@ def _check_ended(old: Path, listened: Path, own: Path) -> None:
     """Refuse to go on with a journal whose broker, of an older version, still lives.
 
     An older version locks only its socket, and somebody may have deleted this lock. But SQLite
-    keeps locks in an open journal, and the operating system tells which process has them.
+    keeps locks on an open journal, and the operating system shows which process has these locks.
     """
     holder = _holder(old)
-    if holder is None and listened != own:  # this broker has claimed its own socket
+    # This broker itself has the lock of ``own``.
+    if holder is None and listened != own:
         with suppress(OSError):
             lock = os.open(f"{listened}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:

@@ -24,8 +24,8 @@ any          no answer       as the journal says: an unknown state must not end 
 ===========  ==============  ======================================================================
 
 A broker that finds none of the devices on which living kernels have state does not start
-(:func:`check_reach`). Either it was started with other options, or the driver is broken. To count
-these kernels as lost would repair neither.
+(:func:`check_reach`). Either it was started with other options, or the driver is broken. The broker
+does not count these kernels as lost, because this would solve neither problem.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ from .usage import UsageBook
 
 #: This hold stands for an agent's own holds until the agent is back, so that the pool does not take
 #: the slice. It lasts for a limited time. With the attach policy ``lazy``, this is GRACE_LAZY
-#: seconds: there the guard shows use, and only a cell that holds without computing needs this hold.
+#: seconds: with this policy the guard shows the use of the device, so only a cell that has a hold
+#: but computes nothing needs this hold.
 RECOVERED_HOLD = "recovered"
 GRACE_LAZY = 2.0
 
@@ -70,13 +71,17 @@ class RecoveredSession:
     session: LiveSession
     record: SessionRecord
     lost: str = ""
-    #: When the session became idle with its slice, by the journal; 0.0 if it was not idle.
+    #: The time at which the session became idle with its slice, from the journal; 0.0 if the
+    #: session was not idle.
     idle_since: float = 0.0
     #: Whether the session was active without a hold of its agent.
     computed: bool = False
 
     def at_rest(self, since: float = 0.0) -> None:
-        """Count it as idle since ``since``, or as in the journal; do not wait for its agent."""
+        """Count the session as idle since ``since``, or else since the time in the journal.
+
+        The broker then does not wait for the session's agent.
+        """
         idle_since = since or self.idle_since
         self.record = replace(self.record, state="idle", holds=(), idle_since=idle_since)
 
@@ -105,7 +110,7 @@ def check_reach(
     problem:
         Why the machine has no devices, if it has none.
     was:
-        ``c.GPUPool.emulate`` of the broker before.
+        ``c.GPUPool.emulate`` of the previous broker.
 
     Raises
     ------
@@ -119,14 +124,14 @@ def check_reach(
             record = from_json(entry["record"])
             session = read_session(record, entry)
         except (KeyError, TypeError, ValueError):
-            continue  # it cannot be recovered in any case
+            continue  # the session cannot be recovered in any case
         there = {*record.bound, *(piece.device for piece in (*record.slices, *record.suspended))}
         if there and session.process is not None and alive(session.process):
             pids.append(session.process.pid)
             places |= there
     if not pids or not places.isdisjoint(found):
         return
-    # This takes only the problem, without the advice about a missing driver.
+    # Leave out the rest of the problem, which may give advice about a missing driver.
     why = problem.partition(". ")[0].rstrip(".") or "The devices of the machine have changed"
     many = f"{len(pids)} kernels" if len(pids) > 1 else "A kernel"
     driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
@@ -140,10 +145,9 @@ def check_reach(
 
 
 class Recovery:
-    """Recovers the sessions of the broker before this one.
+    """Recovers the sessions of the previous broker.
 
-    ``alone_since`` is a monotonic time after which no other broker can have used these
-    sessions.
+    ``alone_since`` is a monotonic time. No other broker can have used these sessions after it.
     """
 
     def __init__(
@@ -185,8 +189,8 @@ class Recovery:
             stored = {}
         journal.remember("boot", boot_id())
         journal.remember("socket", socket)
-        # This comes before any question to the driver: a process that is being moved is between two
-        # devices.
+        # Finish the moves of processes before any question to the driver: a process that is being
+        # moved is between two devices.
         guarded = [n for n, entry in stored.items() if self._service.guard and _was_guarded(entry)]
         await asyncio.gather(*(self._landings.recover(name) for name in guarded))
         found, dead = await recover(stored, self._service, core.now(), self._log)
@@ -209,7 +213,7 @@ class Recovery:
         core.commit()
 
     def _adopt_page(self, one: RecoveredSession) -> None:
-        """Open the session's page, and let it show whether the session uses its device."""
+        """Open the session's page, and take from it whether the session uses its device."""
         session, record = one.session, one.record
         used = bool(record.bound or record.slices or record.suspended)
         self._pages.adopt(session, used=used)
@@ -252,7 +256,10 @@ class Recovery:
             self._lifecycle.start_grace(session, grace)
 
     def _correct_page(self, one: RecoveredSession) -> None:
-        """Correct the page: a broker that was killed in a suspend left the gate closed."""
+        """Correct the page.
+
+        A broker that was killed during a suspend has left the gate closed.
+        """
         session, record = one.session, self._core.record(one.session.id)
         if record is not None and not record.suspended:
             # The earlier broker ended before it asked the driver.
@@ -318,8 +325,8 @@ async def _recover_one(
     log.info("Session %s was %s, the driver says %s", session.id, record.state, state)
     moving, session.moving = session.moving, {}
     if state == "hung":
-        # The process is stopped or stuck. Until the broker knows which, the session keeps what it
-        # had.
+        # The process is stopped or stuck. Until the broker knows which of the two is true, the
+        # session keeps the slice or the suspended state that it had.
         state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
     if state in ("failed", "locked"):
         return RecoveredSession(
@@ -354,7 +361,8 @@ def _attached(record: SessionRecord, now: float) -> SessionRecord:
 
 
 def _detached(record: SessionRecord, now: float) -> SessionRecord:
-    # ``queued_at`` stays: a session that waited keeps its place if its agent asks again.
+    # This does not change ``queued_at``, so a session that waited keeps its place if its agent asks
+    # again.
     return replace(record, state="detached", state_since=now, holds=(), slices=(), wait_reason="")
 
 

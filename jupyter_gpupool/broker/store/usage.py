@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Keeps in the journal what users and groups have used, so that a restart forgets no share.
 
-The journal has two values: the usage of all, which the broker writes once a minute while there are
-leases, and the usage of those that have used anything since then, which it writes every second. If
-leases outlive this broker, the next broker counts their memory from this broker's last commit on.
-(Their compute in this time is not known.) So a broker that is killed loses about a second of usage.
-No write is synced to the disk.
+The journal has two values. The first is the usage of all users and groups. The broker writes it
+once a minute while there are leases. The second is the usage of those that have used anything since
+then. The broker writes it every second. If leases outlive this broker, the next broker counts their
+memory from this broker's last commit on. (Their compute in this time is not known.) So a broker
+that is killed loses about a second of usage. No write is synced to the disk.
 
 The times in these values are times of day, because the next broker's clock need not continue this
 broker's clock.
@@ -25,7 +25,7 @@ from ...pool.model import Usage
 from ...states import HAS_LEASE
 from ..core import Core
 
-#: The names of the journal's values: the usage of all, and of those that have used anything since.
+#: The names of the two values in the journal.
 _ALL, _RECENT = "usage", "usage-recent"
 
 #: Seconds between two writes of the recent usage, and of all, while there are leases.
@@ -47,9 +47,9 @@ class UsageBook:
         self._timer: asyncio.TimerHandle | None = None
         #: When the usage of all was written last.
         self._saved_at = -math.inf
-        #: When the broker before this one last wrote; None if there was no such broker, or if the
-        #: machine has rebooted since. The time between counts only the seconds that the machine was
-        #: awake, because a lease uses nothing while the machine sleeps.
+        #: When the previous broker last wrote; None if there was no previous broker, or if the
+        #: machine has rebooted since. The time between the two brokers counts only the seconds that
+        #: the machine was awake, because a lease uses nothing while the machine sleeps.
         gone = time.monotonic() - float(core.journal.meta("awake") or math.inf)
         self._since = core.now() - gone if gone >= 0 else None
 
@@ -90,7 +90,8 @@ class UsageBook:
 
     def _look(self) -> None:
         core, self._timer = self._core, None
-        core.follow_clock()  # first, because the figures are written with the time of day
+        # This must be first, because the figures are written with the time of day.
+        core.follow_clock()
         now = core.now()
         leases = any(state in HAS_LEASE for state in core.busy.values())
         if now >= self._saved_at + LATER:

@@ -21,8 +21,8 @@ from ...pool.model import Owner
 _CREDENTIALS = struct.Struct("3i")
 
 
-#: A user id of this machine. Or, for a peer that came through a user's own socket, the name of that
-#: user, because a user id in a container names nobody.
+#: A user id of this machine, or a name. A peer that came through a user's own socket has the name
+#: of that user, because a user id in a container names nobody.
 User = int | str
 
 
@@ -39,7 +39,10 @@ class Peer:
 
 
 def peer_of(connection: socket.socket, user: str = "") -> Peer:
-    """Return the peer of a connected unix socket, which is the own socket of ``user`` if set."""
+    """Return the peer of a connected unix socket.
+
+    If ``user`` is not "", the socket is the own socket of this user.
+    """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)
     return Peer(pid, user or uid, gid)

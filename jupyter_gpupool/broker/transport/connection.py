@@ -3,9 +3,9 @@
 """One peer's connection: bytes to messages and back, within limits that protect other peers.
 
 This part does not know what a message means, or in which order the turns come: ``dispatch`` calls
-:meth:`step`. The broker handles the acts of a connection in the order in which they came. One read
-may wait for its answer beside them. While a further request waits behind these, or the peer has
-many unread answers, the broker reads nothing from the peer.
+:meth:`step`. The broker handles the acts of a connection in the order in which they came. In
+addition to the acts, one read may wait for its answer. If a further request has to wait, or if the
+peer has many unread answers, the broker reads nothing more from the peer.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 #: connections would keep the loop reading.
 CHUNK = 16 << 10
 
-#: The most bytes of requests that all connections of one user may leave here unfinished, or waiting
-#: for the user's budget.
+#: The most bytes of requests that all connections of one user may have here at the same time. These
+#: requests are incomplete, or wait for the user's budget.
 MAX_UNFINISHED = 4 << 20
 
 #: The number of malformed messages after which the connection is closed.
@@ -117,7 +117,8 @@ class Connection(asyncio.BufferedProtocol):
         self._scanned = 0
         self._ended = False
         self._bad = 0
-        #: The next request, decoded, if it is a read that waits for the read before it.
+        #: The next request, decoded, if it is a read that must wait until the previous read has its
+        #: answer.
         self._next: Message | None = None
         #: Whether the next request is an act that waits for its user's budget, and the price of
         #: this act. The act stays in the buffer, because it can take several times as much memory
@@ -181,9 +182,9 @@ class Connection(asyncio.BufferedProtocol):
 
         The descriptor goes around the transport, so this works only on a connection without other
         unread answers. On any other connection the peer gets no descriptor, and may ask again on a
-        connection of its own. A peer that never reads keeps one descriptor under way for each
-        connection. Linux counts these descriptors for all processes of the broker's user. If there
-        are too many, it passes no more of them to anybody.
+        new connection. A peer that never reads keeps one descriptor under way for each connection.
+        Linux counts these descriptors for all processes of the broker's user. If there are too
+        many, Linux passes no further descriptor to any process.
         """
         if not self.open or self._transport is None or request_id is None:
             return
@@ -194,8 +195,8 @@ class Connection(asyncio.BufferedProtocol):
         line = encode({"type": "ok", "id": request_id})
         try:
             with socket.socket(fileno=os.dup(own)) as ours:
-                # The buffer is empty, so the system sends a line of this length whole or not at
-                # all.
+                # The buffer is empty, so the system sends either all of a line of this length or
+                # nothing.
                 socket.send_fds(ours, [line], [descriptor])
         except OSError:
             self.answer(request_id)
@@ -212,8 +213,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
-                # A peer that does not read must not keep the bytes and its place without a time
-                # limit.
+                # A peer that does not read must not keep memory and its place among the connections
+                # without a time limit.
                 asyncio.get_running_loop().call_later(READER_PATIENCE, self._transport.abort)
 
     def attempt(self, message: Message, method: Callable[[Connection, Message], None]) -> None:
@@ -245,7 +246,7 @@ class Connection(asyncio.BufferedProtocol):
         self.session = session
 
     def hold_early(self, session: LiveSession | None) -> None:
-        """Note for ``launched`` of which session a message waits; None if it no longer waits."""
+        """Note that a message waits for the ``launched`` of ``session``; None: no message waits."""
         self.early = session
         self.account.early += 1 if session is not None else -1
 
@@ -262,7 +263,7 @@ class Connection(asyncio.BufferedProtocol):
         self._read_state = "answering"
 
     def end_read(self, cost: float) -> None:
-        """Note that the read has its answer, which cost ``cost`` points elsewhere; go on."""
+        """Note that the read has its answer, which cost another thread ``cost`` points; go on."""
         self.account.reads.pay(cost, asyncio.get_running_loop().time())
         if self._read_state == "answering":
             self._read_state = ""
@@ -288,7 +289,7 @@ class Connection(asyncio.BufferedProtocol):
         return price + self._sent / BYTES_PER_POINT, read
 
     def go_on(self, *, read: bool) -> None:
-        """Handle the request that waited for the budget, which now covers it."""
+        """Handle the request that waited, because the budget covers it now."""
         if read and self._read_state == "waits":
             self._read_state = "due"
         elif not read:
@@ -296,7 +297,7 @@ class Connection(asyncio.BufferedProtocol):
         self._go_on()
 
     def give_up_read(self, error: GPUPoolError) -> None:
-        """Refuse the read, which the budget did not cover in time."""
+        """Refuse the read that waited, because the budget did not cover it in time."""
         if self._read is not None and self.open:
             message, self._read, self._read_state = self._read, None, ""
             self.refuse(message.get("id"), error)
@@ -326,7 +327,7 @@ class Connection(asyncio.BufferedProtocol):
             self.refuse(None, error)
             transport.close()
         except OSError:
-            transport.abort()  # the peer left before this
+            transport.abort()  # the peer has closed the connection already
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002
         return _INBOX
@@ -404,7 +405,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._next is not None and bool(self._read_state)
 
     def _look_at_reading(self) -> None:
-        """Read from the peer only while its requests could be handled soon."""
+        """Read from the peer only while the broker can handle the peer's requests soon."""
         if self._transport is None or self._transport.is_closing() or self._ended:
             return
         stuck = self._next is not None or self._act_waits or self._choked is not None
@@ -440,7 +441,7 @@ class Connection(asyncio.BufferedProtocol):
             self.abuse(f"did not send the rest of a long request in {READER_PATIENCE:g} seconds")
 
     def read_on(self) -> None:
-        """Read the rest of a long request: it is this connection's turn."""
+        """Read the rest of a long request, because it is this connection's turn."""
         self._look_at_reading()
 
     def _step(self, now: float) -> tuple[float, bool]:
@@ -479,8 +480,8 @@ class Connection(asyncio.BufferedProtocol):
     def _decode_line(self) -> tuple[Message, int] | float:
         """Return the next request, which stays in the buffer, and its size there.
 
-        Without a valid request, return a price instead: that of an invalid line, which is removed,
-        or 0.0 if there is no line.
+        If there is no valid request, return a price instead. If the line is invalid, this method
+        removes the line and returns its price. If there is no line, the price is 0.0.
         """
         end = self._buffer.find(b"\n", self._scanned)
         if end < 0:
@@ -527,7 +528,7 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or not self.open:
             if abort and transport is not None:
-                # It is closing already, but the peer does not read its last answers.
+                # The connection is closing already, but the peer does not read its last answers.
                 transport.abort()
             return
         self.service.counters.closed_for_abuse += 1

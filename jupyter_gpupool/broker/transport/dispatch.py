@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Chooses the request to handle next: deficit round robin between users, in short turns.
 
-All connections of a user share one place in the round. A turn of the event loop handles requests of
-any user for a quarter of a millisecond. Then the loop reads, accepts and runs its timers. A request
-that exceeds its user's budget waits here. Meanwhile the broker reads nothing more from that
-request's connection, so a flood of requests waits in its sender.
+All connections of a user share one place in the round. In one turn of the event loop, the
+dispatcher handles requests for a quarter of a millisecond, of one user after the other. Then the
+loop reads, accepts and runs its timers. A request that exceeds its user's budget waits here.
+Meanwhile the broker reads nothing more from that request's connection. So if a client floods the
+broker, the further requests wait in the client.
 
 Prices are in points. A point is about 50 microseconds of the event loop. A request costs its price,
 or the loop's real time if that is more. Each user id has one budget: more connections or processes
@@ -29,12 +30,13 @@ from .auth import User
 #: several turns for a connection and an answer, so a turn is short.
 TURN, QUANTUM = 5.0, 2.5
 
-#: Requests between two collections of young garbage. Python counts new objects minus freed objects.
-#: If each new record replaces an old one, Python therefore looks rarely, and then at all new
-#: objects at once. That takes 4 ms of the event loop, in the middle of a request.
+#: Requests between two collections of young garbage. Python counts new objects minus freed objects,
+#: and begins a collection at a certain count. If each new record replaces an old one, Python
+#: therefore collects rarely, and then looks at all new objects at once. That takes 4 ms of the
+#: event loop, in the middle of a request.
 COLLECT = 16
 
-#: The most points that a long request can take from later turns.
+#: The most points by which an expensive request can shorten later turns.
 MAX_OWED = 100.0
 
 #: Seconds that a read waits for its user's budget before it is refused.
@@ -52,7 +54,7 @@ class Requester(Protocol):
 
     @property
     def account(self) -> UserAccount:
-        """The account of its user."""
+        """The account of the connection's user."""
 
     @property
     def buffered(self) -> int:
@@ -69,10 +71,10 @@ class Requester(Protocol):
         """Handle one request or let it wait; return its price, and whether it is a read."""
 
     def go_on(self, *, read: bool) -> None:
-        """Handle the request that waited for the budget, which now covers it."""
+        """Handle the request that waited, because the budget covers it now."""
 
     def give_up_read(self, error: GPUPoolError) -> None:
-        """Refuse the read, which the budget did not cover in time."""
+        """Refuse the read that waited, because the budget did not cover it in time."""
 
     def next_price(self) -> float:
         """Return the price of the request that waits for the budget."""
@@ -81,7 +83,7 @@ class Requester(Protocol):
         """End the connection."""
 
     def read_on(self) -> None:
-        """Read the rest of a long request: it is this connection's turn."""
+        """Read the rest of a long request, because it is this connection's turn."""
 
     def count_unread(self) -> None:
         """Count the bytes that the peer has not read."""
@@ -159,7 +161,7 @@ class Dispatcher:
         self._arm(connection.account)
 
     def wait_read(self, connection: Requester) -> None:
-        """Let a read wait that exceeds its user's budget."""
+        """Let a read wait, because it exceeds its user's budget."""
         self.delayed += 1
         connection.account.waiting_reads.append((connection, self._loop.time() + PATIENCE))
         self._arm(connection.account)
@@ -167,7 +169,8 @@ class Dispatcher:
     def note_unread(self, connection: Requester, more: int) -> None:
         """Note ``more`` unread bytes of a connection.
 
-        Above the limit of its user, close the user's connections with the most unread bytes.
+        If the user then has more unread bytes than allowed, close the user's connections with the
+        most unread bytes.
         """
         account = connection.account
         self._count_unread(account, more)
@@ -227,7 +230,7 @@ class Dispatcher:
 
     def _serve(self, account: UserAccount, connection: Requester) -> float:
         """Handle one request; return its cost."""
-        # This is the processor's time, not the clock's, so the user does not pay for other
+        # ``thread_time`` counts the time of the processor, so the user does not pay for other
         # processes.
         before = time.thread_time()
         self._served += 1
@@ -352,7 +355,7 @@ BYTES_PER_POINT = 16 << 10
 #: Points for one user's acts, per second and in one burst: half of the event loop.
 ACTS = 10_000.0, 20_000.0
 
-#: The same for reads: a fifth of the event loop.
+#: Points for one user's reads, per second and in one burst: a fifth of the event loop.
 READS = 4_000.0, 8_000.0
 
 #: The most long requests of one user that are read at the same time.
@@ -411,7 +414,7 @@ class UserAccount:
                 following.read_on()
 
     def rested(self, now: float) -> bool:
-        """Return whether the account equals a new one."""
+        """Return whether the account has the same values as a new account."""
         return (
             not self.connections
             and not self.ready

@@ -237,14 +237,14 @@ class Claim:
                 probe.connect(str(self.path))
             except OSError as error:
                 if error.errno != errno.EAGAIN:  # EAGAIN: a broker listens, and its queue is full
-                    # No broker listens at this file. If systemd gave this broker a socket, the file
-                    # is not the file of that socket, so the socket is useless.
+                    # No broker listens at this file. If systemd has passed a socket to this broker,
+                    # the file does not belong to that socket. No client can reach that socket.
                     self._drop_given()
                     self.path.unlink()
                     return
         if self._given is not None:
-            # The service manager's socket has answered. This broker has the lock, so the socket is
-            # its own.
+            # The service manager's socket has answered. This broker has the lock, so no other
+            # broker listens at that socket.
             return
         raise self._refuse("is in use by another program", Code.ALREADY_RUNNING)
 
@@ -366,7 +366,7 @@ class Door:
         account, waiting = self._dispatcher.account(uid), self._lobby.get(uid)
         left = account.connects.left(self._loop.time())
         if left < account.connects.size / 2 and _hung_up(accepted):
-            accepted.close()  # connections of its user often end like this
+            accepted.close()  # this user often connects and disconnects at once
         elif waiting is None and left >= 1:
             self._serve(accepted, uid)
         elif waiting is None or len(waiting) < LOBBY:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One socket for each user whose kernels run in containers: a process that reaches it is that user.
+"""One socket for each user whose kernels run in containers: its peers belong to that user.
 
 A user id in a container names nobody, so the name comes from the mount. Root (or Docker, or the
 kubelet) makes a folder ``users/NAME`` beside the machine's socket, and starts the container with
@@ -26,7 +26,7 @@ from ...errors import GPUPoolError
 from .connection import Connection, Service
 from .listener import BACKLOG, Door
 
-#: Seconds between two looks for folders that came or went.
+#: Seconds between two looks for new or removed folders.
 LOOK = 0.5
 
 #: The allowed names of users' folders. Hidden folders are the broker's own.
@@ -156,7 +156,7 @@ class UserSockets:
         path = folder / self._name
         try:
             check_path(path)
-            folder.chmod(0o755)  # a container's users are others in the sense of the mode
+            folder.chmod(0o755)  # for the mode, the users of a container count as "others"
             for mount in self._mounts:
                 (folder / mount).mkdir(exist_ok=True)
             await asyncio.to_thread(self._content.link, self._folder / _MADE, folder / NAME)
@@ -182,7 +182,8 @@ class UserSockets:
         """Stop serving a user whose folder or socket was removed."""
         served = self._served.pop(name)
         served.door.close()
-        # A removal of the whole folder may begin with the socket.
+        # If somebody removes the whole folder, the socket may be removed first. So do not make the
+        # socket again.
         self._revoked[name] = served.folder
         for connection in [*self._service.dispatcher.account(name).connections]:
             connection.close()
@@ -227,8 +228,8 @@ def _bind(path: Path) -> socket.socket:
 def _let_all_connect(path: Path) -> None:
     """Let all users connect to a socket, by its mode.
 
-    If a container may write in the folder, there may be a link in place of the socket by now. This
-    does not use the umask, because it is also that of other threads.
+    If a container may write in the folder, it may have replaced the socket with a link already.
+    This function does not change the umask, because all threads share the umask.
     """
     found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

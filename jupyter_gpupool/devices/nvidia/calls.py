@@ -59,7 +59,7 @@ _NO_CONTEXT = {
     "CUDA_ERROR_DEINITIALIZED",
     "CUDA_ERROR_INVALID_CONTEXT",
     "CUDA_ERROR_ILLEGAL_STATE",
-    checkpoint.NOT_SUPPORTED,  # cuda.core uses this for "not found", too
+    checkpoint.NOT_SUPPORTED,  # cuda.core reports "not found" with this code, too
 }
 
 
@@ -112,7 +112,7 @@ class SessionCalls:
         self.pids: set[int] = set()
         #: Answers of :meth:`bring_back` that :meth:`call` has not returned yet.
         self._made: dict[tuple[str, ProcessId], DriverAnswer] = {}
-        #: The error by which the worker was lost during :meth:`bring_back`.
+        #: The error that reported the loss of the worker during :meth:`bring_back`.
         self._lost: ChildLost | DriverError | None = None
 
     @property
@@ -208,7 +208,7 @@ class SessionCalls:
         return {process: await self.probe(process) for process in await self.members()}
 
     async def _probed(self, process: ProcessId, member: Mapping[str, Any]) -> str:
-        if "state" not in member:  # the process was continued or has ended since
+        if "state" not in member:  # it has ended: the worker did not ask the driver
             return await self.probe(process)
         return await self.probe(
             process, thread=self._count(member["thread"]), state=self._count(member["state"])
@@ -254,8 +254,8 @@ class SessionCalls:
     async def state(self, process: ProcessId, patience: float | None = None) -> DriverAnswer:
         """Return the driver's state, after a transfer that is under way has ended.
 
-        The driver answers only after the transfer, so this waits ``patience`` seconds (None: enough
-        for a copy).
+        The driver answers only after the transfer, so this method waits up to ``patience`` seconds
+        (None: enough for a copy).
         """
         patience = self._copy_timeout if patience is None else patience
         deadline = time.monotonic() + patience
@@ -335,7 +335,8 @@ class SessionCalls:
                 return DriverAnswer(
                     "refused", LOST, f"The driver did not answer: {lost}", now.value
                 )
-            # The call did not reach the driver, or it was an unlock, which may be repeated.
+            # Repeat the call: it did not reach the driver, or it was an unlock, which is safe to
+            # repeat.
             lost = None
             await asyncio.sleep(RETRY_PAUSE)
 

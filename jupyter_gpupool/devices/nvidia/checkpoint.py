@@ -200,8 +200,9 @@ def complete_mapping(
     """Return a permutation of ``everything`` that moves ``origin[i]`` to ``target[i]``.
 
     The driver wants every GPU that it sees in the map, even if CUDA_VISIBLE_DEVICES hides it from
-    the process. The last device of a chain of moves maps to the chain's first one, so that models
-    stay the same; other devices stay. None if nothing moves.
+    the process. The last device of a chain of moves maps to the first device of the chain, so that
+    each device maps to a device of the same model. Other devices map to themselves. The result is
+    None if no device moves.
 
     Raises
     ------

@@ -58,7 +58,7 @@ class Examiner:
         *,
         retire: bool = False,
     ) -> Findings:
-        """Test ``device``: with the guard, and without it only if that fails.
+        """Test ``device`` with the guard; test it without the guard only if the first test fails.
 
         ``retire``: see :func:`selftest.judge`.
         """
@@ -153,6 +153,7 @@ def sentences(*texts: str) -> str:
 
 
 def _unusable(error: Exception) -> str:
-    # Leave out the next step: this text goes into status and logs. The doctor shows the next step.
+    # Return the error's text without the advice on the next step: the text goes into status and
+    # logs. The doctor shows the next step.
     text = error.message if isinstance(error, GPUPoolError) else str(error)
     return f"The guard cannot be used. {text}"

@@ -46,7 +46,7 @@ _SHM = Path("/dev/shm")
 
 
 class GuardFrame(selftest.Frame):
-    """One test program's session. Made by :func:`guard_frame`."""
+    """One test program's session. :func:`guard_frame` makes it."""
 
     def __init__(self, folder: Path, uuid: str, index: int, base: Mapping[str, str]) -> None:
         # The name is unique: several tests run at once, and each must find only its own process.

@@ -40,7 +40,7 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 #: The module whose programs run in child processes.
 PROGRAMS = f"{__package__}.child_programs"
 
-#: The end of both places: ``<environment>/share/gpupool/devices`` and
+#: The end of the paths of both folders: ``<environment>/share/gpupool/devices`` and
 #: ``~/.local/share/gpupool/devices``.
 _BELOW = Path("gpupool", "devices")
 
@@ -71,8 +71,8 @@ class Found:
 def places() -> tuple[Path, Path]:
     """Return the folders in which ``jupyter gpupool install-devices`` makes the environment.
 
-    The first is in this interpreter's environment. The second is in the user's data folder, for the
-    case that the first cannot be written.
+    The first folder is in this interpreter's environment. The second folder is in the user's data
+    folder, and is used if the first one cannot be written.
     """
     data = os.environ.get("XDG_DATA_HOME", "")
     base = Path(data) if data.startswith("/") else Path.home() / ".local" / "share"

@@ -51,8 +51,8 @@ class Inventory:
     Parameters
     ----------
     env:
-        The whole environment for child processes (it chooses the driver library); None: this
-        process's own.
+        The whole environment for child processes; it decides which driver library they load. None:
+        this process's own environment.
     lock_timeout:
         Seconds that a suspend waits for a session's submitted GPU work before it gives up.
     call_timeout:
@@ -144,9 +144,9 @@ class Inventory:
     async def start(self, known: Mapping[str, Device] | None = None) -> list[Device]:
         """Find the devices, test each, and return them; return [] if there is no driver.
 
-        Never raises for a missing or broken driver: :attr:`problem` then says what is wrong.
-        ``known`` are an earlier broker's devices by UUID; they are not tested again, because a test
-        takes memory (a CUDA context) that may be granted to sessions.
+        A missing or broken driver raises no error: :attr:`problem` then says what is wrong.
+        ``known`` are an earlier broker's devices by UUID. This method does not test them again,
+        because a test takes memory (a CUDA context) that may be granted to sessions.
         """
         if known:
             self._workers.warm(next(iter(known)))
@@ -298,7 +298,7 @@ class Inventory:
         try:
             rows = await self._discover()
         except GPUPoolError:
-            await self._sampler.child.replace()  # it may have opened set-aside devices
+            await self._sampler.child.replace()  # the monitor may have opened set-aside devices
             await self._sampler.child.hold(self.down)
             raise
         self._aside.take(renewed, self._everything)
@@ -419,7 +419,8 @@ class Inventory:
     def numbers(self) -> bool | None:
         """Whether the pids in samples belong to this PID namespace; None if that is unknown.
 
-        If they do not, samples have negative pids, which no process has.
+        If the pids do not belong to it, they are negative in samples; no process has a negative
+        pid.
         """
         return self._sampler.numbers.proven
 

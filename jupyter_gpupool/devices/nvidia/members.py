@@ -68,9 +68,9 @@ def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
 
 
 def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
-    """Return whether the way up from the process meets ``broker`` before ``root``.
+    """Return whether ``broker`` is the process itself or one of its ancestors below ``root``.
 
-    The way begins at the process itself.
+    The search begins at the process, goes up from parent to parent, and ends at ``root``.
     """
     pid, seen = stat.pid, set[int]()
     while pid not in seen and pid != root:
@@ -87,9 +87,9 @@ def _passes(stat: Stat, stats: dict[int, Stat], broker: int, root: int) -> bool:
 def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Member]:
     """Return the live processes of a session, children before their parents, ``root`` last.
 
-    These are ``root`` and its descendants, except those that were started for another session (a
-    notebook may run a second pooled kernel). They also include processes of the same user whose
-    environment names ``session`` (their parent has ended, or they went to the background). The list
+    The list has ``root`` and its descendants, except processes that were started for another
+    session (a notebook may run a second pooled kernel). It also has processes of the same user
+    whose environment names ``session`` (their parent has ended, or they went to the background). It
     is empty if ``root`` has ended.
 
     ``broker`` never belongs to a session. Its descendants belong to the session only if their
@@ -109,8 +109,9 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
         if stat.pid == root.pid:
             found.append((0, stat.start_time, stat))
             continue
-        # Only the environments of that user's processes count, because any user may name any
-        # session. And the root did not start a process that is older than itself.
+        # For a process that is not a descendant, the environment counts only if the process belongs
+        # to the root's user, because any user may name any session. A process that is older than
+        # the root does not count: the root cannot have started it.
         if depth is None and (stat.start_time < root.start_time or owner(stat.pid) != user):
             continue
         beside = depth is None and stat.pid != broker

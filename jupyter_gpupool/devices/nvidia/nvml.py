@@ -145,7 +145,7 @@ class Nvml:
             try:
                 yield n.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
             except n.NVMLError_NotFound:
-                continue  # the places have gaps
+                continue  # some indices have no MIG instance
 
     # ------------------------------------------------------------------ sampling
 
@@ -154,7 +154,7 @@ class Nvml:
         return [self._sample(uuid) for uuid in uuids]
 
     def remember(self, places: Mapping[str, int], lost: Mapping[str, str]) -> None:
-        """Store what an earlier process found, by UUID: indices of GPUs, and why some failed."""
+        """Store an earlier process's results, by UUID: indices of GPUs, and why GPUs failed."""
         self._places |= places
         for uuid, reason in lost.items():
             self.mark_lost(uuid, reason)
@@ -208,7 +208,7 @@ class Nvml:
         self._owners[_address(handle)] = uuid
 
     def _found(self, uuid: str) -> Any:
-        """Return the handle of a GPU. If its index is known, this touches no other GPU.
+        """Return the handle of a GPU. If the index is known, this method touches no other GPU.
 
         NVML may attach to other GPUs as it looks for a UUID, and keep their device files open.
         """
@@ -259,7 +259,7 @@ class Nvml:
     def losses(self, uuids: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Yield ``(uuid, reason)`` for every device failure as it happens, without end.
 
-        If NVML has no events, it ends at once.
+        If NVML has no events, the iterator ends at once.
         """
         n = self._n
         try:

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of a whole session: all of its CUDA processes or none.
 
-An operation locks all processes, then checkpoints all (children first). So a lock that times out
-costs no copy, and no process waits for another that is already suspended. Any refusal undoes
-everything.
+An operation locks all processes, then checkpoints all (children first). So if a lock times out, no
+process has been copied, and no process waits for another process that is already suspended. After
+any refusal, the operation undoes all of its steps.
 
 A process is bound to the devices that it saw at cuInit. Its session's slice may be on another
 device when the process makes its first context. Then the process makes the context on the device
@@ -78,7 +78,8 @@ class Operation:
         self.unsettled: list[ProcessId] = [] if first is None else first.unsettled
         #: Processes that the driver may still lock: the call has no answer yet.
         self.late: list[ProcessId] = [] if first is None else first.late
-        #: Processes that a refused suspend left suspended, in the order of their suspend, and why.
+        #: Processes that a refused suspend left suspended, in the order of their suspend, and the
+        #: reason.
         self.kept: list[ProcessId] = []
         self._kept_why = ""
         #: The outcome of a refused suspend, once all its processes run again.
@@ -151,7 +152,8 @@ class Operation:
                     if process not in self.touched:
                         self.touched.append(process)
                     adopted |= state == "checkpointed"
-        # New processes may be children of those found first: the order is that of the last list.
+        # A process that was found later may be a child of one that was found first: use the order
+        # of the last list.
         order = {process: place for place, process in enumerate(listing)}
         return sorted(targets, key=lambda process: order.get(process, -1)), adopted
 
@@ -242,7 +244,7 @@ class Operation:
         trouble: tuple[SuspendStatus, str] | None = None
         for process in reversed([*touched]):
             if process in self.late:
-                continue  # it runs, or the service brings it back later
+                continue  # the process runs, or the service brings it back later
             answer = await self._calls.state(process)
             if answer.value == "checkpointed":
                 answer = await self._back(process, patience)
@@ -391,7 +393,8 @@ class Operation:
         for process in held:
             answer = await self._calls.call("unlock", process)
             if answer.outcome == "stopped":
-                # Its memory is back, but the driver cannot unlock it while it is stopped.
+                # The process's memory is back, but the driver cannot unlock the process while it is
+                # stopped.
                 self.unsettled.append(process)
             elif answer.outcome != "ok" and not _over(answer):
                 return self._resumed(
@@ -525,9 +528,9 @@ async def land(
 ) -> ResumeOutcome:
     """Move the process of ``operation`` from ``origin[i]`` to ``devices[i]``.
 
-    It calls ``restoring`` when the process is suspended, before the restore. After a refusal
-    (``refused``, ``no-room``; ``stay`` if the driver cannot move it) the process runs where it was.
-    After ``failed`` and ``hung``, the driver has lost the process.
+    This function calls ``restoring`` when the process is suspended, before the restore. After a
+    refusal (``refused``, ``no-room``; ``stay`` if the driver cannot move it) the process runs on
+    its old devices. After ``failed`` and ``hung``, the driver has lost the process.
     """
     suspended = await operation.suspend(origin)
     if suspended.status in ("gone", "failed", "hung"):

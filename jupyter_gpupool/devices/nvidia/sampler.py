@@ -35,8 +35,8 @@ SAMPLE_TIMEOUT = 5.0
 #: Seconds until the memory of a suspended process must show as free, and between two checks.
 FREED_TIMEOUT = 2.0
 _FREED_POLL = 0.02
-#: The time-out if NVML's pids can be trusted and its list does not show the process, which then has
-#: no context.
+#: The time-out if NVML's pids can be trusted and its list does not show the process. Such a process
+#: has no context.
 _UNLISTED_TIMEOUT = 0.25
 
 
@@ -51,7 +51,7 @@ def others(sample: DeviceSample, pids: Collection[int]) -> dict[int, int | None]
 
 
 def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> bool:
-    """Return whether ``pids`` have given their memory back; they were suspended in between.
+    """Return whether ``pids``, suspended between the samples, have given their memory back.
 
     Both NVML's list and free memory must show this. Some drivers still list a little memory of each
     suspended process. Free memory does not count if other processes came or went.
@@ -118,7 +118,7 @@ class Sampler:
         await self._rewatch()
 
     async def look_away(self, uuids: Sequence[str]) -> None:
-        """Watch only these devices from now on, with no other device open. Does not call NVML.
+        """Watch only these devices from now on, and open no other device. Does not call NVML.
 
         The method replaces the monitor process. If that interrupts a request, the new process gets
         the request, about these devices only.
@@ -246,7 +246,7 @@ class Sampler:
             ) from None
 
     def _more(self) -> Callable[[], float]:
-        """Return the ``more`` of one request, see :meth:`.children.Child.call`."""
+        """Return the function ``more`` for one request, see :meth:`.children.Child.call`."""
         given = 0.0
 
         def more() -> float:
@@ -286,7 +286,7 @@ def to_memo(proven: bool | None) -> str:
 
 
 def from_memo(text: str) -> bool | None:
-    """Return the value that :func:`to_memo` got in this boot and PID namespace, else None."""
+    """Return the value from :func:`to_memo`; None if from another boot or PID namespace."""
     try:
         *where, proven = json.loads(text or "[]")
     except ValueError:

@@ -27,7 +27,7 @@ from .sampler import Sampler, others
 
 
 class Stage:
-    """Starts test programs and lets them move to other devices, but never at the same time.
+    """Starts test programs and lets them move to other devices; never does both at the same time.
 
     If NVML does not list processes (in a container), the size of a context comes from the device's
     free memory. A program that moves to the device at that time would change the free memory.
@@ -109,9 +109,9 @@ SESSION = "gpupool-selftest"
 class Abilities:
     """The proven abilities of a device; ``reason`` names the failed step, in a sentence.
 
-    If ``tested`` is False, the device had no room for the test, and nothing is proven. Then the
-    pool suspends if the driver has the calls, because it can undo a refused suspend. But it moves
-    no process to another device, because a failed restore is fatal.
+    If ``tested`` is False, the device had no room for the test, and nothing is proven. In this case
+    the pool suspends sessions if the driver has the calls, because it can undo a refused suspend.
+    But it moves no process to another device, because a failed restore is fatal.
     """
 
     can_suspend: bool

@@ -29,7 +29,7 @@ class DeviceService(Inventory):
 
     @property
     def guard(self) -> DeviceService:
-        """The service itself, because the guard is for NVIDIA's driver."""
+        """The service itself: it has the guard's functions, as the guard is for NVIDIA's driver."""
         return self
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
@@ -111,7 +111,8 @@ class DeviceService(Inventory):
             self._device(uuid)
         gone = [uuid for uuid in origin if uuid not in self._devices]
         if gone:
-            # The session's state is safe in host memory, but it can perhaps not return to a GPU.
+            # The session's state is safe in host memory, but the driver may be unable to restore it
+            # on a GPU.
             return ResumeOutcome(
                 "no-room", f"The pool suspended it from device {gone[0]}, which is no longer there."
             )
@@ -146,7 +147,7 @@ class DeviceService(Inventory):
         return await self._workers.perform(run, process, session, both, alone=True)
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:
-        """Let a process continue whose broker died while it moved the process (its landing).
+        """Let a process continue after the broker died while it moved the process (the landing).
 
         Return the driver's state before this call, and the reason why the process does not run.
         """

@@ -41,8 +41,8 @@ _GLOBAL = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _TOOLKIT)
 #: CUDA must number devices as NVML does, or one index would name two devices.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
-#: Values that keep frameworks from taking the whole device at first use, or memory that cannot be
-#: suspended.
+#: With these values, frameworks do not take the whole device at first use, and do not use memory
+#: that the driver cannot suspend.
 _FRUGAL = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",
@@ -119,8 +119,9 @@ def _named(rows: tuple[DeviceRow, ...], name: str, text: str) -> tuple[DeviceRow
     entries = [entry.strip() for entry in text.split(",")]
     numbers = {n for entry in entries for n in _numbers(entry)}
     if name in _GLOBAL and numbers:
-        # If not more GPUs are visible than the list names, the other GPUs are already hidden. The
-        # visible GPUs may be numbered from 0.
+        # If the number of visible GPUs is at most the length of the list, the other GPUs are
+        # already hidden. The visible GPUs may then be numbered from 0, so the numbers cannot be
+        # compared.
         if len(rows) <= len(numbers):
             return rows
         return tuple(row for row in rows if row.get("minor", row["index"]) in numbers)
@@ -128,7 +129,7 @@ def _named(rows: tuple[DeviceRow, ...], name: str, text: str) -> tuple[DeviceRow
     for entry in entries:
         matches = [row for row in rows if _names(entry, row)]
         if not matches:
-            break  # the list ends here, as in the driver
+            break  # the driver, too, ignores the rest of the list
         chosen += [row for row in matches if row not in chosen]
     return tuple(row for row in rows if row in chosen)
 
@@ -149,7 +150,7 @@ def _names(entry: str, row: DeviceRow) -> bool:
 
 
 class Aside:
-    """Which devices are set aside, and why.
+    """The devices that are set aside, and the reasons.
 
     ``env`` is the environment of children that start from now on; this object keeps it up to date.
     """
@@ -183,7 +184,7 @@ class Aside:
         return bool(fresh)
 
     def take(self, uuids: Iterable[str], machine: Iterable[str]) -> None:
-        """Use devices again that were set aside."""
+        """Use set-aside devices again."""
         for uuid in uuids:
             self._reasons.pop(uuid, None)
         self._see(machine)

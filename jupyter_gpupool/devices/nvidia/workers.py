@@ -75,7 +75,7 @@ class Workers:
     def warm(self, uuid: str) -> None:
         """Start the worker of a device that sessions use, while the monitor looks for the device.
 
-        Otherwise the start of a broker would take the sum of both times.
+        Otherwise the start of a broker would take the time of both, one after the other.
         """
         self.add(uuid)
         task = asyncio.ensure_future(self.children[uuid].start())
@@ -84,12 +84,12 @@ class Workers:
         def over(ended: asyncio.Future[Any]) -> None:
             self._running.discard(task)
             if not ended.cancelled():
-                ended.exception()  # the first call reports it
+                ended.exception()  # the first call of the worker reports this error
 
         task.add_done_callback(over)
 
     def first_free(self, uuids: Sequence[str]) -> Sequence[str]:
-        """Return one of ``uuids`` whose worker has nothing to do; else the first."""
+        """Return one of ``uuids`` whose worker has nothing to do; if all are busy, the first."""
         free = [uuid for uuid in uuids if not self._locks[uuid].locked()]
         return (free or uuids)[:1]
 
@@ -167,7 +167,7 @@ class Workers:
     @contextlib.asynccontextmanager
     async def locked(self, devices: Sequence[str]) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            for uuid in sorted({*devices}):  # always in this order, so that no deadlock can occur
+            for uuid in sorted({*devices}):  # one order for all callers avoids a deadlock
                 await stack.enter_async_context(self._locks[uuid])
             yield
 

@@ -22,7 +22,8 @@
                                * connection's retry */
 #define AWAY_NS 4500000000ull /* if a broker has hung up on every connection for this long, a call
                                * fails */
-#define HOME_NS 500000000ull  /* longest wait of a notice, and of cuInit, which needs no lease */
+#define HOME_NS 500000000ull  /* longest wait for the answers to "cancel" and, in cuInit, to "home":
+                               * these calls need no lease */
 #define CROWD_MS 4            /* time before a connection's retry while the broker's queue of
                                * connections is full */
 #define HELD_NS 1000000000ull /* a connection that lasted this long shows that the broker works */
@@ -141,9 +142,9 @@ static void add_text(char *sentence, const char *line, const char *key)
 
 /* ---- one question */
 
-/* Returns -1 if there is no broker, and also, with *full set, if the broker's queue of connections
- * is full. A blocking connect would wait in that queue, and an interrupt of the kernel could not
- * end that wait. */
+/* Returns -1 if there is no broker. If the broker's queue of connections is full, returns -1 and
+ * sets *full. A blocking connect would wait in that queue, and an interrupt of the kernel could
+ * not end that wait. */
 static int dial(bool *full)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -246,7 +247,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
                 away = 0; /* a broker listens */
             else if (!away) {
                 away = since;
-                hung = 0; /* no broker has hung up: it has died */
+                hung = 0; /* the broker has died: it no longer hangs up */
             }
             if (fd >= 0 && send(fd, question->at, question->length, MSG_NOSIGNAL) !=
                                (ssize_t)question->length) {
@@ -348,7 +349,8 @@ CUresult broker_land(const char *step, char *why)
     put(&question, ",\"step\":\"%s\",\"pid\":%d,\"tid\":%ld}\n", step, (int)getpid(),
         syscall(SYS_gettid));
     through = !strcmp(step, "move");
-    /* If this question does not arrive, the broker takes the room back later without it. */
+    /* If a "cancel" does not arrive, the broker releases the reserved memory later without the
+     * "cancel". */
     enum answer answer = ask(&question, false, strcmp(step, "cancel") ? 0 : HOME_NS, why);
     through = false;
     return answer == ANSWER_OK        ? CUDA_SUCCESS

@@ -110,7 +110,8 @@ struct here here_of_stream(CUstream stream, bool per_thread)
 
 /* ---- the constant charge of a context, and everything that ends with a context */
 
-/* A process that has a context has already moved with its session. */
+/* Whether this process has any context. If it has one, it already sees the slice, because it
+ * moves with its session. */
 static bool any_live(struct devices *d)
 {
     bool live = false;
@@ -445,7 +446,7 @@ static CUresult primary_after(CUresult result, CUdevice device)
     if (gone)
         context_gone(ordinal, number_taken(gone), true);
     else if (!any_live(d))
-        guard_follow(false); /* only a landing made the context that ended */
+        guard_follow(false); /* the context that ended was made only for a landing */
     return result;
 }
 

@@ -30,16 +30,16 @@ struct here here_of_device(CUdevice device);
 
 /* ---- calls (memory.c) */
 
-/* Wrappers of calls that use the device begin with this: it passes the gate, and counts the call
- * until the wrapper returns. A wrapper may first do what needs no slice. */
+/* The first line of a wrapper of a call that uses the device. The macro passes the gate, and
+ * counts the call until the wrapper returns. Work that needs no slice may come before it. */
 #define ENTER                                                          \
     CUresult entered_ = guard_enter();                                 \
     if (entered_)                                                      \
         return entered_;                                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* A wrapper that frees or destroys something uses this instead, with its own name and arguments.
- * Code before it also runs if the guard only notes the call. */
+/* The same for a wrapper of a call that frees or destroys something; the macro gets the name and
+ * the arguments of the call. Code before the macro runs even if the guard only notes the call. */
 #define ENTER_BACK(name, ...)                                                                   \
     CUresult entered_ = guard_enter_back(E_##name, (const uint64_t[LATER_ARGUMENTS]){__VA_ARGS__}); \
     if (entered_)                                                                               \
@@ -59,9 +59,9 @@ static inline void guard_left(int *unused)
     guard_leave();
 }
 
-/* Called after an allocation that was charged, with the driver's `result`. After success enters the
- * allocation in the table, and after an error gives the charge back. If the table has no room,
- * `undo` frees the allocation. */
+/* Called after an allocation that was charged, with the driver's `result`. After success, this
+ * function enters the allocation in the table. After an error, it gives the charge back. If the
+ * table has no room, `undo` frees the allocation. */
 CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdeviceptr key));
 /* Before cuInit this returns true, so that the driver itself reports the error. */
 static inline bool managed_allowed(void)
@@ -92,7 +92,7 @@ enum reserve_state { ALIVE, ENDING, ENDED };
 
 struct reserve {
     uint32_t kind; /* 0: unused */
-    int ordinal;   /* -1: the guard knows the pool, but does not count it */
+    int ordinal;   /* -1: the guard knows the pool, but does not count its memory */
     CUdevice device;
     uint32_t calls;   /* calls inside the driver now; each may make the reserve grow */
     uint64_t unseen;  /* bytes allocated since the driver was last asked */

@@ -163,7 +163,8 @@ void current_fork(enum fork_when when)
 /* ---- the calls. While the driver would not block, these functions pass the call on at the cost of
  * a few instructions. */
 
-/* Whether to answer from this stack. If not: return *error, or call the driver if *error is 0. */
+/* Whether the guard answers from its own stack. If not, the caller returns *error, or calls the
+ * driver if *error is 0. */
 static bool blocked(uint32_t entry, CUresult *error)
 {
     *error = CUDA_SUCCESS;

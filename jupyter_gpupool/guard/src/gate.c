@@ -22,17 +22,18 @@ const uint8_t *guard_gate = &guard_shut.gate, *guard_free_gate = &guard_shut.gat
 /* If a suspend takes longer than this many nanoseconds, the guard assumes that the broker has
  * ended. */
 #define LONGEST_SUSPEND 120000000000ull
-/* PATIENCE: this many nanoseconds after its series of queries began, a thread's query during a
- * suspend returns "not ready". ANOTHER_TIME: after this many nanoseconds without a query, a
- * thread's next query begins a new series. */
+/* A thread that asks again and again whether its work is done makes a series of queries. During
+ * a suspend, a query returns "not ready" if the series began more than PATIENCE nanoseconds ago.
+ * If a thread has made no query for ANOTHER_TIME nanoseconds, its next query begins a new
+ * series. */
 #define PATIENCE 1000000000ull
 #define ANOTHER_TIME 10000000000ull
 
 static bool initialised, context, ending;
 
 /* The calls that this thread has inside the driver, and the word that counts them. One thread of
- * the process has its own word. It leaves with a plain store, which takes half the time of a locked
- * instruction. */
+ * the process has its own word. When this thread leaves the driver, it uses a plain store, which
+ * takes half the time of a locked instruction. */
 static __thread struct {
     uint32_t depth;
     bool own;
@@ -99,7 +100,8 @@ CUresult gate_pass(void)
          * returns it. */
         if (gate_ends())
             return CUDA_ERROR_DEINITIALIZED;
-        /* If an admin's pause has suspended the process, the slice restores it. */
+        /* If an admin's pause has suspended the process, ask for the slice: then the broker
+         * restores the process. */
         CUresult error = landing_aside()   ? broker_attach()
                          : landing_moves() ? landing_wait()
                          : __atomic_load_n(&guard_page->gate, __ATOMIC_SEQ_CST) == GATE_PAUSED
@@ -432,7 +434,8 @@ CUresult gate_step_in(void)
         __atomic_sub_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
         CUresult error = gate_pass();
         if (error) {
-            /* Count the call again, because the caller leaves as after any other error. */
+            /* Count the call again, because the caller will call guard_leave(), as after any
+             * other error. */
             __atomic_add_fetch(inside.inflight, 1, __ATOMIC_SEQ_CST);
             return error;
         }

@@ -63,13 +63,13 @@ CUresult guard_slow_note(uint32_t entry, const uint64_t *argument); /* or GUARD_
  * nested. */
 CUresult guard_enter(void);
 void guard_leave(void);
-/* The same for a call that frees or destroys, with its arguments. While the session has no slice,
- * the guard notes the call to make it later (later.c). The function then returns GUARD_NOTED, and
- * the application gets success. */
+/* The same as guard_enter() for a call that frees or destroys; `argument` has the arguments of
+ * the call. While the session has no slice, the guard notes the call to make it later (later.c).
+ * The function then returns GUARD_NOTED, and the application gets success. */
 CUresult guard_enter_back(uint32_t entry, const uint64_t *argument);
-/* The same for a query whether work is done. Returns GUARD_NOTED if the process is suspended: then
- * its work is done. Returns CUDA_ERROR_NOT_READY if the suspend has been under way for more than a
- * second. */
+/* The same as guard_enter() for a query whether work is done. Returns GUARD_NOTED if the process
+ * is suspended, because its work is then done. Returns CUDA_ERROR_NOT_READY if the suspend has
+ * been under way for more than a second. */
 CUresult guard_enter_query(void);
 #define GUARD_NOTED ((CUresult)-1)
 
@@ -131,11 +131,11 @@ bool cached_total(size_t *bytes, CUdevice device);
 /* ---- the launch window (window.c) */
 
 /* Before a launch: if the slice is contended and too many launches are unfinished, wait for earlier
- * ones. Returns 0, or the error for the application (the gate closed, and the wait for it ended
- * with an error). */
+ * ones. Returns 0, or the error for the application (the gate closed, and the wait at the gate
+ * ended with an error). */
 CUresult window_pass(CUstream stream, bool per_thread);
-/* Called when a synchronise has returned. The earlier launches are then done: all of them, or those
- * of that stream. */
+/* Called when a synchronise has returned. window_synced: all earlier launches are done.
+ * window_stream_synced: the earlier launches of this stream are done. */
 void window_synced(void);
 void window_stream_synced(CUstream stream, bool per_thread);
 
@@ -169,10 +169,10 @@ int guard_ordinal(CUdevice device);
 /* The session's ordinal of the current context's device; -1 without a context. */
 int guard_current(void);
 
-/* Whether this process sees the slice as the session's device `ordinal`. cuInit binds a process to
- * devices, although the session may have no lease yet. Before the process makes a context, the
- * session may get other devices. The process must not take memory on its old devices, where the
- * session has no grant. */
+/* Whether the device that this process sees as the session's device `ordinal` belongs to the
+ * slice. cuInit binds a process to devices, although the session may have no lease yet. Before
+ * the process makes a context, the session may get other devices. The process must not take
+ * memory on its old devices, where the session has no grant. */
 bool guard_sees_slice(int ordinal);
 /* While a process has contexts, its devices are always those of the slice, even if the session
  * moves. After the end of its last context it still sees the devices that it had then. */
@@ -223,7 +223,8 @@ bool page_deaths(void);
 /* ---- calls that a process or a thread makes once the gate is open (gate.c, later.c, current.c) */
 
 enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* added once for each thread */ };
-/* Zero: no such calls. If the word is not zero, every entry point takes its slow path. */
+/* Zero: there are no such calls to make. If the word is not zero, every entry point takes its
+ * slow path. */
 extern uint32_t guard_arrears;
 void gate_arrears(enum arrears what, bool more);
 
@@ -236,8 +237,8 @@ bool later_note(uint32_t entry, const uint64_t *argument);
 bool later_may(uint32_t entry);
 /* Whether this process has host memory registered with the driver (registered.c). */
 bool registered_any(void);
-/* Make the noted calls. The caller is counted, and the gate is open. Returns false if some calls
- * are left, because another thread makes them or the gate closed. */
+/* Make the noted calls. The calling thread is inside a counted call, and the gate is open.
+ * Returns false if some calls are left, because another thread makes them or the gate closed. */
 bool later_do(void);
 /* Wait until no other thread makes noted calls. Returns 0, or the error for the application. */
 CUresult later_sit_out(void);
@@ -303,8 +304,8 @@ void guard_at_fork(void); /* registers the handlers */
 /* ---- bytes (charge.c) */
 
 /* Take `bytes` of the session's grant on `ordinal`. If they do not fit, ask the broker to grow the
- * grant. CUDA_ERROR_OUT_OF_MEMORY if the broker refuses. Callers charge before they call the
- * driver. */
+ * grant. Returns CUDA_ERROR_OUT_OF_MEMORY if the broker refuses. Callers charge before they call
+ * the driver. */
 CUresult guard_charge(int ordinal, uint64_t bytes);
 /* Give bytes back that guard_charge took. */
 void guard_credit(int ordinal, uint64_t bytes);
@@ -313,8 +314,8 @@ uint64_t guard_used(int ordinal);
 
 /* ---- the broker (broker.c) */
 
-/* Each question has its own connection, and waits as in wait.c. Returns 0, or the error for the
- * application. */
+/* The guard opens a connection for each question. While a thread waits for the answer, wait.c
+ * applies. The functions return 0, or the error for the application. */
 void broker_remember(void); /* stores the broker's address before any thread waits */
 CUresult broker_attach(void);                            /* returns once the lease is granted */
 CUresult broker_grow(int ordinal, uint64_t more);        /* returns 0 if the page has a larger grant
@@ -323,8 +324,9 @@ enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWE
 enum answer broker_page(void); /* OK: the session's page has its name again, or the broker has passed it */
 void page_lost(enum answer answer); /* the page is still lost: write the reason to stderr */
 /* One step of a landing: "begin", "move" or "cancel", or "stay" on the present device.
- * CUDA_ERROR_DEVICE_UNAVAILABLE: refused; CUDA_ERROR_NOT_READY: the lease is about to end; check again.
- * ``why``, if it is not NULL, gets the broker's sentence for people, or "". */
+ * CUDA_ERROR_DEVICE_UNAVAILABLE: the broker refuses. CUDA_ERROR_NOT_READY: the lease is about to
+ * end, and the caller must check the devices again. ``why``, if it is not NULL, gets the
+ * broker's sentence for people, or "". */
 #define SENTENCE_BYTES 512
 CUresult broker_land(const char *step, char *why);
 void broker_home(void); /* the broker may write the devices of the next lease to the page */

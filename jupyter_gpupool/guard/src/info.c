@@ -16,8 +16,8 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
     struct slice_memory m;
     size_t real_free = 0, real_total = 0;
     if (guard_blocked()) {
-        /* In a suspended process the driver would wait for the lease, so the guard answers from the
-         * page. */
+        /* In a suspended process the driver would block until the session has a lease. So the
+         * guard answers from the page. */
         struct here h = here_remembered();
         if (h.ordinal >= 0 && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             if (available)

@@ -43,8 +43,8 @@ static int by_text(const char *text, size_t length, const char *home)
                 return ENDS; /* two UUIDs begin like this: CUDA treats the entry as no device */
             found = i;
         }
-    /* The program may still use the UUID of a home device from before the lease. This UUID now
-     * stands for the slice's device. */
+    /* The program may still name a home device by its UUID from before the lease. Treat this
+     * UUID as the slice's device at the same place in the list. */
     for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
         size_t n = strcspn(home, ",");
         if (n == length && !strncasecmp(text, home, n))
@@ -136,9 +136,9 @@ CUresult wrap_cuInit(unsigned flags)
         struct page_slot *slot = guard_slot();
         if (slot)
             __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
-        /* cuInit binds a process to the devices that it sees then. So if the session has no lease,
-         * ask the broker for the devices on which the session would get a slice now. The devices
-         * from the kernel's start may be other ones. */
+        /* cuInit binds a process to the devices that the process sees during cuInit. So if the
+         * session has no lease, ask the broker for the devices on which the session would get a
+         * slice now. The page may still name other devices, from the kernel's start. */
         if (!__atomic_load_n(&chosen, __ATOMIC_ACQUIRE) && !gate_lets(false))
             broker_home();
         pthread_mutex_lock(&lock);

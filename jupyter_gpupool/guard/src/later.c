@@ -44,7 +44,8 @@ static struct later *later(void) { return own_block(&the_later, sizeof(struct la
 
 #define ROOM (sizeof((struct chunk *)0)->call / sizeof(struct noted))
 
-/* These calls destroy a context, and that context must not be current at that moment. */
+/* These calls destroy a context, and the context must not be current when the guard makes the
+ * call. */
 static bool ends_context(uint32_t entry)
 {
     return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
@@ -85,7 +86,7 @@ bool later_note(uint32_t entry, const uint64_t *argument)
     return noted;
 }
 
-/* Whether this thread may make the noted calls. If not, *left is whether any noted calls are
+/* Whether this thread may make the noted calls. If not, *left says whether any noted calls are
  * left. */
 static bool begin(struct later *l, bool *left)
 {

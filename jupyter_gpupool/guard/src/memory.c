@@ -9,8 +9,8 @@
 #define MIB (1ull << 20)
 #define PAGE (2 * MIB)
 
-/* Bytes of the device that an allocation takes; saturates. The driver allocates device pages of 2
- * MiB, and allocations below 1 MiB share these pages. */
+/* Bytes of the device that an allocation takes; UINT64_MAX if the sum overflows. The driver
+ * allocates device pages of 2 MiB, and allocations below 1 MiB share these pages. */
 static uint64_t extent(uint64_t bytes)
 {
     uint64_t unit = bytes >= MIB ? PAGE : 512, up;

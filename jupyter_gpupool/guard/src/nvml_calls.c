@@ -63,8 +63,8 @@ static bool spared(const struct page *page)
     return true;
 }
 
-/* A killed process leaves its slot, although the driver has suspended nothing in that process. So
- * free its slot before the answer. */
+/* The slot of a killed process may still show a context, although the driver has suspended
+ * nothing for that process. So free such slots before the answer. */
 static bool suspends(void)
 {
     if (landing_moves())
@@ -90,8 +90,8 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
     if (syscall(SYS_gettid) != getpid() || gate_inside())
         return NVML_CALL_PASSES;
     if (!__atomic_load_n(&guard_settled, __ATOMIC_ACQUIRE)) {
-        /* The process has not called CUDA. So that an NVML call stays cheap, the guard loads the
-         * driver and takes a slot only if the call would block. */
+        /* The process has not called CUDA. The guard loads the driver and takes a slot only if
+         * the call would block, so that an NVML call stays cheap. */
         if (!seen || !page_suspends(seen) || spared(seen))
             return NVML_CALL_PASSES;
         CUresult error = guard_settle();

@@ -23,8 +23,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Takes the place of a path: the page has no path in this mount namespace, and each process asks
- * the broker for it. */
+/* GPUPOOL_PAGE has this value instead of a path if the page has no path in this mount namespace.
+ * In this case each process asks the broker for the page. */
 #define PASSED "passed"
 
 #define KEPT_ABOVE 200 /* the guard leaves lower descriptors to the program; see map() */
@@ -47,8 +47,8 @@ static uint64_t me; /* this process: pid | low half of the start time << 32, as 
  * alive. */
 #define UNKNOWN UINT64_MAX
 
-#define LOOK_NS 10000000 /* without a special reason, all processes are checked again after this
-                          * time at the earliest */
+#define LOOK_NS 10000000 /* page_deaths() asks for a check of all processes after this time, or
+                          * at once if kill() shows that a process has ended */
 
 static uint64_t start_time(uint32_t pid)
 {
@@ -147,8 +147,8 @@ void page_reap(void)
     }
 }
 
-/* Reading /proc takes some 20 us for each process, kill(pid, 0) a hundredth of that. kill does not
- * detect zombies, but the next check of all processes does. */
+/* Reading /proc takes some 20 us for each process; kill(pid, 0) takes a hundredth of this time.
+ * kill does not detect zombies, but the next check of all processes does. */
 bool page_deaths(void)
 {
     static uint64_t looked;
@@ -188,8 +188,8 @@ static bool take_slot(void)
         return false;
     me = pid | started << 32;
     page_lock();
-    /* A slot that this process took before an exec(), or that an earlier process with the same pid
-     * left. */
+    /* Free a slot that this process took before an exec(), or that an earlier process with the
+     * same pid left. */
     while ((s = first(SLOT_LIVE, pid)))
         clear(s);
     s = first(SLOT_FREE, 0);
@@ -228,7 +228,7 @@ static void make_key(void)
 void guard_use_slot(void)
 {
     guard_slot_user = true;
-    /* This comes before this thread reads the slot: see give_back(). */
+    /* Count this thread before the thread reads the slot: see give_back(). */
     __atomic_add_fetch(&users, 1, __ATOMIC_SEQ_CST);
     guard_first = !__atomic_exchange_n(&has_first, 1, __ATOMIC_SEQ_CST);
     pthread_once(&once, make_key);
@@ -396,9 +396,10 @@ enum page_state page_settle(void)
     return guard_slot() ? PAGE_READY : refuse("has no room for a 257th process. End some of its processes");
 }
 
-/* For the NVML library of the guard, which has no connection to the broker and cannot find a page
- * that has no path. The function neither loads the driver nor takes a slot. It asks the broker at
- * most once, because the thread may only want to show figures. */
+/* Returns the session's page to the NVML library of the guard. That library has no connection to
+ * the broker, so it cannot find a page that has no path. The function does not load the driver
+ * and does not take a slot. It asks the broker at most once, because the thread may only want to
+ * show figures. */
 __attribute__((visibility("default"))) const struct page *gpupool_page(void);
 const struct page *gpupool_page(void)
 {

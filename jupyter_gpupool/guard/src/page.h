@@ -60,7 +60,7 @@ enum slot_flags {
 /* ``landing`` of a slot: the progress of the process on its way from the devices at cuInit to those
  * of the slice (landing.c). While the process moves, none of its calls reaches the driver. */
 enum slot_landing {
-    LANDING_NONE = 0,    /* no landing, or it has ended (broker) */
+    LANDING_NONE = 0,    /* no landing, or the landing has ended */
     LANDING_BEGUN = 1,   /* the process may have contexts on devices where the session has no
                           * slice */
     LANDING_MOVES = 2,   /* the broker may suspend the process (guard) */

@@ -36,15 +36,15 @@
 #define LEAST (32ul << 20) /* for smaller mappings nobody would notice the gain */
 #define HUGE (2ul << 20)
 #define STEP (16ul << 20)
-/* In bytes per ns of one thread. Huge pages that take longer are not worth it: the kernel makes and
- * zeroes a small page in 2 to 4 us. */
+/* The slowest rate of one thread at which huge pages are worth it, in bytes per ns. The kernel
+ * makes and zeroes a small page in 2 to 4 us. */
 #define SLOWEST 1u
 #define THREADS 8
 #define STACK (256ul << 10)
 
-/* Does what the C library's mmap() does on this platform. This function does not look that function
- * up: the lookup would take the loader's lock, and the thread that holds this lock may be waiting
- * for this thread. */
+/* Does what the C library's mmap() does on this platform. The guard does not call the C
+ * library's mmap(): to find it, dlsym() would take the loader's lock, and the thread that holds
+ * this lock may be waiting for this thread. */
 static void *map_plainly(void *at, size_t bytes, int prot, int flags, int fd, off_t offset)
 {
     return (void *)syscall(SYS_mmap, at, bytes, prot, flags, fd, offset);

@@ -33,7 +33,7 @@ static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: before this time no call 
                                 * page */
 /* The broker was away: before this time no call asks it for the page. */
 static uint64_t away_until;
-/* The length of that interval, which doubles each time; 0: the broker was not away. */
+/* How long calls do not ask the broker, in ns; doubles each time. 0: the broker was not away. */
 static uint64_t away_for;
 
 #define REFUSED_NS 1000000000ull
@@ -193,7 +193,7 @@ static void refuse(enum answer answer)
         refused_until = now + REFUSED_NS;
         if (answer != ANSWER_AWAY)
             away_for = 0;
-        else if (now >= away_until) /* of several waiting threads only the first one changes it */
+        else if (now >= away_until) /* only the first of several waiting threads changes it */
             away_for = !away_for ? REFUSED_NS : away_for < AWAY_MOST_NS ? 2 * away_for : AWAY_MOST_NS;
         if (answer != ANSWER_AWAY || now >= away_until)
             away_until = now + away_for;

@@ -49,7 +49,7 @@ struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool)
     return NULL;
 }
 
-/* The driver's figure of the reserve. Returns false if there is no figure. */
+/* Gets the driver's figure for the size of the reserve. Returns false if there is no figure. */
 static bool ask(const struct reserve *r, uint64_t *bytes)
 {
     typedef CUresult (*pool_attribute)(CUmemoryPool, int, void *);

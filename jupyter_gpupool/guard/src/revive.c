@@ -125,8 +125,8 @@ static void start(void)
     posix_spawnattr_destroy(&attributes);
 }
 
-/* Whether this thread starts a broker: only one thread of this process does, and then none for
- * AGAIN_NS. */
+/* Whether this thread may start a broker. Only one thread of this process may, and after its
+ * attempt no thread may for AGAIN_NS. */
 static bool my_turn(void)
 {
     uint64_t now = monotonic(), at = __atomic_load_n(&attempt_at, __ATOMIC_ACQUIRE);

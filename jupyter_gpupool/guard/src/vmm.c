@@ -22,7 +22,7 @@ static struct vmm *vmm(void) { return own_block(&the_vmm, sizeof(struct vmm)); }
 static void put(const struct own *own)
 {
     struct own stale;
-    table_put(own, &stale); /* only this file changes existing entries */
+    table_put(own, &stale); /* never stale: only this file changes entries of these kinds */
 }
 
 /* Change a block's counts, under the lock. If no handle and no mapping is left, returns the block,

@@ -163,8 +163,8 @@ CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsign
     LAUNCH(cuLaunchKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
 }
 
-/* If there is no need to count, the guard does not read what the caller's pointer points to: the
- * driver may refuse the call before it reads it. */
+/* If the guard need not count the launch, it does not read the structure that `config` points
+ * to: the driver may refuse the call before it reads the structure. */
 static CUstream stream_of(const CUlaunchConfig *config)
 {
     return config && contended() ? config->hStream : NULL;

@@ -177,7 +177,7 @@ describe('the commands', () => {
     expect(Notification.manager.notifications[0]!.options.autoClose).toBe(REFUSAL);
   });
 
-  test('the notice that the broker is silent goes away when it answers', async () => {
+  test('the notice of a silent broker disappears once it answers', async () => {
     services.start('a');
     followPool(model);
     FakeSocket.one.snapshot();
@@ -195,7 +195,7 @@ describe('the commands', () => {
     expect(shown()).toEqual([]);
   });
 
-  test('a refusal shows its next step, and all of a long text', async () => {
+  test('a refusal shows the next step, and a long text in full', async () => {
     services.start('a');
     answer.status = 409;
     const message = 'It is in use by a cell. '.repeat(8).trim();
@@ -250,7 +250,7 @@ describe('the commands', () => {
 
   test('the dialog shows the bounds and requests bytes', async () => {
     services.start('a');
-    // A session on two GPUs may have less on each GPU than a session on one GPU.
+    // A session on two GPUs may ask for less memory per GPU than a session on one GPU.
     const two = { ...aSession().request, devices: 2 };
     const most_bytes = 6 * 1024 ** 3;
     FakeSocket.one.snapshot(
@@ -265,7 +265,7 @@ describe('the commands', () => {
     press(open, '.jp-mod-accept');
     expect(await done).toBe(true);
     const memory = 4.5 * 1024 ** 3;
-    // The broker derives the limit from the memory.
+    // The request has no limit, because the broker derives the limit from the memory.
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 
@@ -280,7 +280,7 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 
-  test('the dialog accepts the shown bound and reopens after a fault', async () => {
+  test('the dialog reopens after a wrong size, takes the shown bound', async () => {
     services.start('a');
     const most_bytes = Math.round(23.68 * 1024 ** 3);
     FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'a', most_bytes })] }));

@@ -8,7 +8,7 @@ const notebook = { sessionContext: context('a') } as never;
 const console = { context: { sessionContext: context('b') } } as never;
 const editor = {} as never;
 
-test('a widget has its own context or that of its document', () => {
+test('a widget has its own context or its document’s context', () => {
   expect(contextOf(notebook)?.session?.kernel?.id).toBe('a');
   expect(contextOf(console)?.session?.kernel?.id).toBe('b');
   expect(contextOf(editor)).toBeNull();

@@ -96,7 +96,9 @@ export function anotherSession(more: Partial<IAnySession> = {}): IAnySession {
 
 type Slices = Pick<IAnySession, 'device' | 'slices'>;
 
-/** Add equal slices on all devices to a session, if the session has no own slices. */
+/**
+ * Give a session equal slices on all its devices. Slices that the session lists stay.
+ */
 function withSlices<
   S extends Pick<ISession, 'devices' | 'granted_bytes'> & { used_bytes?: number | null }
 >(session: S): S & Slices {

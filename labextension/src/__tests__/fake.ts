@@ -163,7 +163,7 @@ export class FakeServices {
     this.sessions.runningChanged.emit();
   }
 
-  /** This object with the type of real services, although it has only some members. */
+  /** This fake, typed as real services, although it has only some of their members. */
   get all(): PoolModel.Services {
     return this as unknown as PoolModel.Services;
   }

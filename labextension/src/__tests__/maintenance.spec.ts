@@ -7,7 +7,7 @@ import { anOrder, aPool, trans } from './defaults';
 
 const on = (device: string): IOrder => anOrder({ device });
 
-describe('the order because of which no kernel gets a slice', () => {
+describe('the order that stops all grants of slices', () => {
   it.each<[string, IOrder[], string | undefined]>([
     ['none', [], undefined],
     ['of the whole pool', [on('GPU-1'), on('')], ''],

@@ -79,12 +79,13 @@ describe('requests and kernels', () => {
     await jest.advanceTimersByTimeAsync(3_600_000);
     expect(FakeSocket.all).toHaveLength(1);
     expect(FakeSocket.open).toEqual([]);
-    // One more request removes the session that ended together with the websocket.
+    // The websocket closed before it reported the session's end, so one more request
+    // removes the session.
     expect(asked).toEqual(['GET pool']);
     expect(model.session('kernel-a')).toBeNull();
   });
 
-  test('a new kernel cancels the last request', async () => {
+  test('a new kernel cancels the request after the last kernel’s end', async () => {
     services.start('a');
     services.end();
     services.start('b');
@@ -173,7 +174,7 @@ describe('messages of the server', () => {
     expect(model.view!.devices.map(d => d.uuid)).toEqual(['GPU-0']);
   });
 
-  test('the deltas of one frame are one change', async () => {
+  test('the model signals the deltas of one frame as one change', async () => {
     const socket = await live();
     socket.delta({ now: 1001, sessions: [aSession({ id: 'c' })], queue_length: 1 });
     socket.delta({ now: 1002, sessions: [aSession({ id: 'b', state: 'idle' })] });
@@ -200,7 +201,7 @@ describe('messages of the server', () => {
     expect(changes).toHaveLength(1);
   });
 
-  test('a snapshot among deltas changes everything', async () => {
+  test('a snapshot among deltas is signalled as a full change', async () => {
     const socket = await live();
     socket.delta({ now: 1001, queue_length: 1 });
     socket.snapshot(aPool({ now: 1002 }));
@@ -218,7 +219,7 @@ describe('messages of the server', () => {
     expect(model.session('kernel-a')?.id).toBe(id);
   });
 
-  test('a kernel’s session is never one of another user', async () => {
+  test('the model never returns another user’s session of a kernel', async () => {
     const socket = await live();
     const other = { ...aSession(), mine: false } as never;
     socket.delta({ now: 1001, sessions: [other] });
@@ -286,7 +287,7 @@ describe('a broker that is away', () => {
     expect(model.view?.now).toBe(2000);
   });
 
-  test('an absent broker’s next step says that it starts by itself', async () => {
+  test('the next step says that an absent broker starts by itself', async () => {
     const socket = await live();
     const why = { message: 'It ended the connection.', next_step: 'See the doctor.' };
     socket.say({
@@ -315,14 +316,15 @@ describe('a broker that is away', () => {
       expect(FakeSocket.open).toEqual([]);
       await jest.advanceTimersByTimeAsync(1);
     }
-    // The back-off also holds for a page that loses its websocket after each snapshot.
+    // The page also backs off if it loses its websocket after each snapshot.
     FakeSocket.one.snapshot();
     FakeSocket.one.drop();
     await jest.advanceTimersByTimeAsync(pause(12, 0.5) - 1);
     expect(FakeSocket.open).toEqual([]);
     await jest.advanceTimersByTimeAsync(1);
     const socket = FakeSocket.one;
-    // After a connection that lasted, the back-off begins again.
+    // After a connection that lasted `LASTING`, the back-off starts from its first
+    // pause.
     socket.snapshot();
     await jest.advanceTimersByTimeAsync(LASTING);
     socket.drop();
@@ -330,7 +332,7 @@ describe('a broker that is away', () => {
     expect(FakeSocket.one).not.toBe(socket);
   });
 
-  test('a lost websocket makes no request, but a refused one does', async () => {
+  test('a refused websocket causes a request, a lost one does not', async () => {
     (await live()).drop();
     expect(asked).toEqual([]);
     expect(model.broker.status).toBe('up');
@@ -437,7 +439,7 @@ describe('hidden pages', () => {
     expect(asked).toEqual([]);
   });
 
-  test('a hidden page asks slowly until it is visible', async () => {
+  test('a hidden page sends few requests until it is visible', async () => {
     await live();
     show('hidden');
     await jest.advanceTimersByTimeAsync(HIDDEN_AFTER);
@@ -457,7 +459,7 @@ describe('hidden pages', () => {
     expect(model.view?.now).toBe(6000);
   });
 
-  test('a page that loads hidden also asks slowly', async () => {
+  test('a page that loads hidden also sends few requests', async () => {
     model.dispose();
     show('hidden');
     make();
@@ -523,7 +525,7 @@ test('if two requests cross, the model keeps the newer answer', async () => {
   expect(model.view?.now).toBe(2000);
 });
 
-test('after an absence, the broker’s clock may be earlier', async () => {
+test('the model takes an earlier time from a broker that is back', async () => {
   await model.refresh();
   answer.status = 503;
   answer.body = { message: 'No broker.' };

@@ -182,7 +182,7 @@ describe('the idle warning', () => {
     expect(shown()[0]!.id).not.toBe(first!.id);
   });
 
-  test('the warning offers whole minutes, like the server', () => {
+  test('the minutes of a keep are rounded to whole minutes', () => {
     settings.follow({
       composite: { keepMinutes: 2.5 },
       changed: new Signal({})
@@ -320,7 +320,7 @@ describe('the list of running kernels', () => {
 });
 
 describe('the launcher', () => {
-  test('the launcher gives the server’s reason and the command once', () => {
+  test('the launcher gives the reason, and names the doctor once', () => {
     const own = explanation(trans, 'No driver.');
     expect(own[0]).toBe(
       'No driver. Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
@@ -392,8 +392,8 @@ describe('the launcher', () => {
     );
     const away = { ...pool(aPool()), broker: { ...pool(null).broker, status: 'away' } };
     expect(tile(trans, name, away as never)).toBe(what);
-    // Before the first kernel no broker runs. Then the page knows whether GPUs are
-    // emulated.
+    // Before the first kernel no broker runs, but the page already knows whether the
+    // GPUs are emulated.
     const found = { found: true, reason: '', emulated: true };
     expect(tile(trans, name, { ...away, found } as never)).toBe(
       `${what}\nEMULATED: no real GPU is used.`

@@ -38,7 +38,7 @@ describe('sizes', () => {
     }
   );
 
-  test('two sizes share one unit if both have the same', () => {
+  test('two sizes with the same unit show the unit only once', () => {
     expect(part(trans, 6 * GIB, 8 * GIB)).toBe('6 of 8 GiB');
     expect(part(trans, 512 * MIB, 8 * GIB)).toBe('512 MiB of 8 GiB');
     expect(part(trans, 0, 512 * MIB)).toBe('0 of 512 MiB');
@@ -135,7 +135,8 @@ describe('a session', () => {
   test.each([
     [{ leaves_at: NOW + 42 }, 'Idle, back to the pool in 0:42', true],
     [{ leaves_at: NOW }, 'Idle, back to the pool in 0:00', true],
-    // Up to 2 s late still counts: two clocks may differ, and a message takes time.
+    // The text still counts down if the suspend is up to 2 s late, because two clocks
+    // may differ and a message takes time.
     [{ leaves_at: NOW - 2 }, 'Idle, back to the pool in 0:00', true],
     [{ leaves_at: NOW - 2.1 }, 'Idle on GPU 0, about to leave', false],
     [{ leaves_at: null }, 'Idle on GPU 0', false],
@@ -153,7 +154,7 @@ describe('a session', () => {
     expect([said.text, said.counts, said.tone]).toEqual([text, counts, 'idle']);
   });
 
-  test('the text of a session begins with its name without seconds', () => {
+  test('a session’s text begins with its label, which has no seconds', () => {
     const said = of({ ...idle, leaves_at: NOW + 42 });
     expect(said.still).toBe('Idle, back to the pool');
     expect(said.text.startsWith(said.still)).toBe(true);
@@ -201,7 +202,7 @@ describe('a session', () => {
     expect(waitSentence(trans, session, NOW)).toContain(figure);
   });
 
-  test('a slice with a requested release goes back after its work', () => {
+  test('a slice whose release is pending says when it goes back', () => {
     const asked = { release_asked: true };
     expect(goesBack(aSession(asked))).toBe(true);
     expect(goingBack(trans, aSession(asked))).toBe(
@@ -264,7 +265,7 @@ describe('a session', () => {
   ] as const)('with %p', (changes, text, tone) => {
     const said = of(changes);
     expect([said.text, said.tone]).toEqual([text, tone]);
-    // The text of a wait shows a time, so it counts.
+    // The text of a wait shows a time, so it must be drawn again each second.
     const waits = tone === 'wait' && said.text.includes('2nd');
     expect(said.counts).toBe(waits);
   });

@@ -1,7 +1,9 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The admin's orders: each one asks, checks the typed values, and is then sent. */
+/**
+ * The admin's orders: each one shows a form, checks the values, and sends a request.
+ */
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import type { TranslationBundle } from '@jupyterlab/translation';
 import { Widget } from '@lumino/widgets';
@@ -30,7 +32,7 @@ interface ITyped {
 
 interface IForm {
   readonly title: string;
-  /** What the order does, one sentence each. */
+  /** Sentences that say what the order does. */
   readonly lines: readonly string[];
   readonly accept: string;
   /** Whether the order cannot be undone. */

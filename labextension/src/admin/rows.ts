@@ -24,7 +24,10 @@ export interface IRow {
   readonly unused: number | null;
   /** Bytes of its slice times `unused`. */
   readonly waste: number | null;
-  /** Seconds since it became idle, until its keep ends, and since it began to wait. */
+  /**
+   * The next three are seconds: since the session became idle, until its keep ends, and
+   * since it began to wait.
+   */
   readonly idle: number | null;
   readonly kept: number | null;
   readonly waits: number | null;

@@ -90,7 +90,8 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
     [trans, refresh]
   );
   React.useEffect(() => {
-    // Remove the answer later: its times count from the moment when it was given.
+    // Remove the answer later: a time such as "in 5 min" in it counts from the moment
+    // of the answer.
     const timer = setTimeout(
       () => setAnswer(now => (now === answer ? NO_ANSWER : now)),
       answer.refused ? OLD_REFUSAL : OLD
@@ -280,7 +281,8 @@ function SessionRow(
     uuid => view.devices.find(device => device.uuid === uuid)?.index ?? '?'
   );
   const until = session.keep_until;
-  // A waiting session has no slice, so the reason may use the place of its figures.
+  // A waiting session has no slice. So its reason takes the two columns that show a
+  // slice and its use.
   const waits = session.state === 'queued';
   const recall = session.recall_at;
   const time = (at: number) => dayAndTime(trans, localTime(model, at));

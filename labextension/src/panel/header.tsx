@@ -28,7 +28,7 @@ export function Header(props: IHeaderProps): React.ReactElement {
   const empty = view ? view.devices.length === 0 : !props.found.found;
   // Without a GPU no broker starts, so do not report its absence as the cause.
   const gone = broker.status === 'away' && !(empty && view === null && !broker.denied);
-  // An absent broker is normal here: it ends when no kernel needs it.
+  // An absent broker is normal here: a broker ends when no kernel needs it.
   const asleep = gone && !live && noBroker(broker.code);
   const away = gone && !asleep;
   return (

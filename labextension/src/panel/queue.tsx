@@ -19,7 +19,8 @@ import { useTools } from './tools';
 export const LISTED = 20;
 
 /**
- * So many of my kernels show at once what I can do. Each asks the broker for its plan.
+ * This many of my kernels show my possible actions without a click. The page requests
+ * the broker's plan for each of them.
  */
 export const OPEN = 2;
 

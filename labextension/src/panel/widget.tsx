@@ -51,7 +51,7 @@ export class PanelWidget extends ReactWidget {
     this.title.caption = trans.__('GPU Pool');
     this.node.setAttribute('role', 'region');
     this.node.setAttribute('aria-label', trans.__('GPU Pool'));
-    // A shown panel gets the focus, so it needs an element for it.
+    // The panel gets the focus when it is shown, so its element must accept the focus.
     this.node.tabIndex = -1;
     model.changed.connect(this._onChanged);
     documents.changed.connect(this._onChanged);
@@ -130,8 +130,8 @@ export class PanelWidget extends ReactWidget {
   }
 
   /**
-   * Fetch the view once if no kernel runs: nothing else does, and the panel would be
-   * empty.
+   * Fetch the view once if no kernel runs: no other code fetches it in this case, and
+   * the panel would be empty.
    */
   private _look(): void {
     if (!this._tools.model.live) {

@@ -104,7 +104,8 @@ export function Actions(props: IProps): React.JSX.Element {
 }
 
 /**
- * Has its own answer, so that the wait for a slice does not disable the other buttons.
+ * The button "Get a GPU now". It has its own answer, so that the wait for a slice does
+ * not disable the other buttons.
  */
 function GetNow(props: {
   readonly trans: TranslationBundle;

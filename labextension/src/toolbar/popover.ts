@@ -38,7 +38,8 @@ export class Popover extends ReactWidget {
   open(): void {
     Widget.attach(this, document.body);
     this.place();
-    // Screen readers read the label at the focus, so the label must exist before.
+    // A screen reader reads the label when the dialog gets the focus, so render the
+    // label first.
     void this.renderPromise?.then(() => {
       if (!this.isDisposed) {
         this.place();
@@ -48,7 +49,8 @@ export class Popover extends ReactWidget {
   }
 
   /**
-   * Close the dialog. The focus goes to the anchor, if it is not on another element.
+   * Close the dialog. Move the focus to the anchor, unless an element outside the
+   * dialog has the focus.
    */
   override dispose(): void {
     if (this.isDisposed) {
@@ -172,7 +174,8 @@ export class Popover extends ReactWidget {
     if (this._within(event.target) || this._anchor()?.contains(event.target as Node)) {
       return;
     }
-    // Close the dialog after the click has moved the focus, if it moves it.
+    // Close the dialog only after the click, because the click may move the focus
+    // elsewhere.
     window.setTimeout(() => this.dispose());
   }
 

@@ -2,8 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 /**
- * Removes the line "Waiting for a GPU slice" from cells whose kernel can no longer do
- * it.
+ * Removes the line "Waiting for a GPU slice" from cells whose kernel can no longer
+ * remove it.
  *
  * The agent in the kernel clears the line when the wait is over. If the kernel restarts
  * or dies while a cell waits, the line stays: the page drops the messages of a dying

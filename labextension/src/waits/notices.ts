@@ -40,7 +40,7 @@ export class StartNotices {
   }
 
   /**
-   * Tell the user when this kernel starts; returns a sentence that says in which way.
+   * Tell the user when this kernel starts; returns a sentence that says how it is told.
    *
    * Call this from a click, because a browser asks for permission only after a click.
    */

@@ -1,10 +1,7 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/**
- * Shows the line of a waiting cell with buttons, and removes it if no kernel can do
- * that.
- */
+/** Shows the line of a waiting cell with buttons, and removes it if no kernel will. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { INotebookTracker } from '@jupyterlab/notebook';
 import { IRenderMimeRegistry } from '@jupyterlab/rendermime';

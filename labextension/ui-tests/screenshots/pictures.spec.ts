@@ -158,9 +158,9 @@ test('the pictures of all states and places are taken', async ({ browser }) => {
 });
 
 /**
- * Code that defines `batches`, which end when the work ends, and `train`, which uses
- * one batch. The sleep is a part of the training in the picture, which loads its
- * batches. No test uses it to wait.
+ * Code that defines `batches`, which yields batches until the work ends, and `train`,
+ * which uses one batch. The sleep imitates the time to load a batch. No test uses it to
+ * wait.
  */
 const TRAINING = (work: Work): string =>
   work.code.replace(

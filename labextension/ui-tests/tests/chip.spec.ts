@@ -14,8 +14,8 @@ test('a kernel outside the pool has no chip and sends no request', async ({ lab 
   const plain = await lab.notebook('plain', 'python3');
   await plain.run('print(6 * 7)');
   await expect(plain.output).toHaveText('42');
-  // JupyterLab asks for the running kernels repeatedly; the extension must not ask
-  // then.
+  // JupyterLab requests the list of running kernels repeatedly. The extension must not
+  // send a request each time.
   await lab.page.evaluate(async () => {
     const { kernels, sessions } = window.jupyterapp.serviceManager;
     await kernels.refreshRunning();
@@ -124,8 +124,8 @@ test('the chip is short in a narrow bar, and keys reach it', async ({ lab }) => 
   await page.sidebar.close('right');
   await expect.poll(async () => (await line()).long).toBe(true);
 
-  // A hidden toolbar checks which items are visible, finds none, and makes none
-  // reachable.
+  // Change the toolbar while it is hidden: it then finds no visible item, and takes all
+  // items out of the tab order.
   await lab.notebook('other', 'python3');
   await notebook.panel.locator('jp-toolbar.jp-NotebookPanel-toolbar').evaluate(bar => {
     bar.append(document.createComment('something'));
@@ -149,7 +149,7 @@ test('an interrupt ends the wait, and the chip shows it', async ({ lab }) => {
   const notebook = await lab.notebook('waits');
   await notebook.run(uses(64) + 'print("ne" + "ver")', false);
   await expect(notebook.chip).toHaveText(/^Waiting: 1st/);
-  // This shows that the kernel reports the wait; it reports none of less than 0.25 s.
+  // This line shows that the kernel reports the wait; it reports no wait below 0.25 s.
   await expect(notebook.output).toContainText('Waiting for a GPU slice of 6 GiB');
   await notebook.panel
     .locator('.jp-NotebookPanel-toolbar [data-jp-item-name="interrupt"]')

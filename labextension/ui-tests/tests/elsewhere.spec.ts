@@ -88,7 +88,10 @@ data = (ctypes.c_uint8 * (64 << 20))()
 driver.cuMemcpyDtoH(ctypes.addressof(data), int(buffer.handle), len(data))
 `;
 
-/** What the broker of a machine itself says of the user's kernels there. */
+/**
+ * The sessions of the notebook `far` on a machine, as that machine's own broker
+ * reports.
+ */
 async function kernelsOn(name: string): Promise<ISessionStatus[]> {
   const status = await ask<{ sessions: ISessionStatus[] }>('machine', { name });
   return status.sessions.filter(found => found.label.includes('far'));
@@ -129,7 +132,8 @@ test('a kernel on another machine of a real cluster', async ({ browser }) => {
   await expect(own).not.toContainText('m1 does not answer');
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
 
-  // What the restart runs again; and the other machine has more room now.
+  // Run a cell that the restart will run again. Then fill m1, so that m0 has more free
+  // memory.
   await notebook.run(uses(64));
   await ask('fill', { machine: 'm1' });
   const item = 'Kernel>GPU Pool>Restart Where the Cluster Has Room…';
@@ -148,7 +152,7 @@ test('a kernel on another machine of a real cluster', async ({ browser }) => {
   await page.menu.clickMenuItem(item);
   await dialog.getByRole('button', { name: 'Lose them and restart' }).click();
   await expect.poll(far).toBeUndefined();
-  // Its cells ran again, in another kernel, on the machine with room.
+  // The notebook's cells ran again, in another kernel, on the machine with room.
   await expect
     .poll(async () => (await kernelsOn('m0')).map(found => found.state))
     .toEqual(['idle']);

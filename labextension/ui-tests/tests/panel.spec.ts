@@ -17,7 +17,8 @@ test('the panel shows devices, queue, kernels and host memory', async ({ lab }) 
   await expect(mine.chip).toHaveText(/^Idle/);
   await neighbour('batch', { gib: 7, hold: false });
   await ask('asks', { name: 'batch' });
-  // By then the neighbour has my device or waits for it, so one of us is in the queue.
+  // By now the neighbour has my device or waits for it, so my kernel or the neighbour
+  // is in the queue.
   await lab.execute('gpupool:show-panel');
   await expect(panel.getByRole('heading', { name: 'GPU Pool' })).toBeVisible();
   await expect(panel.locator('.jp-gpupool-emulated').first()).toHaveText('EMULATED');

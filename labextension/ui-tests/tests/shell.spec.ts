@@ -8,7 +8,7 @@ import { faults } from '../axe';
 import { expect, test } from '../lab';
 import { ask, session, uses } from '../pool';
 
-test('a toast warns before an idle slice leaves, and can keep it', async ({ lab }) => {
+test('a toast warns before a slice is taken, and can keep it', async ({ lab }) => {
   await ask('fresh', { idle_timeout: 12 });
   const notebook = await lab.notebook('toast');
   await notebook.run(uses(512));

@@ -8,7 +8,7 @@ import { faults } from '../axe';
 import { expect, test, type Lab, type Notebook } from '../lab';
 import { ask, GiB, session, STAYS_BUSY, uses, Work } from '../pool';
 
-/** One device; beside a notebook with 4 GiB, 4 GiB are free. */
+/** One device of 8 GiB: while a notebook has 4 GiB, 4 GiB are free. */
 const ONE = {
   ...STAYS_BUSY,
   emulate: '1x8GiB,context=256MiB,bandwidth=2GiB/s',
@@ -37,7 +37,10 @@ async function scene(
   return [alpha, beta, work];
 }
 
-/** Record the browser's notifications from now on; the result returns all so far. */
+/**
+ * Record the browser's notifications from now on. Returns a function that returns all
+ * notifications so far.
+ */
 async function notified(lab: Lab): Promise<() => Promise<string[]>> {
   await lab.page.evaluate(() => {
     const told: string[] = [];

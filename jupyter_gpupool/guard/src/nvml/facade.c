@@ -33,8 +33,8 @@ enum {
     NVML_ERROR_NOT_READY = 27, /* "System is not in ready state" */
 };
 
-/* Results of nvml_enter() that are not a result for the caller. nvml/entries.S has the same
- * numbers. */
+/* These two results of nvml_enter() mean that the driver's function must be called. Every other
+ * result is the result of the application's call. nvml/entries.S has the same numbers. */
 enum { GO_ON = -2, GO_ON_COUNTED = -1 };
 
 typedef void *device;

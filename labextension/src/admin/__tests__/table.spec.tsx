@@ -170,7 +170,7 @@ describe('the page of admins', () => {
     await press('Let late.ipynb keep its slice');
     await told('late.ipynb: Done: keep bb');
     jest.useFakeTimers();
-    // The answer's timer starts with the answer, so order again with the fake timers.
+    // The timer starts with the answer, so give the order again, now with fake timers.
     await press('Let late.ipynb keep its slice');
     act(() => jest.advanceTimersByTime(OLD));
     expect(screen.getByRole('status').textContent).toBe('');

@@ -89,7 +89,7 @@ function show(
   };
 }
 
-/** Finds the pictures of devices among the pictures of the last minutes. */
+/** Matches the pictures of devices, but not the graphs of the last minutes. */
 const BARS = { name: /^GPU \d+, / };
 const region = (name: string) => within(screen.getByRole('region', { name }));
 /** The time of day on this machine's clock, `seconds` from now. */
@@ -577,7 +577,7 @@ describe('my kernels', () => {
     expect(front.getAttribute('aria-current')).toBe('true');
   });
 
-  it('a count-down draws nothing else again', () => {
+  it('a count-down redraws only its own text', () => {
     jest.useFakeTimers({ now: NOON });
     try {
       const { model } = show(

@@ -107,7 +107,7 @@ describe('PanelWidget', () => {
     expect(past.holders).toBe(1);
   });
 
-  it('the panel does not show a kernel after the last one ended', () => {
+  it('the panel shows no kernel after the last kernel has ended', () => {
     const { panel, model } = made();
     attach(panel);
     screen.getByRole('button', { name: 'Release the slice of label of a' });

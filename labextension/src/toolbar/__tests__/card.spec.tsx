@@ -134,7 +134,7 @@ describe('the popover', () => {
     expect(screen.queryByText(/brings it back/)).toBeNull();
   });
 
-  it('a slice that stays shows only its reason', () => {
+  it('for an idle slice that stays, only the reason is shown', () => {
     card(
       new FakeModel(session({ state: 'idle', stays_reason: 'Host memory is full.' }))
     );
@@ -373,7 +373,7 @@ describe('a release or a keep', () => {
     expect(status()).not.toContain('It stays.');
   });
 
-  it('the popover removes a refusal once it is read and untrue', async () => {
+  it('the popover removes a refusal that is read and out of date', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     model.client.release.mockRejectedValue(new PoolError('Not now.', 'busy', '', 409));
@@ -528,7 +528,7 @@ describe('the lines of the broker', () => {
     expect(model.client.why).not.toHaveBeenCalled();
   });
 
-  it('the lines are fetched again when the queue moves, and later', async () => {
+  it('a move in the queue or an interval fetches the lines again', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session(queued));
     model.client.why.mockResolvedValue({ lines });

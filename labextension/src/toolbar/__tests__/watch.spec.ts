@@ -109,7 +109,7 @@ describe('KernelWatch', () => {
     expect(watch.situation?.said.text).toBe('6 of 8 GiB on GPU 1');
   });
 
-  it('a machine without a GPU is not a kernel without a slice', () => {
+  it('"No GPU found" is for a machine, "No GPU" for a kernel', () => {
     const model = new FakeModel();
     model.view = { ...model.view!, devices: [] };
     expect(watching(model).watch.situation?.said.text).toBe('No GPU found');
