@@ -148,7 +148,7 @@ def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
         Finding(
             "ok",
             "guard's limits",
-            "it binds well-behaved programs and is no security boundary",
+            "a limit for well-behaved programs, not a security boundary",
             "A program can go around it: unset LD_PRELOAD, link statically, or open the driver "
             "by its path. c.GPUPool.overuse says what the pool does about such memory. Kernels "
             "share compute by turns, not by hardware.",
@@ -205,7 +205,10 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
         return Finding("ok", "ptrace", "not restricted (ptrace_scope 0)")
     if scope == 1 and os.getuid() == 0:
         return Finding("ok", "ptrace", "ptrace_scope 1; a broker of root is exempt")
-    todo = "If a kernel turns out pinned, run the broker as root or set kernel.yama.ptrace_scope=0."
+    todo = (
+        "If the pool cannot suspend a kernel because of this (the kernel is pinned), run the "
+        "broker as root or set kernel.yama.ptrace_scope=0."
+    )
     return Finding("warn", "ptrace", f"restricted (ptrace_scope {scope})", todo)
 
 
@@ -268,7 +271,10 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
         if broker.get("journal_note"):
             return [Finding("warn", "journal", str(broker["journal_note"]))]
         return [Finding("ok", "journal", str(broker["journal"]))] if "journal" in broker else []
-    todo = "Until it is repaired, a restart of the broker forgets what happened since."
+    todo = (
+        "Until the journal is repaired, a restarted broker does not know what happened after the "
+        "journal failed."
+    )
     return [Finding("fail", "journal", str(broker["journal_problem"]), todo)]
 
 

@@ -73,12 +73,11 @@ class RunningRequest:
 
     def story(self, back: bool) -> str:
         """Return a text about the preemption; ``back``: the kernel has got a slice again."""
-        often = "" if self.times == 1 else f"{self.times} times, "
-        end = "went on" if back else "ended before one was free again"
-        return (
-            f"This cell was without a GPU {often}for {format_seconds(max(1.0, self.away))}, and "
-            f"{end}. {taken(self.why)} {self.remedy}"
-        ).rstrip()
+        away = f"for {format_seconds(max(1.0, self.away))}"
+        if self.times > 1:
+            away = f"{self.times} times, {away} in all"
+        end = "went on" if back else "ended before a GPU was free again"
+        return f"This cell had no GPU {away}, and {end}. {taken(self.why)} {self.remedy}".rstrip()
 
 
 class CallWaits:

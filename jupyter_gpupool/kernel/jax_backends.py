@@ -21,8 +21,8 @@ _NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
 _NAMES = frozenset({"cuda", "gpu"})
 
 AGAIN = (
-    "GPU pool: JAX had opened only the CPU, because the wait for a GPU slice ended. It looks for "
-    "the GPU again at its next use."
+    "GPU pool: JAX had opened only the CPU, because the wait for a GPU slice ended without a "
+    "slice. JAX looks for the GPU again when a cell next uses JAX."
 )
 STAYS = (
     "GPU pool: JAX computes on the CPU, because it got no GPU slice when it opened its devices in "

@@ -192,7 +192,10 @@ _ATTACH = {
 
 #: The text about a slice on a device that cannot suspend. The pool can still take such a slice
 #: while the session has no state on the device.
-STAYS = "Once used, it stays until the kernel ends: state on this GPU cannot be moved off it."
+STAYS = (
+    "Once used, the slice stays until the kernel ends: state on this GPU cannot be moved to host "
+    "memory."
+)
 
 
 _GUARD = "on: CUDA calls wait for the slice, allocations are kept within it"

@@ -209,7 +209,7 @@ def describe_preempted(link: SessionLink) -> str:
 
 def taken(why: str) -> str:
     """Return a sentence with the rule by which the pool took the slice of a running cell."""
-    return sentence(f"the GPU was taken from this cell: {why}")
+    return sentence(f"the pool took the GPU from this cell: {why}")
 
 
 def worth_showing(link: SessionLink, wait: HoldWait, *, patient: bool = False) -> bool:

@@ -121,7 +121,9 @@ class Daily:
         if self.rule not in ("window", "refill"):
             raise ValueError(f"There is no rule {self.rule!r}: use 'window' or 'refill'.")
         if self.then not in ("borrow", "refuse", "stop"):
-            raise ValueError(f"There is no end {self.then!r}: use 'borrow', 'refuse' or 'stop'.")
+            raise ValueError(
+                f"{self.then!r} is not a value of 'then': use 'borrow', 'refuse' or 'stop'."
+            )
 
 
 def window_began(now: float, renews: float) -> float:

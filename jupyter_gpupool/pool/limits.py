@@ -107,7 +107,8 @@ def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
     if request.memory <= 0:
         return Refusal(
             Code.BAD_REQUEST,
-            f"{request.memory} bytes of GPU memory were asked for; it must be more than 0.",
+            f"The request asks for {request.memory} bytes of GPU memory; the size must be more "
+            "than 0.",
             "Ask for a size like 4GiB.",
             {"memory": request.memory},
         )
@@ -358,7 +359,8 @@ def blame_default(refusal: Refusal, asked: Collection[str]) -> Refusal:
         return refusal
     return replace(
         refusal,
-        message=f"{refusal.message} Nobody asked for that size: it is c.GPUPool.default_memory.",
+        message=f"{refusal.message} The kernel named no size, so it asked for "
+        "c.GPUPool.default_memory.",
         next_step="Name another size in the kernelspec, or have an admin change "
         "c.GPUPool.default_memory.",
     )

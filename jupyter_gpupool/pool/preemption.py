@@ -52,7 +52,7 @@ def obstacle(s: Session, facts: Facts) -> str:
     if s.confined:
         return s.refused
     if s.failures >= TRIES and s.refused:
-        return f"{s.failures} attempts failed, the last one so: {s.refused.rstrip('.')}"
+        return f"{s.failures} attempts failed; the last error was: {s.refused.rstrip('.')}"
     most = facts.settings.host_most(s.owner.name)
     if s.state_bound > most:
         size = format_bytes(s.state_bound)

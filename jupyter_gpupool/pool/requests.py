@@ -215,8 +215,8 @@ def _growth_bounds(
         Refusal(
             Code.NO_MEMORY,
             f"{format_bytes(max(0, free))} is free on this GPU now{kept}.",
-            "Free memory in the kernel, or try again when other kernels are idle; "
-            "what %gpu asks for is guaranteed.",
+            "Free memory in the kernel, or try again when other kernels are idle. "
+            "Memory that you ask for with %gpu is guaranteed.",
             {**numbers, "free": max(0, free)},
         ),
     )
@@ -236,9 +236,9 @@ def _growth_bounds(
             max(most - s.lease.granted, others),
             Refusal(
                 Code.NO_MEMORY,
-                f"only {format_bytes(max(0, others))} of the free memory is guaranteed to no other "
-                f"kernel. A kernel that takes more must stay suspendable, and above "
-                f"{format_bytes(most)} its state does not fit in host memory.",
+                f"only {format_bytes(max(0, others))} of the free memory is not guaranteed to "
+                "other kernels. If a kernel takes more than that, the pool must be able to suspend "
+                f"it, and above {format_bytes(most)} its state does not fit in host memory.",
                 "Free memory in the kernel, or ask an admin for more host memory.",
                 {**numbers, "most": most, "free": max(0, others)},
             ),
@@ -301,7 +301,8 @@ def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Re
     for most, why in bounds:
         if most < missing:
             held = format_bytes(held_on(s, uuid))
-            asked = f"{format_bytes(missing)} more than the slice of {held} was asked for"
+            more = format_bytes(missing)
+            asked = f"This kernel asked for {more} in addition to its slice of {held}"
             numbers = {**why.details, "bytes": missing}
             return Refusal(why.code, f"{asked}; {why.message}", why.next_step, numbers)
     if facts.waiting or any(held_on(o, uuid) for o in facts.short.values()):

@@ -91,9 +91,10 @@ RECALLED = 6
 RULES: Mapping[int, PreemptRule] = {1: "burst", 2: "guarantee", 3: "class", 4: "turns"}
 REASONS = {
     "burst": (
-        "it has more memory than it is guaranteed, and another kernel needs what it is guaranteed"
+        "it has more memory than is guaranteed to it, and another kernel needs its own guaranteed "
+        "memory"
     ),
-    "guarantee": "another kernel needs what its group is guaranteed",
+    "guarantee": "another kernel needs memory that is guaranteed to its group",
     "budget": "its GPU-seconds of today are used up, and another kernel needs the GPU",
     "class": "a kernel of a higher priority class needs the GPU",
     "turns": "its time slice is over, and another kernel has its turn",
@@ -102,9 +103,9 @@ REASONS = {
 #: For each rule of preemption: a sentence on what the owner of the preempted session can do.
 REMEDIES = {
     REASONS["burst"]: "What you ask for with %gpu is guaranteed: ask for as much as it needs.",
-    REASONS["guarantee"]: "With a smaller request (%gpu) both may fit.",
+    REASONS["guarantee"]: "With a smaller request (%gpu) both kernels may fit.",
     REASONS["budget"]: "%gpu why says when there are GPU-seconds again.",
-    REASONS["class"]: "With a smaller request (%gpu) both may fit.",
+    REASONS["class"]: "With a smaller request (%gpu) both kernels may fit.",
     REASONS["turns"]: "Kernels that fit together take no turns: a smaller request (%gpu) may help.",
 }
 

@@ -116,7 +116,10 @@ def _expected_lines(facts: Facts, s: Session, explained: Explanation) -> Iterabl
         return
     yield f"It will probably wait for another {format_range(*left)}."
     what = "suspends take" if s.wait.figures[-1].moving else "the cells ahead of it usually run"
-    yield f"The range comes from how long {what}, and how the last {found.waits} waits differed."
+    yield (
+        f"The pool computes the range from how long {what}, and from how far its forecasts of the "
+        f"last {found.waits} waits were off."
+    )
 
 
 def _beyond_lines(found: Explanation) -> Iterable[str]:
@@ -277,7 +280,7 @@ def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
         # Only a promise of the plan is certain. The other changes may lead to a slice, but need
         # not.
         goes = "goes" if "suspend-ends" in found.changes else "may go"
-        yield f"It {goes} on when {' or '.join(words)}."
+        yield f"It {goes} on when {', or when '.join(words)}."
     if found.changes_at is not None:
         comes = _TIME_WORDS[found.changes_by]
         yield f"If nothing else changes, {comes} {_when(found.changes_at, facts.now)}."
@@ -290,8 +293,8 @@ _CHANGE_WORDS = {
     "group-lease-ends": "another kernel of the group gives its slice back",
     "head-is-served": "the first kernel of the queue has got its slice",
     "host-memory": "host memory becomes free",
-    "holder-host-memory": "suspended kernels of the user in its way go on or end",
-    "holder-frees": "a kernel in its way frees GPU memory",
+    "holder-host-memory": "suspended kernels of a user whose kernel blocks it resume or end",
+    "holder-frees": "a kernel that blocks it frees GPU memory",
     "device-returns": "the GPU is back in service",
     "outside-use-ends": "programs outside the pool free their memory",
     "budget-renews": "there are GPU-seconds again",
@@ -319,7 +322,10 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
             yield f"The pool ends this kernel {_when(found.ends_at, facts.now)}, if another waits."
     elif s.id in facts.grown:
         most = format_bytes(s.request.memory)
-        yield f"Only {most} of that is guaranteed to it; what is beyond goes first."
+        yield (
+            f"Only {most} of this is guaranteed to it; the pool takes the rest back first if "
+            "another kernel needs memory."
+        )
     if found.claims:
         rule, at, taker = min(found.claims, key=lambda claim: claim[1])
         asker = facts.sessions[taker].owner

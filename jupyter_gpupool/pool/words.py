@@ -60,7 +60,7 @@ def reason(facts: Facts, plan: Plan, s: Session, scene: Scene | None = None) -> 
         ago = format_seconds(facts.now - v.lease.resumed_at)
         left = format_seconds(stays_until(v, facts) - facts.now)
         return (
-            f"an idle kernel came back to its GPU {ago} ago; moving it takes "
+            f"an idle kernel was restored to its GPU {ago} ago; moving that kernel takes "
             f"{v.measured.moving:.2g} s, so it keeps its slice for {left} more"
         )
     if why.rule == "planned":
@@ -81,7 +81,11 @@ def _behind(why: Reason, facts: Facts) -> str:
     unknown.
     """
     if why.rule == "budget":
-        return f": {_again(facts, why)}" if why.most else ""
+        if not why.most:
+            return ""
+        if why.at == math.inf:
+            return " when other kernels of the same budget stop"
+        return f" when there are more, {_clock(facts, why.at)}"
     if why.rule == "class-closed" and why.at:
         return f" when the schedule lets its class run, {_clock(facts, why.at)}"
     if why.rule == "busy":
@@ -138,7 +142,7 @@ def in_words(facts: Facts, why: Reason) -> str:
     return why.text or _SENTENCES[why.rule]
 
 
-_UNMOVED = "no kernel that could make room can be suspended"
+_UNMOVED = "the pool cannot suspend any kernel that could make room"
 
 
 def _host(facts: Facts, why: Reason) -> str:
@@ -148,7 +152,7 @@ def _host(facts: Facts, why: Reason) -> str:
     if why.lacks == "size":
         return "the state of each is larger than the host memory that it may use"
     if why.lacks == "quota":
-        return "their users have too little quota of suspended state left"
+        return "the users of these kernels have too little quota of suspended state left"
     used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
     if facts.host_room < budget - used:
         room = format_bytes(max(0, facts.host_room))
@@ -191,8 +195,8 @@ def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
         step = "Try again later: this budget now refills on other machines only."
         if soonest < math.inf:
             step = (
-                f"{kernels} use GPU-seconds as fast as they refill. If they stop now, there are "
-                f"more {_clock(facts, soonest)}."
+                f"{kernels} use GPU-seconds as fast as the budget refills. If these kernels stop "
+                f"now, there are more GPU-seconds {_clock(facts, soonest)}."
             )
     else:
         step = f"Try again later: there are more {_clock(facts, soonest)}."
@@ -334,31 +338,35 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
         if len(counts) > 1:
             kinds = " and ".join(f"{n} of the model {model}" for model, n in counts.items())
             return (
-                f"{size} is needed on each of {len(s.bound)} GPUs, {kinds}, and fewer have that "
-                "much free; CUDA was initialised on these models"
+                f"{size} is needed on each of {len(s.bound)} GPUs, {kinds}, because the kernel "
+                "initialised CUDA on these models; fewer such GPUs have that much free"
             )
         names = models[0]
         if len(s.bound) > 1:
             return (
-                f"{size} is needed on each of {len(s.bound)} GPUs of the model {names}, and fewer "
-                "have that much free; CUDA was initialised on this model"
+                f"{size} is needed on each of {len(s.bound)} GPUs of the model {names}, because "
+                "the kernel initialised CUDA on this model; fewer such GPUs have that much free"
             )
         return (
-            f"{size} is needed on a GPU of the model {names}, and at most {free} is free on one; "
-            "CUDA was initialised on this model"
+            f"{size} is needed on a GPU of the model {names}, because the kernel initialised CUDA "
+            f"on this model; at most {free} is free on such a GPU"
         )
     free = format_bytes(max(0, min(avail.get(uuid, 0) for uuid in s.bound)))
     names = ", ".join(str(ledger.device.index) for ledger in ledgers)
-    where = f"GPU {names}" if len(ledgers) == 1 else f"each of GPUs {names}"
+    if len(ledgers) == 1:
+        where, here, other = f"GPU {names}", "this GPU", "another GPU"
+    else:
+        where, here, other = f"each of GPUs {names}", "these GPUs", "other GPUs"
     needed = max([s.request.memory, *(need.bytes for need in needs)])
     why = (
-        "its suspended state is from there, and the driver cannot move it"
+        f"was suspended from {here}, and the driver cannot move its state to {other}"
         if s.suspended
-        else "it initialised CUDA there, and the driver could not move it to another GPU"
+        else f"initialised CUDA on {here}, and the driver could not move it to {other}"
         if s.immovable
-        else "it initialised CUDA there, and can move only after it has had a slice"
+        else f"initialised CUDA on {here}, and the pool can move it only after its first slice"
     )
-    return f"{format_bytes(needed)} is needed on {where} and {free} is free there; {why}"
+    size = format_bytes(needed)
+    return f"{size} is needed on {where}, and {free} is free there; the kernel {why}"
 
 
 def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
@@ -416,8 +424,8 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
     if s.roomless:
         return s.roomless
     if s.failures and now < s.retry_at and (s.failures > 1 or due < s.retry_at):
-        why = f" ({s.refused.rstrip('.')})" if s.refused else ""
-        return f"The last attempt to suspend it failed{why}; the pool tries again by itself."
+        why = f": {s.refused.rstrip('.')}" if s.refused else ""
+        return f"The last attempt to suspend it failed{why}. The pool tries again by itself."
     if max(due, s.retry_at) > now:
         return ""
     bound, budget = s.state_bound, facts.settings.host_memory
@@ -463,8 +471,8 @@ _STAYS = {
         "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
     ),
     "pressed": (
-        "Host memory is short where the kernel runs, so its state stays on the GPU; the slice "
-        f"goes back {_ROOM}."
+        "The host memory that this kernel may use is nearly full, so its state stays on the GPU. "
+        f"The slice goes back {_ROOM}."
     ),
     "machine": f"This machine has too little free memory now; the slice goes back {_ROOM}.",
     "kept": (

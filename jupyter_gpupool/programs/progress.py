@@ -42,7 +42,7 @@ def waiting_for(link: SessionLink, memory: int, waited: float, *, begun: bool = 
         return f"Waiting for the GPU pool's broker at {link.path}."
     taken = ""
     if link.preempted and not (link.queue is not None and link.preempted in link.queue.reason):
-        taken = sentence(f"the GPU was taken from this program: {link.preempted}") + " "
+        taken = sentence(f"the pool took the GPU from this program: {link.preempted}") + " "
     if link.state == "attaching" and link.queue is None:
         return f"Getting {what}." if not begun else f"Bringing the program back to {what}."
     text = f"{taken}Waiting for {what}"

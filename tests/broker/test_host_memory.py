@@ -373,7 +373,7 @@ def test_largest_state_returns_to_a_gpu_if_host_memory_is_low(broker, program):
     assert {small.state(), elsewhere.state()} == {"detached"}
     # The kernel keeps its GPU while host memory is short, even after a user releases the slice.
     large.server.call("release", session=large.session)
-    assert "Host memory is short" in large.status()["stays_reason"]
+    assert "The host memory that this kernel may use" in large.status()["stays_reason"]
     assert large.state() == "idle"
     in_group(broker, 2 * GiB)
     large.wait_state("detached")

@@ -296,7 +296,7 @@ def refused_move(broker, kernel):
     takers = occupy(kernel, but=[u for u in devices(broker) if u != home])
     broker.faults.set("migration-refused", pid=k.process.pid)
     k.tell("context")
-    reason = "initialised CUDA there, and the driver could not move it"
+    reason = "initialised CUDA on this GPU, and the driver could not move it"
     wait_until(lambda: reason in k.status()["wait_reason"], "it waits where it asked", PATIENCE)
     return k, home, takers
 

@@ -114,7 +114,7 @@ def test_doctor_shows_the_policy_and_limits_of_a_guarded_broker(broker, capsys):
     )
     limits = found["guard's limits"]
     assert limits["verdict"] == "ok"
-    assert "no security boundary" in limits["message"]
+    assert "not a security boundary" in limits["message"]
     assert "LD_PRELOAD" in limits["todo"]
 
 

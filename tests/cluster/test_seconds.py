@@ -64,8 +64,8 @@ def test_machines_together_use_at_most_one_budget(cluster):
     first.attach()
     second.attach()
     stopped = (
-        "it was preempted: the GPU-seconds of today are used up; it goes on by itself: there are "
-        "more in "
+        "it was preempted: the GPU-seconds of today are used up; it goes on by itself when there "
+        "are more, in "
     )
     # While GPU-seconds are left, a kernel may continue with those that the other machine gives up.
     wait_until(lambda: sum(used(cluster).values()) >= FEW - 0.1, "all GPU-seconds to be used")

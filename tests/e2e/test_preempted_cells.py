@@ -242,7 +242,7 @@ def test_lone_kernel_has_the_whole_gpu_until_another_asks(pool):
             lambda: (s := worker.session()) and s["preempted"] and s["suspended_bytes"],
             "its grown memory to go", show=worker.session,
         )  # fmt: skip
-        assert "more memory than it is guaranteed" in worker.session()["preempted"]
+        assert "more memory than is guaranteed to it" in worker.session()["preempted"]
         release.touch()
         (await second).check()
         await until(lambda: worker.session()["resumes"], "its return", show=worker.session)

@@ -389,8 +389,8 @@ def test_reason_says_why_a_free_device_does_not_help(make):
     lab.end("a")
     assert lab.state("w") == "queued"
     assert lab.reason("w") == (
-        "12 B is needed on GPU 1 and 0 B is free there; it initialised CUDA there, and can move "
-        "only after it has had a slice"
+        "12 B is needed on GPU 1, and 0 B is free there; the kernel initialised CUDA on this GPU, "
+        "and the pool can move it only after its first slice"
     )
 
 

@@ -109,7 +109,7 @@ def test_default_limit_rises_to_the_requested_memory(base, asked, want):
 def test_refusal_of_a_default_size_names_the_option():
     refusal = Refusal("over-host", "4 GiB was asked for; no.", "Ask for less.")
     assert blame_default(refusal, {"memory"}) is refusal
-    assert "it is c.GPUPool.default_memory." in blame_default(refusal, ()).message
+    assert "so it asked for c.GPUPool.default_memory." in blame_default(refusal, ()).message
     other = Refusal("no-device", "There is no GPU.")
     assert blame_default(other, ()) is other
 

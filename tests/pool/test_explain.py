@@ -462,8 +462,8 @@ def test_reason_of_a_gang_names_how_many_devices_it_needs(make):
     lab.open("g", 12, devices=2, lands=True)
     lab.send(ev.HoldTaken, session="g", hold="h", kind="device", bound=("G0", "G1"))
     assert lab.reason("g") == (
-        "12 B is needed on each of 2 GPUs of the model A, and fewer have that much free; CUDA was "
-        "initialised on this model"
+        "12 B is needed on each of 2 GPUs of the model A, because the kernel initialised CUDA on "
+        "this model; fewer such GPUs have that much free"
     )
     lab.running("c", 8)
     assert lab.reason("g").startswith("12 B on each of 2 GPUs is needed and 1 GPU has that much")
@@ -475,6 +475,6 @@ def test_reason_of_a_gang_counts_the_devices_of_each_model(make):
     lab.open("g", 12, devices=3, lands=True)
     lab.send(ev.HoldTaken, session="g", hold="h", kind="device", bound=("G2", "G0", "G1"))
     assert lab.reason("g") == (
-        "12 B is needed on each of 3 GPUs, 1 of the model A and 2 of the model B, and fewer have "
-        "that much free; CUDA was initialised on these models"
+        "12 B is needed on each of 3 GPUs, 1 of the model A and 2 of the model B, because the "
+        "kernel initialised CUDA on these models; fewer such GPUs have that much free"
     )

@@ -85,7 +85,7 @@ def test_no_lease_with_state_is_suspended_under_host_pressure(make):
     none(lab.after(100), ev.Suspend)
     lab.release("a")
     assert lab.record("a").state == "idle"
-    assert "Host memory is short where the kernel runs" in stays(lab, "a")
+    assert "The host memory that this kernel may use is nearly full" in stays(lab, "a")
     suspends = all_of(press(lab), ev.Suspend)
     suspends += all_of(lab.after(0), ev.Suspend)
     assert [a.session for a in suspends] == ["a"]

@@ -38,7 +38,8 @@ def lab(make):
 
 def test_immovable_state_waits_for_its_device(lab):
     none(lab.after(2), ev.Attach)
-    assert "its suspended state is from there, and the driver cannot move it" in lab.reason("a")
+    why = "the kernel was suspended from this GPU, and the driver cannot move its state"
+    assert why in lab.reason("a")
     assert "on GPU 0" in lab.reason("a")
     attach = got(lab.end("b"), ev.Attach, session="a")
     assert [s.device for s in attach.slices] == ["G0"]

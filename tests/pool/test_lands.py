@@ -72,8 +72,8 @@ def test_session_waits_for_its_gpu_model_and_the_reason_says_so():
     lab.running("c", 16)
     none(asked(lab, "a", "G0"), ev.Attach)
     assert lab.reason("a") == (
-        "10 B is needed on a GPU of the model A, and at most 0 B is free on one; CUDA was "
-        "initialised on this model"
+        "10 B is needed on a GPU of the model A, because the kernel initialised CUDA on this "
+        "model; at most 0 B is free on such a GPU"
     )
     got(lab.end("c"), ev.Attach, session="a", slices=(Slice("G1", 10),))
 
@@ -123,7 +123,7 @@ def test_refused_landing_gives_the_slice_back():
     lab.after(5)
     none(not_landed(lab, "a", "G0", stay=True), ev.Attach)
     assert (lab.state("a"), lab.record("a").slices) == ("queued", ())
-    assert lab.reason("a").startswith("10 B is needed on GPU 0 and 0 B is free there")
+    assert lab.reason("a").startswith("10 B is needed on GPU 0, and 0 B is free there")
     assert "the driver could not move it" in lab.reason("a")
     got(lab.hold("c"), ev.Attach, session="c", slices=(Slice("G1", 10),))
     got(lab.end("b"), ev.Attach, session="a", slices=(Slice("G0", 10),))

@@ -166,8 +166,8 @@ def test_reason_distinguishes_low_host_memory_from_full_budget(make):
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
     assert lab.reason("w") == (
-        "no kernel that could make room can be suspended: this machine has room for only 5 B of "
-        "suspended state now"
+        "the pool cannot suspend any kernel that could make room: this machine has room for only "
+        "5 B of suspended state now"
     )
     lab.send(ev.HostMemorySeen, available=-3)
     assert "only 0 B" in lab.reason("w")

@@ -252,8 +252,8 @@ def test_refusal_names_when_gpu_seconds_can_come_back(make, group):
     refusal = got(lab.hold("b"), ev.HoldRefused).refusal
     who = "Kernels of the group bio" if group else "Your other kernels"
     assert refusal.next_step == (
-        f"{who} use GPU-seconds as fast as they refill. If they stop now, there are more in "
-        "60 min, at 01:26 UTC."
+        f"{who} use GPU-seconds as fast as the budget refills. If these kernels stop now, there "
+        "are more GPU-seconds in 60 min, at 01:26 UTC."
     )
     assert refusal.details["renews_at"] is None
     assert refusal.details["soonest"] == pytest.approx(lab.now + 600 + DAY / 24)

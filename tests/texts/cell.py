@@ -132,7 +132,8 @@ def errors(sheet: Sheet) -> None:
     limit = CallRefusal(
         "grow",
         "limit",
-        "5 GiB more than the slice of 8 GiB was asked for; the limit of this kernel is 12 GiB",
+        "This kernel asked for 5 GiB in addition to its slice of 8 GiB; the limit of this kernel "
+        "is 12 GiB",
         "Free memory in the kernel.",
     )
     put("A CUDA call asked for more than the limit", Guard(full), limit, oom, link(**attached))

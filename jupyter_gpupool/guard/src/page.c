@@ -281,8 +281,10 @@ static enum page_state refuse(const char *why)
 void page_lost(enum answer answer)
 {
     refuse(answer == ANSWER_REFUSED ? "is gone: the session has ended. Restart the kernel"
-           : answer == ANSWER_AWAY  ? "is gone, and no broker answers. A later call asks again"
-                                    : "is gone, although the broker put it back. A later call asks again");
+           : answer == ANSWER_AWAY  ? "is gone, and no broker answers. A later CUDA call asks the "
+                                      "broker again"
+                                    : "is still missing, although the broker put it back. A later "
+                                      "CUDA call asks the broker again");
 }
 
 #define OPEN_FLAGS (O_RDWR | O_CLOEXEC | O_NONBLOCK)

@@ -112,8 +112,9 @@ static bool hold_back(void)
         return false;
     /* In a notebook the agent shows its own line instead of this one. */
     static const char told[] =
-        "\nGPU pool: a library's own thread waits for a GPU slice. To end its call now can destroy arrays that the "
-        "call may reuse, so the interrupt changed nothing. Interrupt once more to end the call.\n";
+        "\nGPU pool: a thread of a library waits for a GPU slice. If its call ended now, arrays "
+        "that the call may reuse could be lost, so the interrupt changed nothing. Interrupt once "
+        "more to end the call.\n";
     if (isatty(STDERR_FILENO))
         (void)!write(STDERR_FILENO, told, sizeof told - 1);
     return true;
