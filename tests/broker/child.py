@@ -25,7 +25,7 @@ def cu_initialised():
     return STATE["device"] is not None
 
 
-STATE = {"device": None, "buffers": []}
+STATE = {"device": None, "buffers": [], "unfilled": []}
 WAITS = {}
 CHILDREN = []
 LINK = SessionLink(
@@ -112,7 +112,7 @@ def do_call(command):
 
 
 def do_alloc(command):
-    """Allocate device memory on the slice's device and fill it with a byte."""
+    """Allocate device memory on the slice's device, and fill it with a byte unless that is None."""
     from cuda.core import Device
 
     if STATE["device"] is None:
@@ -124,6 +124,9 @@ def do_alloc(command):
     device.set_current()
     stream = device.create_stream()
     buffer = device.allocate(command["bytes"], stream=stream)
+    if command["byte"] is None:
+        STATE["unfilled"].append(buffer)
+        return
     buffer.fill(command["byte"], stream=stream)
     stream.sync()
     STATE["buffers"].append((buffer, stream, command["byte"]))

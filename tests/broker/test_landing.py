@@ -262,7 +262,7 @@ def test_process_waits_with_a_reason_if_the_driver_cannot_move(make_broker, kern
     k.tell("context")
     k.wait_state("queued")
     index = devices(broker)[home]["index"]
-    wait_until(lambda: f"GPU {index} and" in k.status()["wait_reason"], "the reason", PATIENCE)
+    wait_until(lambda: f"GPU {index}, and" in k.status()["wait_reason"], "the reason", PATIENCE)
     takers[home].do("calm")
     assert k.answer(PATIENCE) is None
     assert k.status()["devices"] == [home]
@@ -305,7 +305,7 @@ def test_session_waits_for_its_gpu_after_a_refused_move(broker, kernel):
     k, home, takers = refused_move(broker, kernel)
     status = k.status()
     assert (status["state"], status["devices"]) == ("queued", [])
-    assert f"on GPU {devices(broker)[home]['index']} " in status["wait_reason"]
+    assert f"on GPU {devices(broker)[home]['index']}, and" in status["wait_reason"]
     wait_until(
         lambda: devices(broker)[home]["memory_used"] == PAGE + CONTEXT,
         "nothing of it is where it asked",

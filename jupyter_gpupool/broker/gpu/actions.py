@@ -196,7 +196,7 @@ class DeviceActions:
         return need
 
     async def _wait_for_room(self, slices: Sequence[Slice]) -> str:
-        """Wait for free memory; return "" when there is enough, or why there is not."""
+        """Wait until enough memory is free; return "", or why memory is still short."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + ROOM_WAIT
         while True:
