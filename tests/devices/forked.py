@@ -13,7 +13,7 @@ from contextlib import suppress
 from jupyter_gpupool.devices import child
 from tests.broker import forks
 
-#: asyncio's own function.
+#: The function of asyncio that :func:`create_subprocess_exec` replaces.
 _execute = asyncio.create_subprocess_exec
 
 
@@ -25,8 +25,8 @@ async def create_subprocess_exec(*command, **options):
         return await _execute(*command, **options)
     command = [*command]
     if command[1] == str(child.SCRIPT):
-        # A child ends if its parent is not the process named here. The service would name itself,
-        # but the parent of a forked child is another process.
+        # A child ends if its parent is not the process that this argument names. The service names
+        # itself, but the parent of a forked child is another process.
         assert command[4] == str(os.getpid()), command
         command[4] = str(forks.parent())
     stdin, write = os.pipe()

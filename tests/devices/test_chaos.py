@@ -70,7 +70,7 @@ async def test_no_byte_is_lost_while_children_are_killed(emulated, rounds):
         finally:
             killer.cancel()
             await asyncio.wait({killer})
-        # In the target processes, nothing reaps their killed children, so NVML may list them for
-        # a while.
+        # The target processes do not reap their killed children, so NVML may list these children
+        # for a while.
         while sum(sample.used for sample in await service.sample()):
             await asyncio.sleep(0.05)

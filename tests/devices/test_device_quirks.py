@@ -58,8 +58,10 @@ async def resumed(service, target, to, origin, need):
 
 
 async def test_memory_used_before_any_session_counts_as_driver_memory(emulated):
-    """residue: part of it appears with the first context, so the service measures it after its
-    self-tests."""
+    """residue: the service measures the residue after its self-tests.
+
+    A part of the residue appears only with the first context.
+    """
     machine = emulated(TWO)
     machine.faults.set("residue", device=0, bytes="100MiB")
     async with machine.started() as (service, devices):
@@ -189,8 +191,8 @@ async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
         await beginning(service, first, "checkpoint", task)
         monitor = service._sampler.child.pid
         samples = asyncio.create_task(service.sample())
-        # The service does not keep another session locked for the length of the copy, but lets it
-        # run.
+        # The service does not keep the other session locked until the end of the copy. It lets the
+        # other session run.
         outcome = await service.suspend(other.root, [second], session="s2")
         assert outcome.status == "drain"
         assert "copying for another kernel" in outcome.message
@@ -242,7 +244,7 @@ async def test_nvml_that_hangs_without_a_copy_is_replaced(emulated):
         assert service._sampler.child.pid != first
 
 
-async def test_nvml_that_hangs_amid_endless_copies_is_replaced(emulated):
+async def test_nvml_that_hangs_during_endless_copies_is_replaced(emulated):
     machine = emulated(ONE)
     async with machine.started(sample_timeout=0.2) as (service, _):
         sampler = service._sampler
@@ -315,9 +317,7 @@ async def test_memory_that_rises_and_falls_is_not_progress(monkeypatch, op, size
 
 
 async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
-    """restore-keeps-state: after a failure, the service goes by the driver's
-    state of the process.
-    """
+    """restore-keeps-state: after a failure, the service relies on the state in the driver."""
     machine = emulated(TWO)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -334,8 +334,9 @@ async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
 
 
 async def test_restore_without_room_can_keep_the_state(emulated):
-    """restore-keeps-state: the resume does not say how much room it needs, so the
-    driver tries it.
+    """restore-keeps-state: the caller does not say how much room is needed.
+
+    So the service lets the driver try the restore.
     """
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
@@ -379,7 +380,7 @@ async def test_refused_resume_suspends_restored_processes_again(emulated):
 
 
 async def test_undo_retries_a_restore_until_it_succeeds(emulated):
-    """restore-keeps-state: one process is suspended and the other refuses: both must run again."""
+    """restore-keeps-state: one process is suspended, one is refused. Both must run again."""
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -466,8 +467,8 @@ async def until_taken(thief, suspending):
 
 
 @pytest.mark.parametrize("code", [1, 801])
-async def test_process_that_the_driver_does_not_move_comes_back(emulated, code):
-    """migration-refused: the state is intact, and can resume only on the old device."""
+async def test_process_that_cannot_migrate_resumes_on_its_device(emulated, code):
+    """migration-refused: the state is intact. The process can resume only on its old device."""
     machine = emulated(TWO)
     async with machine.started() as (service, devices), machine.target() as target:
         first, second = (d.uuid for d in devices)
@@ -497,7 +498,7 @@ async def test_state_survives_a_device_that_fails_in_a_resume(emulated):
         first, second = (d.uuid for d in devices)
         digest = await filled(target)
         need = (await suspended(service, target, first)).freed[first]
-        no_room = service._workers.operation  # the check for room, then the loss
+        no_room = service._workers.operation  # the device is lost after the check for room
 
         def losing(*arguments, **options):
             operation = no_room(*arguments, **options)
@@ -593,7 +594,7 @@ async def test_close_ends_the_watch_on_a_late_lock(emulated):
 
 
 @pytest.mark.parametrize("code", [304, 702, 999])
-async def test_lock_that_fails_after_its_whole_time_counts_as_late(emulated, code):
+async def test_lock_that_fails_at_its_time_out_counts_as_late(emulated, code):
     """lock-timeout with a code other than NOT_READY: the process can still be suspended later."""
     machine = emulated(ONE)
     async with (

@@ -81,7 +81,7 @@ async def test_worker_killed_during_a_resume_loses_no_state(emulated):
 
 
 async def test_resume_sends_its_worker_two_requests(emulated, monkeypatch):
-    """Each request must wake another process, which takes longer than the driver's work."""
+    """A request takes longer than the driver's work, because it must wake another process."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -105,7 +105,7 @@ async def test_resume_sends_its_worker_two_requests(emulated, monkeypatch):
         assert await target.do("digest", 1) == digest
 
 
-async def test_resume_finds_processes_beyond_the_known_ones(emulated):
+async def test_resume_finds_processes_that_the_caller_does_not_know(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -165,7 +165,7 @@ async def test_hanging_restore_leaves_the_session_suspended(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_driver_that_never_answers_is_hung_in_bounded_time(emulated):
+async def test_silent_driver_counts_as_hung_in_bounded_time(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with (
         machine.started(lock_timeout=0.1, call_timeout=6.0) as (service, devices),
@@ -245,7 +245,7 @@ async def test_close_waits_for_a_child_that_was_replaced(monkeypatch):
 
 
 async def test_cancelled_start_ends_the_process_that_it_started(monkeypatch):
-    """Before, asyncio left the pipes open, so a stopped broker logged an error."""
+    """In the past, asyncio left the pipes open, so a broker that stopped logged an error."""
     execute, begun, made = asyncio.create_subprocess_exec, asyncio.Event(), []
 
     async def late(*command, **options):
@@ -266,11 +266,10 @@ async def test_cancelled_start_ends_the_process_that_it_started(monkeypatch):
 
 @pytest.mark.parametrize("guard", [False, True])
 async def test_close_ends_a_self_test_without_a_caller(emulated, monkeypatch, guard):
-    """The self-test goes on after the cancellation of its caller, and with the guard it starts
-    another self-test.
+    """The self-test goes on after the cancellation of its caller.
 
-    Before, the process of the self-test went on, so the log had an error after the event loop was
-    closed.
+    With the guard it also starts another self-test. In the past, the self-test's process did not
+    end at the close. So the log had an error after the event loop was closed.
     """
     machine, begun, made = emulated("1x1GiB,context=16MiB"), asyncio.Event(), []
     execute = asyncio.create_subprocess_exec
@@ -377,7 +376,7 @@ async def test_stopped_target_is_not_resumed(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_target_that_stops_during_a_suspend_runs_after_cont(emulated, waiting):
+async def test_target_that_stops_during_a_suspend_runs_after_sigcont(emulated, waiting):
     machine = emulated("1x1GiB,context=16MiB")
     _, until_async = waiting
     async with (
@@ -458,7 +457,7 @@ async def test_nothing_is_suspended_if_all_processes_end_meanwhile(emulated):
 
 
 async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
-    """The dead broker left a locked session, or a suspended one without a record."""
+    """The dead broker left a locked session, or a suspended session without a record."""
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -579,7 +578,7 @@ async def test_operations_on_one_device_wait_for_each_other(emulated):
             *(service.suspend(t.root, [uuid], session=f"s{t.pid}") for t in (first, second))
         )
         assert [outcome.status for outcome in outcomes] == ["suspended"] * 2
-        # In parallel, each would have counted the memory that both freed.
+        # If both ran in parallel, each suspend would count the memory that both of them freed.
         assert outcomes[0].freed == outcomes[1].freed
 
 
@@ -665,8 +664,9 @@ async def test_device_tested_while_its_peer_was_away_can_migrate(emulated):
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, waiting, lost):
-    """The other device may be lost, too: in that case the next sampler must not
-    look for that device either.
+    """The next sampler must not open the paused device.
+
+    With ``lost``, the other device is lost. The next sampler must not look for it either.
     """
     _, until_async = waiting
     machine = emulated("2x1GiB,context=16MiB")

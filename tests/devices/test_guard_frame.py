@@ -45,7 +45,7 @@ def why(device) -> str:
     return device.tier_reason
 
 
-async def test_guard_that_passes_gives_its_tier(emulated):
+async def test_device_is_guarded_if_the_guard_passes_its_test(emulated):
     machine = emulated("2x1GiB,context=48MiB")
     async with machine.started(guard=True) as (service, devices):
         for device in devices:
@@ -121,7 +121,7 @@ async def test_guard_fails_if_it_refuses_no_allocation(emulated, monkeypatch):
 
 
 async def test_guard_fails_if_it_does_not_count_memory(emulated, monkeypatch):
-    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # within the grant
+    monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # this still fits in the grant
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "it counted 4194304 of 16777216 bytes" in why(device)
 
@@ -182,7 +182,7 @@ def test_self_test_needs_only_one_writable_temporary_folder(monkeypatch, place):
     def none():
         raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
 
-    # Gettempdir tries each folder, and keeps its answer.
+    # gettempdir() tries each folder once and keeps its answer, so the test replaces the function.
     monkeypatch.setattr(tempfile, "gettempdir", none)
     folder = guard_frame._folder()
     assert folder.parent == place
@@ -244,7 +244,7 @@ async def test_problem_names_a_device_tested_without_the_guard(emulated):
 
 async def test_broker_inside_a_session_tests_like_one_outside(emulated, tmp_path):
     machine = emulated("1x1GiB,context=16MiB")
-    # Closed: the outer session waits.
+    # The gate of a new page is closed: the outer session waits.
     outer = Page.create(tmp_path / "outer", "outer", os.geteuid())
     try:
         folder = install.guard_directory(tmp_path)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML lists pids of another PID namespace, which must match no process here."""
+"""NVML lists pids of another PID namespace. No process here may be taken for one of them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_session_is_suspended_although_nvml_lists_other_pids(emulated, bys
         digest = await target.do("fill", 64 * MiB, 1)
         (sample, _) = await service.sample()
         (listed,) = sample.processes
-        # The service makes the pid negative: no process has it, so a look-up finds none.
+        # The service makes the pid negative. No process has one, so a look-up finds none.
         assert listed == ProcessMemory(-abs(listed.pid), 80 * MiB)
         assert listed.pid == (-bystander.pid if collides else -(target.pid + (1 << 22)))
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
@@ -75,8 +75,7 @@ async def test_session_is_suspended_although_nvml_lists_other_pids(emulated, bys
 
 
 async def test_process_that_nvml_does_not_list_has_nothing_to_free(emulated):
-    """The service once waited for free memory until the time-out, and reported that nothing was
-    freed."""
+    """In the past, the service waited until the time-out and reported that nothing was freed."""
     machine = emulated(MACHINE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -98,7 +97,7 @@ def sample(*listed):
 
 @pytest.fixture
 def make_numbers(monkeypatch):
-    """Make a judge in the initial PID namespace, or in another namespace."""
+    """Return a function that makes a judge in the initial PID namespace or in another one."""
 
     def make(*, initial, known=None):
         first = sampler.FIRST_NAMESPACE

@@ -13,7 +13,7 @@ from jupyter_gpupool.devices.nvidia import checkpoint, driver, interpreter
 from jupyter_gpupool.devices.nvidia.operations import freed_bytes
 
 
-def test_resume_in_place_has_no_map():
+def test_resume_on_the_same_devices_has_no_map():
     assert checkpoint.complete_mapping(("a", "b"), ("a", "b"), ("a", "b", "c")) is None
     assert checkpoint.complete_mapping((), (), ("a",)) is None
 

@@ -95,7 +95,7 @@ async def test_full_device_is_untested_and_trusted_to_suspend(emulated):
             assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
             assert "no room" in full.tier_reason
             assert (free.can_suspend, free.can_migrate) == (True, False)
-            # Before its test, the service checks for room, and does so on the right device.
+            # The service checks for room before the test, on the device that needs the room.
             assert f"no room on another GPU: Device {full.uuid}" in free.tier_reason
             outcome = await service.suspend(target.root, [full.uuid], session=SESSION)
             assert outcome.status == "suspended", outcome.message
@@ -348,7 +348,7 @@ async def test_one_refusal_undoes_the_whole_session(emulated, victim):
 # ------------------------------------------------------------------ refusals
 
 
-async def test_managed_memory_pins_a_process_that_then_runs_on(emulated):
+async def test_managed_memory_pins_a_process_that_keeps_running(emulated):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -441,7 +441,10 @@ async def test_next_broker_knows_the_cost_of_a_context(emulated):
 async def test_self_test_retires_its_program_on_a_hanging_driver(
     emulated, monkeypatch, hazard, guard
 ):
-    """A suspended process has no device file open; SIGKILL ends the test program."""
+    """If a driver hangs when a restored process ends, the self-test first suspends its program.
+
+    A suspended process has no device file open, so SIGKILL ends the test program.
+    """
     machine, seen = emulated(), []
     close, begin = Child.close, device_files(machine.env["EMUCUDA_STATE"])
 

@@ -138,10 +138,11 @@ class Broker:
         #: Requests before cuInit. The broker answers them at once, and ``messages`` does not have
         #: them.
         self.homes = []
-        #: Requests for a lost page; ``page`` returns whether the page has its name again.
+        #: Requests for a lost page. For each one the broker calls ``page``, which returns true if
+        #: the page is available again.
         self.pages = []
         self.page = lambda: False
-        self.passes = []  # descriptors that the answer to such a request carries
+        self.passes = []  # descriptors that the answer to a request for a page carries
         self.home = lambda: None
         self.open = 0  # connections that wait for an answer
         self.answer = lambda message: None
@@ -208,7 +209,7 @@ class Broker:
         self.wait(lambda b: len(b.messages) >= count)
 
     def stop(self):
-        """End as a broker does that is killed."""
+        """Close the socket and all connections, as if the broker were killed."""
         # close() alone leaves the socket open as long as a thread waits in accept().
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -315,7 +316,11 @@ def wait_for(condition, timeout=TIMEOUT):
 
 @pytest.fixture(name="compile_c", scope="session")
 def compiler():
-    """Return :func:`compile_c` as a fixture: several test folders have a module ``conftest``."""
+    """Return :func:`compile_c`.
+
+    It is a fixture because several test folders have a module ``conftest``, so a test cannot import
+    the function by the name of its module.
+    """
     return compile_c
 
 

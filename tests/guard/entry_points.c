@@ -82,7 +82,8 @@ void guard_leave(void)
     overwrite();
 }
 
-/* For a call that frees: checks the arguments that the guard would note. */
+/* The entry point of a call that frees calls this function. It checks the arguments that the guard
+ * would note. */
 int guard_enter_back(uint32_t entry, const uint64_t *argument);
 int guard_enter_back(uint32_t entry, const uint64_t *argument)
 {
@@ -107,7 +108,7 @@ typedef int (*everything)(long a, long b, long c, long d, long e, long f, double
                           double i, double j, double k, double l, double m, double n, long o,
                           long p, long q, long r, long s, long t, long u, long v, long w, long x);
 
-/* Takes the part of the driver: checks its arguments. */
+/* Acts as the driver's function: checks its arguments. */
 static int look(long a, long b, long c, long d, long e, long f, double g, double h, double i,
                 double j, double k, double l, double m, double n, long o, long p, long q, long r,
                 long s, long t, long u, long v, long w, long x)
@@ -191,7 +192,8 @@ int main(void)
     try(E_cuNever, (void *)cuNever, 0);
     try(E_COUNT + 7, (char *)guard_entry_at + guard_entry_at[E_COUNT + 7], 0);
     CHECK((char *)guard_entry_at + guard_entry_at[E_cuGate] == (char *)cuGate);
-    /* These get 24 arguments, 10 of them on the stack, and must pass all of them on. */
+    /* These functions get 24 arguments, 10 of them on the stack, and must pass all 24 to the
+     * driver. */
     try(E_cuWait24, (void *)cuWait24, 1);
     try(E_cuWait17, (void *)cuWait17, 1);
     guard_real[E_cuWait3] = (void *)give_rax;

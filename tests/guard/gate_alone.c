@@ -90,7 +90,7 @@ static inline void stop(void)
 /* Resumes the session. */
 static void open_again(void)
 {
-    closing = false; /* this comes first, because a step follows */
+    closing = false; /* first, because step() may set `suspended` while `closing` is true */
     suspended = false;
     page.gate = GATE_UNUSED;
 }
@@ -98,13 +98,13 @@ static void open_again(void)
 CUresult broker_attach(void)
 {
     asked++;
-    CHECK(counted() == 0); /* a call that waits is not inside */
+    CHECK(counted() == 0); /* a call that waits does not count as inside */
     if (!answer)
         open_again();
     return answer;
 }
 
-/* Here no call is noted, and no call is left to make later. */
+/* In this test the guard notes no call, so later_do() has no noted calls to make. */
 bool later_note(uint32_t entry, const uint64_t *argument) { return entry && argument && false; }
 bool later_do(void)
 {
@@ -156,7 +156,7 @@ void cached_fill(void)
 {
 }
 
-/* If the program has an argument, this thread is the one that counts itself in its own word. */
+/* If the program has an argument, this thread counts its calls in its own word, `first`. */
 int main(int argc, char **argv)
 {
     (void)argv;
@@ -200,8 +200,8 @@ int main(int argc, char **argv)
     CHECK(tries > 100 && waited > 20);
     page.pause_until = 0;
     answer = 0;
-    /* If a call that is inside waits for the broker, it steps out, and it steps back in only
-     * through an open gate. */
+    /* A call that is inside may have to wait for the broker. The call then steps out, and steps
+     * back in only through an open gate. */
     page.gate = GATE_OPEN;
     CHECK(guard_enter() == 0);
     gate_step_out();
@@ -214,14 +214,15 @@ int main(int argc, char **argv)
     CHECK(gate_step_in() == CUDA_ERROR_SYSTEM_NOT_READY);
     guard_leave();
     CHECK(counted() == 0);
-    guard_leave(); /* one leave too many has no effect */
+    guard_leave(); /* without a call inside, guard_leave() has no effect */
     CHECK(counted() == 0);
-    /* A query about devices is not use and needs no lease, but it is counted. */
+    /* A query about devices needs no lease and does not mark the gate as used, but it counts as a
+     * call inside. */
     page.gate = GATE_UNUSED;
     CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && counted() == 1);
     guard_leave();
-    /* Another thread sleeps and still has to set its context in the driver. For this reason alone,
-     * this thread counts no call, and makes no call for the other thread. */
+    /* Another thread sleeps, and has not yet set its context in the driver. As long as there is no
+     * noted call, this thread counts no call, and makes no call for the other thread. */
     page.gate = GATE_OPEN;
     gate_arrears(ARREARS_CONTEXTS, true);
     made = steps = 0;

@@ -22,7 +22,7 @@ __thread bool guard_slot_user = true, guard_first;
 
 static uint32_t get(const uint32_t *word) { return __atomic_load_n(word, __ATOMIC_SEQ_CST); }
 
-/* Takes the part of the broker. The real broker uses pwrite() and pread(). They order memory at
+/* Acts as the broker. The real broker uses pwrite() and pread(). They order memory at
  * least as strictly as these atomic stores and loads. */
 static void *broker(void *unused)
 {
@@ -73,7 +73,7 @@ void polite_nap(struct polite *p) { (void)p; }
 void nap(int milliseconds) { (void)milliseconds; }
 void cached_fill(void) {}
 
-/* If the program has an argument, this thread is the one that counts itself in its own word. */
+/* If the program has an argument, this thread counts its calls in its own word, `first`. */
 int main(int argc, char **argv)
 {
     pthread_t thread;

@@ -86,7 +86,8 @@ static int inner_alloc_async_ptsz(unsigned long long *out, size_t bytes, void *s
     return 0;
 }
 
-/* A form that is newer than the versions that the guard knows, with other arguments. */
+/* A form of cuStreamCreate with other arguments. It is newer than all versions that the guard
+ * knows. */
 static int newest_stream_create(int a, int b, int c, int d, int e, int f, int g, int h)
 {
     return a + b + c + d + e + f + g + h;
@@ -98,7 +99,8 @@ EXPORT int cuStreamCreate(void **out, unsigned flags)
     return 0;
 }
 
-/* The form from before CUDA 3.2. The guard refuses it, like every call with 32-bit addresses. */
+/* The form of cuMemAlloc before CUDA 3.2. The guard refuses this form, like every call with 32-bit
+ * addresses. */
 EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
 {
     *out = bytes;

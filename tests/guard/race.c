@@ -133,7 +133,7 @@ static void own_context(size_t bytes)
     CUdeviceptr p;
     if (!GIVEN(cuCtxCreate_v2(&context, 0, 0)))
         return;
-    GIVEN(cuMemAlloc_v2(&p, bytes)); /* the end of its context frees it */
+    GIVEN(cuMemAlloc_v2(&p, bytes)); /* the end of the context frees this memory */
     DONE(cuCtxDestroy_v2(context));
     DONE(cuCtxSetCurrent(primary));
 }

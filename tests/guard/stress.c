@@ -260,7 +260,8 @@ static void *collect(void *unused)
         over = garbage.complete && !garbage.count;
         if (garbage.count) {
             size_t last = --garbage.count;
-            /* On a busy machine a suspend may take more than a second: a query then returns 600. */
+            /* On a busy machine a suspend may take more than a second. A query then returns 600,
+             * which means not ready. */
             int result;
             while ((result = cuEventQuery(garbage.event[last])) == 600 ||
                    (!result && (result = cuStreamQuery(garbage.stream)) == 600))
@@ -320,7 +321,7 @@ static void write_all(struct worker *w, struct buffer *b)
     for (size_t i = 0; i < b->size / 4; i++)
         b->expect[i] = x += 2654435761u;
     OK(cuMemcpyHtoDAsync(b->at, b->expect, b->size, w->stream));
-    wait_for(w); /* the source may change from now on */
+    wait_for(w); /* the copy is complete, so the source may change from now on */
     if (!strcmp(mode, "corrupt"))
         b->expect[0] ^= 1;
 }

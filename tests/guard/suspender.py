@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The part of the broker that suspends and resumes processes. It uses the driver's own calls."""
+"""Suspends and resumes processes with the driver's own calls, as the broker does."""
 
 import random
 import sys
@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 
 class Suspender:
-    """Takes the part of the broker: suspends and resumes the processes."""
+    """Acts as the broker: suspends and resumes the processes."""
 
     def __init__(self, session, seed, *, open_gate=True):
         self.session = session
@@ -83,7 +83,7 @@ class Suspender:
                 self.refusals += 1
                 return {"type": "error", "code": "limit", "message": "no"}
             page = self.session.page.read()
-            if not page.granted[0]:  # the session is suspended: an earlier request comes late
+            if not page.granted[0]:  # the session has been suspended since the request
                 return {"type": "error", "code": "no-memory", "message": "no"}
             granted = page.granted[0] + message["bytes"] + 4 * MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
@@ -116,7 +116,7 @@ class Suspender:
             until(lambda: self.session.page.gate() == pages.OPEN)  # a call has passed the gate
 
     def pause(self):
-        """Pause the processes as for a neighbour's turn; no process asks the broker meanwhile."""
+        """Pause the processes, as for a neighbour's turn. No process asks the broker in a pause."""
         until = time.monotonic_ns() + 4_000_000
         self.session.page.set_gate(pages.PAUSED, pause_until=until)
         if self.chance.random() < 0.5:

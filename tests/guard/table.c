@@ -110,8 +110,8 @@ static void *find(const char *symbol, const char *name, int version)
     case BY_STATIC_CUDART:
     case BY_PER_THREAD:
         if (!through) {
-            /* As the static runtime does: find cuGetProcAddress by its symbol, then again through
-             * itself, and then all other functions through it. */
+            /* The static runtime does the same: it finds cuGetProcAddress by its symbol, asks this
+             * function for cuGetProcAddress, and asks the result for all other functions. */
             void *library = dlopen("libcuda.so.1", RTLD_NOW);
             proc_v2 get = library ? (proc_v2)dlsym(library, "cuGetProcAddress_v2") : NULL;
             if (!get || get("cuGetProcAddress", (void **)&through, 12000, 0, &status) || !through)
@@ -214,14 +214,14 @@ static CUresult take_mapped(uint64_t n)
 static CUresult give_mapped(void)
 {
     if (used() < BUDGET)
-        return CUDA_ERROR_INVALID_VALUE; /* wrong: credited although the block is still mapped */
+        return CUDA_ERROR_INVALID_VALUE; /* wrong: the guard has credited a mapped block */
     CUmemGenericAllocationHandle again;
     CUresult result = CU(11000, cuMemRetainAllocationHandle, "", (CUmemGenericAllocationHandle *, void *), &again,
                          (void *)(address + MIB));
     if (!result)
         result = CU(10020, cuMemUnmap, "", (CUdeviceptr, size_t), address, BUDGET);
     if (!result && used() < BUDGET)
-        return CUDA_ERROR_INVALID_VALUE; /* wrong: credited although the block still has a handle */
+        return CUDA_ERROR_INVALID_VALUE; /* wrong: the guard has credited a block with a handle */
     block = again;
     if (!result)
         result = drop_block();
@@ -262,8 +262,8 @@ static CUresult give_pooled(void)
 {
     CUresult result = give_async();
     if (!result && used() < BUDGET)
-        result = CUDA_ERROR_INVALID_VALUE; /* wrong: credited although the memory is still
-                                            * reserved */
+        result = CUDA_ERROR_INVALID_VALUE; /* wrong: the guard has credited memory that the
+                                            * pool still reserves */
     if (!result)
         result = CU(11020, cuMemPoolTrimTo, "", (void *, size_t), other, 0);
     return result;
@@ -328,7 +328,7 @@ static CUresult run_graph(void)
 {
     uint64_t before = page->granted[0];
     handle = NULL;
-    if (roomy) /* the grant is larger until the launch, so the graph is too large only then */
+    if (roomy) /* a larger grant at first, so that only the upload or launch is refused */
         page->granted[0] = 2 * before;
     CUresult result = instantiate();
     page->granted[0] = before;
@@ -559,7 +559,7 @@ static CUresult take_graphics(uint64_t n)
 /* ---- the rows */
 
 enum kind {
-    COUNTED,   /* refused beyond the limit; the limit itself fits; a free gives the bytes back */
+    COUNTED,   /* refused above the limit, succeeds at the limit; a free gives the bytes back */
     REFUSED,   /* always NOT_SUPPORTED */
     UNCOUNTED, /* host memory: also succeeds beyond the limit */
     PINNED,    /* takes only the memory that it shares, and pins the session */
@@ -822,8 +822,8 @@ static int export(const char *size)
     char end;
     if (CU(2000, cuInit, "", (unsigned), 0))
         return 1;
-    /* The session's grant has room for only one context, which the parent has. So grant one more
-     * for this process. */
+    /* The session's grant has room for only one context, which the parent has. So add the bytes
+     * of one more context for this process. */
     uint64_t before = page->granted[0];
     page->granted[0] = before + page->context_bytes;
     if (primary(&context) || CU(4000, cuCtxSetCurrent, "", (void *), context) || alloc(&p, strtoull(size, NULL, 10)) ||

@@ -14,7 +14,7 @@ import pytest
 
 MIB = 1 << 20
 OUT_OF_MEMORY, NOT_INITIALIZED, INVALID_VALUE = 2, 3, 1
-LOCK_AT = 48  # offsets in the page: guard/src/page.h
+LOCK_AT = 48  # offset in the page, see guard/src/page.h
 
 CALLS = """
 def free(p):
@@ -141,7 +141,7 @@ def test_size_that_overflows_the_sum_is_refused(session, process):
     assert used(session) == 32 * MIB
 
 
-def test_limit_counts_at_the_next_allocation(session, process):
+def test_changed_limit_applies_to_the_next_allocation(session, process):
     session.grant(session.uuids, each=128 * MIB, limit=128 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process()
@@ -170,7 +170,7 @@ def test_killed_process_gives_its_bytes_back(session, process):
     first.kill()
     assert second.do("_ = info()[0]") == 224 * MIB
     assert second.do("p = alloc(128 << 20); _ = p > 802")
-    assert session.broker.messages[1:] == []  # no second request
+    assert session.broker.messages[1:] == []  # the guard sent no second request
     assert len(session.slots()) == 1
     assert used(session) == taken(session) == 160 * MIB
 
@@ -184,7 +184,7 @@ def test_lock_of_a_killed_process_is_taken_over(session, process):
     with open(session.page_path, "r+b") as file:
         file.seek(LOCK_AT)
         file.write(struct.pack("<Q", holder))
-    # The process needs the lock to find dead processes.
+    # The second process waits for the lock, which it needs to find dead processes.
     second.send("p = alloc(180 << 20); _ = p > 802")
     assert not second.answers(0.2)
     first.kill()
@@ -193,13 +193,13 @@ def test_lock_of_a_killed_process_is_taken_over(session, process):
     assert process().do("_ = 1") == 1
 
 
-#: The most bytes by which one call can grow a pool beyond its charge. This happens if the guard
-#: expects that the largest request of the test fits in a hole of the pool, and it does not. The
-#: call then asks the driver and undoes the allocation. So each thread that is in a call adds at
-#: most one such step.
+#: The most bytes by which one call can grow a pool beyond its charge: the largest request of the
+#: test. The pool grows if the guard expects that the request fits in a hole of the pool, but the
+#: request does not fit. The call then asks the driver and undoes the allocation. So each thread
+#: that is in a call grows the pool at most once.
 GROWTH = 64 * MIB
 
-#: How often all threads stop between two calls. They keep their memory then.
+#: How often all threads stop between two calls. A thread that stops keeps its memory.
 PHASES = 3
 
 
@@ -254,14 +254,14 @@ def all_threads(rounds):
             )
             busy = [child for child in busy if not child.answers(0)]
         assert [child.reply() for child in children] == [None] * 3
-        # No thread is in a call, and each thread keeps its memory. So the excess must be given
-        # back.
+        # No thread is in a call, and each thread keeps its memory. So the guard has given
+        # the excess back.
         assert used(session) <= 512 * MIB
         assert taken(session) <= 512 * MIB, "more than is granted, and it stays"
     ends = "_ = [racer.end() for racer in racers]; C.cuCtxSynchronize()"
     results = [result for child in children for result in child.do(ends)]
     assert [bad for _, bad in results if bad] == []
-    assert sum(refused for refused, _ in results) > 0  # at times the grant was full
+    assert sum(refused for refused, _ in results) > 0  # the grant was full at times
     assert used(session) == taken(session) == 3 * 32 * MIB
 
 
@@ -347,7 +347,7 @@ def test_end_of_the_primary_context_credits_everything(session, process, end):
         assert used(session) == 32 * MIB
 
 
-def test_allocation_that_the_driver_refuses_costs_nothing(session, process):
+def test_allocation_refused_by_the_driver_is_not_charged(session, process):
     """The grant has room, but another program has taken the device's memory."""
     session.grant(session.uuids, each=900 * MIB, limit=900 * MIB)
     child = process()
@@ -394,7 +394,7 @@ def test_many_pointers_are_freed_in_any_order(session, process):
 
 
 def test_one_unmap_frees_several_blocks(session, process):
-    """An allocator with expandable segments does this."""
+    """An allocator with expandable segments unmaps several blocks with one call."""
     child = process()
     code = """
 n = 2 << 20
@@ -413,7 +413,7 @@ _ = [call("cuMemMap", at(i), n, 0, h, 0) for i, h in enumerate(handles)]
     assert child.do('_ = [call("cuMemRelease", h) for h in handles[:4]]') == [0] * 4
     assert used(session) == 48 * MIB
     assert child.do('_ = call("cuMemUnmap", at(0), 6 * n)') == 0
-    assert used(session) == taken(session) == 40 * MIB  # two of the six still have a handle
+    assert used(session) == taken(session) == 40 * MIB  # two of the six blocks still have a handle
     assert child.do('_ = [call("cuMemRelease", h) for h in handles[4:]]') == [0] * 4
     assert used(session) == taken(session) == 36 * MIB
     assert child.do('_ = call("cuMemUnmap", at(6), 2 * n)') == 0
@@ -541,7 +541,7 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
     ],
 )
 def test_total_never_grows_for_expandable_segments(session, process, name, text, whole):
-    """PyTorch reserves addresses for the first figure only, and crashes at a larger block."""
+    """PyTorch reserves addresses for the first total only, and crashes if a block is larger."""
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process(**{name: text})
     size = 1024 * MIB if whole else 512 * MIB
@@ -553,7 +553,7 @@ def test_total_never_grows_for_expandable_segments(session, process, name, text,
 
 
 def test_total_is_known_before_the_first_query(session, process):
-    """PyTorch may be imported while the context of another library is suspended."""
+    """PyTorch may be imported, and ask, while the context of another library is suspended."""
     child = process(PYTORCH_ALLOC_CONF="expandable_segments:True")
     session.page.set_gate(2)
     session.page.set_grant([0, 0], 512 * MIB, 1)
@@ -608,7 +608,7 @@ def test_figures_while_suspended_need_no_broker(session, process):
     assert session.broker.messages == []
 
 
-def test_context_that_does_not_fit_is_grown_or_refused(session, process):
+def test_context_that_does_not_fit_grows_the_grant_or_fails(session, process):
     session.grant(session.uuids, each=16 * MIB, limit=128 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process(context=False)
@@ -637,7 +637,7 @@ print([L.cuInit(0), L.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0), L.cuCtxSetCu
 
 
 def test_process_ended_by_a_signal_leaves_no_bytes(session, process):
-    """Three processes end one after another, each by another signal. No counted bytes are left."""
+    """Three processes end one after another, each by a different signal. No bytes stay counted."""
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT):
         child = process()
         assert child.do("_ = alloc(400 << 20) > 802")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The slot counts the streams that record a graph, whatever ends the recording."""
+"""The slot counts a stream that records a graph until the recording ends in any way."""
 
 import pytest
 

@@ -39,7 +39,7 @@ CHOICES = [
     ("rubbish", []),
     ("0,rubbish,1", [0]),
     (" 1 , 0 ", [1, 0]),
-    ("1st", [1]),  # strtoul reads 1
+    ("1st", [1]),  # strtoul() reads this as 1
 ]
 #: Values that name GPUs outside the session. The guard leaves these GPUs out. If no GPU is left,
 #: the process sees the whole slice.
@@ -60,7 +60,7 @@ def test_first_call_after_a_sample_marks_the_gate_as_used(session):
     assert child.do("_ = context()") == 0
     session.page.set_gate(pages.UNUSED)
     assert child.do("_ = number(C.cuDeviceGetCount)") == 2
-    assert session.page.gate() == pages.UNUSED  # a query about devices is not use
+    assert session.page.gate() == pages.UNUSED  # a query about devices does not count as use
     assert child.do("_ = C.cuCtxSynchronize()") == 0
     assert session.page.gate() == pages.OPEN
     session.page.set_gate(pages.UNUSED)
@@ -87,7 +87,7 @@ def test_closed_gate_asks_for_the_lease_and_waits(session):
     reading = session.page.read()
     assert (reading.waiting, reading.inflight) == (1, 0)
     assert not child.answers(0.1)
-    session.page.set_gate(pages.UNUSED)  # the open gate is enough: the broker does not answer
+    session.page.set_gate(pages.UNUSED)  # the gate opens, and the broker does not answer
     assert child.reply() == 0
     session.broker.wait(lambda b: b.open == 0)  # the guard has closed its connection
     reading = session.page.read()
@@ -157,7 +157,7 @@ def test_calls_inside_are_counted(make_session, until):
     ],
 )
 def test_asynchronous_copies_are_counted(session, until, call):
-    """A copy from pageable memory returns when it has read all bytes, perhaps seconds later."""
+    """A copy from pageable memory returns when it has read all bytes. This may take seconds."""
     child = session.child()
     assert child.do("_ = context()") == 0
     child.do(
@@ -207,7 +207,7 @@ def test_cached_device_facts_are_read_again_for_a_new_lease(session):
     assert session.broker.messages == []
 
 
-def test_call_waits_out_a_pause_without_asking_the_broker(session):
+def test_call_waits_during_a_pause_without_asking_the_broker(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     until = time.monotonic_ns() + 300_000_000
@@ -255,7 +255,7 @@ def test_killed_process_is_reaped_when_a_slot_is_needed(session):
     dead.kill()
     (slot,) = session.slots()
     assert slot.pid == dead.pid
-    # Fill all slots with processes that cannot exist.
+    # Fill all other slots with pids that no process can have.
     data = bytearray(session.page_path.read_bytes())
     for i in range(1, pages.SLOTS):
         at = pages.HEADER_BYTES + i * pages.SLOT_BYTES
@@ -309,7 +309,7 @@ def test_process_whose_first_thread_has_ended_is_alive(session, until):
 
 
 def test_slot_is_kept_while_calls_are_inside(make_session, until):
-    """These calls write to the slot when they end, so no other process may have it by then."""
+    """A call writes to its slot when it ends, so no other process may get the slot before that."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=10MB/s")
     ending = session.child()
     assert ending.do("_ = context()") == 0
@@ -328,7 +328,7 @@ def test_slot_is_kept_while_calls_are_inside(make_session, until):
 
 
 def test_slot_of_a_process_with_other_threads_is_reaped_later(session):
-    """A thread that has read the slot's address may still count its calls there."""
+    """A thread that has read the slot's address may still count its calls in the slot."""
     ending = session.child()
     assert ending.do("_ = context()") == 0
     ending.do("""
@@ -450,7 +450,7 @@ os.close(r); os.close(w)
 
 
 def test_slots_of_ended_processes_are_used_again(session):
-    """These processes end without freeing their slots. The guard frees them when it needs one."""
+    """The processes do not free their slots at the end. The guard does, when it needs a slot."""
     found = session.python("""
 import ctypes, os
 C = ctypes.CDLL("libcuda.so.1")
@@ -515,7 +515,7 @@ def test_unusable_page_fails_calls_with_a_clear_error(session, spoil, why):
 
 
 def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
-    """A logout deletes the page. The broker restores its name as a link to its descriptor."""
+    """A logout deletes the page. The broker replaces the page with a link to its own descriptor."""
     first = session.child()
     assert first.do("_ = context()") == 0
     session.page_path.unlink()
@@ -535,7 +535,7 @@ def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
 
 def test_dead_brokers_link_makes_the_guard_ask_again(session):
     session.page_path.unlink()
-    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # now the number of another file
+    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # another file has this number now
 
     def back():
         session.page_path.unlink()
@@ -552,12 +552,12 @@ def put_back(session):
     """Restore the page's name, as the broker does."""
     link = session.page_path.with_name(f"link-{threading.get_ident()}")
     link.symlink_to(f"/proc/{os.getpid()}/fd/{session.page._fd}")
-    link.replace(session.page_path)  # atomic, because another thread may read it
+    link.replace(session.page_path)  # atomic, because another thread may read the name
     return True
 
 
 def test_two_threads_that_hold_the_gil_can_ask_for_a_lost_page(session, until):
-    """The first thread releases the GIL while it waits, and needs it to return."""
+    """The first thread releases the GIL while it waits, and must take the GIL again to return."""
     session.page_path.unlink()
     answer = threading.Event()
     session.broker.page = lambda: answer.wait(60) and put_back(session)
@@ -614,7 +614,7 @@ def test_interrupted_wait_for_a_lost_page_is_repeated(session, until):
 
 
 def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
-    """The broker may have had no room for the link; that is no reason to restart the kernel."""
+    """The broker may have no room for the link at first. The kernel need not be restarted."""
     session.page_path.unlink()
     child = session.child()
     assert child.do("_ = [C.cuInit(0) for _ in range(100)]") == [NOT_READY] * 100
@@ -626,7 +626,7 @@ def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
 
 
 def test_guard_asks_for_a_lost_page_with_back_off(session, until):
-    """Each request takes seconds: without pauses, a program in a loop would do nothing else."""
+    """Each request takes seconds. Without pauses, a program that calls in a loop only waits."""
     session.page_path.unlink()
     session.broker.stop()
     child = session.child()
@@ -643,7 +643,7 @@ def timed():
     # after a pause of 2 s.
     waits = child.do("_ = [s for _ in range(2) for s in timed() if s > 1]", timeout=60)
     assert 1 <= len(waits) <= 3
-    # A forked child sends its own request, without the pause.
+    # A forked child sends its own request, and does not wait for the pause of its parent to end.
     forked = child.do("""
 r, w = os.pipe()
 if not os.fork():
@@ -663,7 +663,7 @@ _ = os.read(r, 100).decode()
 def test_process_without_descriptors_gets_its_slot_later(session, until):
     child = session.child()
     child.do("import resource; limits = resource.getrlimit(resource.RLIMIT_NOFILE)")
-    # This loads the driver.
+    # This call loads the driver.
     assert child.do("_ = C.cuGetErrorName(0, ctypes.byref(ctypes.c_void_p()))") == 0
     child.do("resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))")
     assert child.do("_ = C.cuInit(0)") == NOT_READY
@@ -807,7 +807,7 @@ def test_cuinit_with_a_lease_or_without_a_broker_sends_nothing(session):
 
 
 def test_context_is_never_made_on_a_gpu_without_a_grant(session, capfd):
-    """After cuInit the lease is on another GPU, and the broker moves neither of them."""
+    """After cuInit the lease is on another GPU. The broker moves neither process nor lease."""
     home = session.uuids[0]
     refused = {"message": 'GPU "1" is paused – now.', "next_step": "Ask later."}
     session.broker.answer = lambda _: {"type": "error", "code": "not-moved", **refused}
@@ -867,7 +867,7 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
 def test_call_notices_a_gate_that_closes_at_any_moment(tmp_path, compiled, thread):
-    """If the gate closes between a call's check and its count, the broker misses the call."""
+    """If a call checked the gate before it counted itself, the broker could miss the call."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -881,7 +881,7 @@ def test_call_notices_a_gate_that_closes_at_any_moment(tmp_path, compiled, threa
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
 def test_no_uncounted_call_passes_a_gate_that_closes(tmp_path, compiled, thread):
-    """Broker and call each make a write visible before they read. A plain store is not enough."""
+    """Broker and call must each write before they read. A plain store does not ensure this."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -915,7 +915,7 @@ if os.fork():
 
 @pytest.mark.parametrize("first", FIRST)
 def test_call_inside_counts_while_another_thread_leaves(make_session, until, first):
-    """One thread has its own word, which it resets to zero. No other thread may use it."""
+    """One thread counts in its own word and resets it to zero. No other thread uses this word."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # the copy outlasts the test
     child = session.child()
     child.do("""
@@ -946,7 +946,7 @@ def call(what):
 
 
 def test_no_call_gets_inside_while_the_gate_is_closed(session, until):
-    """After the close and a count of zero, no call gets inside until the gate opens again."""
+    """When the gate is closed and the count is zero, no call gets inside until the gate opens."""
     child = session.child()
     assert child.do("_ = context()") == 0
     child.do("""

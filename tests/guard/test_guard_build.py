@@ -118,7 +118,7 @@ def test_functions_and_entries_must_match(generator, entries):
 
 
 def test_calls_that_wait_allocate_or_free_have_the_right_kind(entries):
-    """For a call that waits for the device, allocates or frees, the gate alone is not enough."""
+    """The gate alone is not enough for a call that waits for the device, allocates or frees."""
     kinds = {e.symbol: e.kind for e in entries}
     sync = re.compile(
         r"cu(Ctx|Stream|Event)Synchronize|cu(Stream|Event)Query"
@@ -134,7 +134,7 @@ def test_calls_that_wait_allocate_or_free_have_the_right_kind(entries):
             assert kind in ("wait", "wrap", "back"), symbol
         if alloc.match(symbol):
             assert kind in ("wrap", "same", "refuse") or symbol == "cuMemFree", symbol
-    # It takes 32-bit addresses, and no call returns such an address.
+    # cuMemFree takes a 32-bit address. The guard refuses the calls that return such addresses.
     assert kinds["cuMemFree"] == "back"
     assert kinds["cuLaunchKernel"] == "launch"
     assert kinds["cuCheckpointProcessLock"] == "never"
@@ -229,7 +229,7 @@ def test_no_private_symbol_of_the_c_library_is_used(library):
 
 
 def test_relocations_do_not_grow_with_the_names(library, entries):
-    """A process that preloads the guard but never calls CUDA writes to none of its pages."""
+    """A process that preloads the guard but never calls CUDA writes to no page of the guard."""
     relocations = re.findall(r"^[0-9a-f]+ .*R_X86_64_", tool("readelf", "-rW", library), re.M)
     assert len(relocations) < len(entries) / 4
 

@@ -90,7 +90,7 @@ def test_frees_return_at_once_and_are_made_after_the_resume(session, child, susp
     assert taken > CONTEXT + 20 * MIB
     suspender.suspend([child.pid], until)
     assert child.do("_ = [call(*rest) for call, *rest in calls]") == [0] * 14
-    # The bytes are still in the suspended state, and the driver needs room for them to restore.
+    # The bytes are still part of the suspended state. The driver needs room to restore them.
     assert session.page.read().used[0] == taken
     suspender.resume([child.pid], until, used=False)
     assert suspender.used() > CONTEXT + 20 * MIB
@@ -111,13 +111,13 @@ def test_gated_call_makes_the_noted_calls_before_itself(session, child, suspende
     assert child.do("n = Z(); _ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
     assert session.page.read().used[0] == CONTEXT
     assert suspender.used() == CONTEXT
-    # From now on only the gate decides again.
+    # No noted call is left. From now on a call depends only on the gate.
     session.page.set_gate(pages.OPEN)
     assert child.do("_ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
 
 
 def test_bytes_of_the_remaining_buffers_are_right(session, child, suspender, until):
-    """New buffers get the memory freed while suspended. The other buffers keep their bytes."""
+    """New buffers reuse the memory freed during the suspend. The other buffers keep their bytes."""
     child.do("""
 data = os.urandom(1 << 20)
 def buffer():
@@ -147,8 +147,8 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
      C.cuEventQuery(never))
 """) == (0,) * 5  # fmt: skip
     assert session.broker.messages == []
-    # A synchronise is use, for two reasons: it reports errors, and a program that measures time
-    # needs the device.
+    # A synchronise counts as use, because it reports errors, and because a program that measures
+    # time needs the device.
     child.send("_ = C.cuStreamSynchronize(s)")
     session.broker.asked(1)
     assert session.broker.messages[0]["type"] == "attach"
@@ -157,14 +157,14 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
 
 
 def test_event_is_recorded_while_suspended(session, child, suspender, until):
-    """A caching allocator does so when it frees memory that several streams have used."""
+    """A caching allocator records an event when it frees memory that several streams have used."""
     child.do("calls = make(); s, e = calls[2][1], calls[1][1]; new = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
     calls = "C.cuEventRecord(new, s), C.cuEventQuery(new), C.cuEventRecordWithFlags(e, s, 0)"
     assert child.do(f"_ = {calls}") == (0,) * 3
     assert session.broker.messages == []
     suspender.resume([child.pid], until, used=False)
-    # The driver records both events now. Otherwise the elapsed time between them would be an error.
+    # The driver records both events now. Otherwise cuEventElapsedTime would return an error.
     child.do("ms = ctypes.c_float(-1)")
     assert child.do("_ = C.cuEventSynchronize(e)") == 0
     assert child.do("_ = C.cuEventElapsedTime(ctypes.byref(ms), new, e), ms.value >= 0") == (
@@ -300,7 +300,7 @@ t = threading.Thread(target=free); t.start(); t.join()
 def test_end_of_a_context_waits_while_host_memory_is_registered(
     session, child, suspender, until, end
 ):
-    """The program may unmap the memory after the call, although the driver still has it pinned."""
+    """The program may unmap the memory after the call. The driver must have unpinned it by then."""
     child.do("""
 import mmap
 second = handle(C.cuCtxCreate_v2, 0, 0)
@@ -310,13 +310,13 @@ at = V(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
     assert child.do("_ = C.cuMemHostRegister_v2(at, Z(1 << 20), 0)") == 0
     suspender.suspend([child.pid], until)
     child.send(f"_ = C.{end}")
-    session.broker.asked(1)  # as cuMemHostUnregister does
+    session.broker.asked(1)  # the call asks for the lease, as cuMemHostUnregister does
     assert [message["type"] for message in session.broker.messages] == ["attach"]
     suspender.resume([child.pid], until)
     assert child.reply() == 0
 
 
-def test_end_of_a_context_is_noted_once_nothing_is_registered(session, child, suspender, until):
+def test_end_of_a_context_is_noted_if_no_memory_is_registered(session, child, suspender, until):
     """Registered memory no longer counts after it is unregistered or its context has ended."""
     assert child.do("""
 import mmap
@@ -370,7 +370,7 @@ _ = a, current()
 
 
 def test_primary_context_is_known_while_suspended(session, child, suspender, until):
-    """PyTorch's destructors ask for it, also after the user has interrupted a wait."""
+    """PyTorch's destructors ask for this context, also after the user has interrupted a wait."""
     child.do("""
 flags, active = ctypes.c_uint(), ctypes.c_int()
 def state(device):
@@ -390,8 +390,8 @@ _ = state(1)
 """) == (1, 1)
     suspender.suspend([child.pid], until)
     assert child.do("_ = state(1)") == (1, 1)
-    # The guard notes a release. Until the release is made, nobody knows whether it ends the
-    # context.
+    # The guard notes a release. Until the driver has made the release, the guard does not know
+    # whether the release ends the context.
     assert child.do("_ = C.cuDevicePrimaryCtxRelease_v2(1)") == 0
     child.send("_ = state(1)")
     until(lambda: session.broker.messages)
@@ -496,7 +496,7 @@ def test_free_during_a_refused_suspend_is_made_afterwards(session, child):
     assert child.do("_ = [C.cuMemFree_v2(a) for a in p[:3]]") == [0] * 3
     assert session.page.read().used[0] == CONTEXT + 8 * MIB
     session.page.set_gate(pages.UNUSED)
-    # Another free makes the guard make the noted calls.
+    # At the next free the guard also makes the noted calls.
     assert child.do("_ = C.cuMemFree_v2(p[3])") == 0
     assert session.page.read().used[0] == CONTEXT
     assert session.broker.messages == []

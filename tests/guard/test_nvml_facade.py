@@ -71,7 +71,7 @@ def test_total_memory_follows_limit_grant_and_device(session):
     assert look(session)[0][0] == GIB  # never more than the device has
 
 
-def test_page_without_a_path_takes_no_slot(session):
+def test_nvml_query_without_a_page_path_takes_no_slot(session):
     """In a container the guard asks the broker for the page. NVML queries load no CUDA driver."""
     session.grant(session.uuids, each=256 * MIB, limit=384 * MIB)
     session.broker.page = lambda: True
@@ -94,7 +94,7 @@ def test_facade_changes_nothing_without_a_page(session, path):
     )
 
 
-def test_facade_answers_and_not_the_driver(session):
+def test_facade_answers_instead_of_the_driver(session):
     """If the driver answered, the tests above would test the driver's library."""
     code = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1').gpupool_guard; print('ours')"
     assert session.python(code, LD_PRELOAD=None) == "ours"

@@ -13,7 +13,7 @@ from jupyter_gpupool.guard import build
 from jupyter_gpupool.guard import page as pages
 from tests.emulated import Faults
 
-#: The second thread polls NVML; `polls` counts its answers.
+#: poll() asks NVML repeatedly in a second thread. `polls` counts the answers.
 NVML = """
 import pynvml as n
 polls = 0
@@ -159,13 +159,13 @@ def test_process_without_cuda_waits_if_its_session_is_suspended(session):
 
 @pytest.mark.parametrize("first", ["", "C.cuInit(0);", "C.cuDriverGetVersion(ctypes.byref(v));"])
 def test_process_started_after_the_suspend_needs_no_slice(session, until, first):
-    """The driver has not suspended this process. So tools that show figures resume no session."""
+    """The driver has not suspended this process. So a tool like nvidia-smi resumes no session."""
     child, suspender = with_context(session), Suspender(session, 1)
     suspender.suspend([child.pid], until)
     late = session.child()
     late.do("v = ctypes.c_int();" + first + NVML + "n.nvmlInit()")
     assert late.do(COUNT) == 2
-    late.do("C.cuDriverGetVersion(ctypes.byref(v))")  # NVML does this for nvidia-smi
+    late.do("C.cuDriverGetVersion(ctypes.byref(v))")  # NVML makes this call for nvidia-smi
     assert late.do(COUNT) == 2
     assert not any(counted(session))
     assert session.broker.messages == []
@@ -217,10 +217,10 @@ def test_interrupt_ends_the_wait(session):
     child = with_context(session)
     session.page.set_gate(pages.CLOSED)
     child.do("L, results = ctypes.CDLL('libnvidia-ml.so.1'), []; c = ctypes.byref(ctypes.c_uint())")
-    # This is one step for the interpreter, so the exception comes after the result is stored.
+    # The interpreter runs this as one step. So it raises the exception after the result is stored.
     child.send("results.extend(map(L.nvmlDeviceGetCount_v2, [c]))")
     session.broker.asked(1)
-    session.broker.stop()  # while the broker runs, an interrupt withdraws no request
+    session.broker.stop()  # an interrupt does not withdraw a request to a running broker
     os.kill(child.pid, signal.SIGINT)
     assert child.reply()[:2] == ("raised", "KeyboardInterrupt")
     assert child.do("_ = results") == [27]  # NVML_ERROR_NOT_READY

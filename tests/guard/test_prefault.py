@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Populated mappings, as a checkpoint makes them: several threads fill them with huge pages."""
+"""Populated mappings of a checkpoint: several threads of the guard fill them with huge pages."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def mapped(size, prot, flags, call):
 
 @pytest.fixture
 def child(session):
-    """A process with a context, whose gate is closed as it is before a suspend."""
+    """A process with a context. The gate is closed, as before a suspend."""
     session.grant(session.uuids, each=64 * MiB, limit=64 * MiB)
     made = session.child()
     assert made.do("_ = context()") == 0
@@ -57,7 +57,7 @@ def mapped(child, size, prot=3, flags=POPULATED, call="mmap"):
 
 @pytest.mark.parametrize("call", ["mmap", "mmap64"])
 @pytest.mark.parametrize("size", [64 * MiB, 70 * MiB + 12345])
-def test_populated_mapping_is_whole_and_zero(child, size, call):
+def test_populated_mapping_is_complete_and_zero(child, size, call):
     made, resident, _, zero, error, threads = mapped(child, size, call=call)
     assert made
     assert resident >= size
@@ -92,7 +92,7 @@ def test_guard_does_not_change_other_mappings(child, size, prot, flags):
 
 
 def test_process_with_its_slice_gets_plain_mappings(session, child):
-    """A library that moves such a mapping with mremap() needs it in one piece."""
+    """A library may move a mapping with mremap(), and then needs the mapping in one piece."""
     session.page.set_gate(0)
     assert mapped(child, 64 * MiB)[1:3] == (64 * MiB, False)
 

@@ -47,7 +47,7 @@ def emulated(session):
 
 @pytest.fixture
 def odd_as(session, compiled):
-    """Return a function that starts a child on the odd driver, linked with these flags."""
+    """Return a function that links the odd driver with flags and starts a child on it."""
 
     def make(*link):
         driver = compiled("odd_driver", "-shared", "-fPIC", "-fvisibility=hidden", *link,
@@ -118,7 +118,7 @@ def test_guard_answers_a_missing_name_as_the_driver_does(emulated, odd):
 
 @pytest.mark.parametrize("name", ["cuInit", "cuMemAlloc", "cuNoSuchCall"])
 def test_guard_refuses_a_too_new_version_as_the_driver_does(emulated, name):
-    """Both forms leave the pointer unchanged, and the form with a status also leaves the status."""
+    """The pointer is unchanged in both forms. In the form with a status, the status is, too."""
     for version in (13010, 2**31 - 1):
         for options in ("", ", with_status=False", ", form=C.cuGetProcAddress", ", flags=2"):
             assert emulated.do(f"_ = get({name!r}, {version}{options})") == (1, 77, 77)
@@ -133,7 +133,7 @@ def test_form_before_cuda_12_has_four_arguments(odd):
 
 
 def test_name_that_moved_to_another_call_finds_that_call(odd):
-    """The address shows which call the name means."""
+    """The guard sees from the driver's address which call the name means."""
     flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
     out = "ctypes.byref(ctypes.c_void_p())"
@@ -152,7 +152,7 @@ def test_name_that_moved_to_another_call_finds_that_call(odd):
     ],
 )
 def test_memory_shared_with_other_devices_pins_the_session(odd, session, call, pin):
-    """The guard pins only if the call succeeds. On the emulated driver it never succeeds."""
+    """The guard pins only if the call succeeds. The emulated driver's call always fails."""
     assert odd.do("C.cuInit(0); _ = " + call.format("None" if "Handle" in call else 0)) == 1
     assert session.slots()[0].pins == 0
     assert odd.do("_ = " + call.format("ctypes.c_void_p(8)" if "Handle" in call else 1)) == 0
@@ -188,7 +188,7 @@ def test_guard_knows_an_unexported_function_by_its_name(odd):
     alloc = odd.do("_ = get('cuMemAlloc')")[1]
     assert alloc == odd.do("_ = at('cuMemAlloc_v2')")
     assert odd.do(f"C.cuInit(0); _ = value({alloc}, ctypes.c_size_t(8))") == 0x2000 + 8
-    # These are per-thread variants that the driver does not export.
+    # The driver exports neither this call nor its per-thread variant.
     for flags, symbol, base in (
         (0, "cuMemAllocAsync", 0x2000),
         (2, "cuMemAllocAsync_ptsz", 0x4000),
@@ -226,7 +226,7 @@ def test_calls_of_later_drivers_are_gated(session, odd):
     assert odd.reply() == 1007
 
 
-def test_guard_returns_no_driver_pointer_without_a_spare(odd):
+def test_call_is_not_found_if_no_spare_entry_is_left(odd):
     found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
     assert all(item[::2] == (0, 0) for item in found[:256])
     assert all(item == (0, None, 1) for item in found[256:])  # as for an unknown name
@@ -245,7 +245,7 @@ def test_calls_that_the_driver_lacks_return_not_found(odd):
 
 
 def test_driver_answers_calls_before_cuinit(session, odd):
-    """This includes calls that the guard refuses: for all of them NVIDIA's drivers return 3."""
+    """The driver also answers calls that the guard refuses. NVIDIA's drivers return 3 for them."""
     managed = "_ = C.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(8), 1)"
     wrong = "ctypes.c_void_p(8)"  # NVIDIA's drivers check no argument before cuInit
     assert odd.do("v = ctypes.c_uint(); _ = C.cuMemAlloc(ctypes.byref(v), 5), v.value") == (0, 5)
@@ -381,7 +381,7 @@ def copies(tmp_path):
     return folders
 
 
-def test_driver_is_searched_like_the_loader_does(session, copies):
+def test_guard_searches_the_driver_as_the_loader_does(session, copies):
     guard, one, two = copies
     path = f"{session.directory}:{guard}:/nowhere::{one}:{two}"
     assert which(session, LD_LIBRARY_PATH=path) == (0, [str(one / "libcuda.so.1")])
@@ -446,7 +446,7 @@ assert C.cuGetErrorName(0, None) == 1
 
 
 def test_guard_reads_the_loaders_cache(guard_dir, tmp_path):
-    """The real file belongs to the system, so this tests the search with another file name."""
+    """The real cache belongs to the system, so the test gives the search another file name."""
     assert guard_dir.is_dir()  # the fixture has compiled the emulated driver
     program = tmp_path / "search"
     source = tmp_path / "search.c"

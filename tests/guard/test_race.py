@@ -10,7 +10,7 @@ from jupyter_gpupool.guard import build
 from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
-#: Much smaller than the requests, so that bytes that the accounts lose cannot hide in the context.
+#: Much smaller than the requests, so that the test does not take lost bytes for the context.
 CONTEXT = 2 * MIB
 #: Less than the largest request, so that the guard refuses some requests even without contention.
 LIMIT = CONTEXT + 64 * MIB
@@ -38,7 +38,7 @@ def race(make_session, compiled):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_stress_leaves_nothing_behind(race, seed):
-    assert race(seed, 1000) > 0  # at times the grant was full
+    assert race(seed, 1000) > 0  # the grant was full at times
 
 
 @pytest.fixture(scope="module", params=["address", "thread"])

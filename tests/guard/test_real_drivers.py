@@ -19,7 +19,7 @@ from tests.driver_records.record import functions, records
 PLAIN, PER_THREAD = range(2)
 
 #: A debugger calls these functions in the process that it debugs, or sets breakpoints in them. It
-#: finds them by name, and must find those of the driver.
+#: finds them by name, and must find the driver's own functions.
 OF_DEBUGGERS = {
     "cudbgApiAttach", "cudbgApiDetach", "cudbgApiInit", "cudbgMain", "cudbgReportDriverApiError",
     "cudbgReportDriverInternalError",
@@ -56,7 +56,7 @@ def driver(record):
 
 
 def test_driver_finds_a_name_at_every_later_version(record, driver):
-    """So ``driver`` needs only a part of a record to make a driver from it."""
+    """So the fixture ``driver`` needs only a part of a record to make a driver."""
     given = {form for pair in driver["answers"].values() for steps in pair for _, form in steps}
     assert given <= set(driver["exports"])
     assert len(given) > 580

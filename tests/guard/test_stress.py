@@ -84,7 +84,7 @@ def test_suspends_of_two_processes_under_load_lose_nothing(make_session, compile
 
 
 def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until, tmp_path):
-    """Collectors free at any time, under a lock that other threads need, without a lease."""
+    """Collectors free without a lease, at any time, and hold a lock that other threads need."""
     session = make_session()
     counter = tmp_path / "collected"
     counter.write_bytes(bytes(8))
@@ -105,7 +105,7 @@ def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until
         assert session.page.read().used == charged  # these bytes are still in the suspended state
         suspender.resume([child.pid], until)
         time.sleep(suspender.chance.random() * 0.02)
-    while not suspended:  # on a busy machine, repeat until a suspend shows it
+    while not suspended:  # on a busy machine: repeat until garbage is collected in a suspend
         suspender.suspend([child.pid], until)
         before = collected()
         time.sleep(0.1)

@@ -55,7 +55,7 @@ def test_every_way_to_allocate_is_counted(table, column):
     assert [cell for cell in cells if cell[1].startswith("FAILED")] == []
 
 
-def test_page_shows_this_table(table):
+def test_docs_page_shows_the_programs_output(table):
     done = table()
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)

@@ -80,7 +80,7 @@ for t in threads: t.start()
 
 @pytest.fixture
 def foreign(session, waiting, compiled):
-    """Return the child ``waiting``, where a thread waits that the interpreter does not know."""
+    """Return ``waiting`` after a thread that the interpreter does not know has begun to wait."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(NOTE)
     waiting.do(f"F = ctypes.CDLL({str(library)!r})")
@@ -94,7 +94,7 @@ def held(session):
 
 
 def test_first_interrupt_spares_the_call_of_a_librarys_thread(session, foreign, until):
-    """JAX gives up arrays for the result of a call. If the call fails, these arrays are lost."""
+    """JAX donates arrays to a call. If the call fails, these arrays are lost."""
     foreign.do("import pty; terminal, end = pty.openpty(); os.dup2(end, 2)")
     foreign.process.send_signal(signal.SIGINT)
     until(lambda: held(session) == [1])
@@ -117,7 +117,7 @@ def test_second_interrupt_ends_the_call_of_a_librarys_thread(session, foreign, u
     assert held(session) == [0]
 
 
-def test_interrupt_ends_only_the_waits_of_known_threads_at_first(session, foreign, until):
+def test_first_interrupt_ends_only_the_waits_of_known_threads(session, foreign, until):
     foreign.send("_ = C.cuCtxSynchronize(), len(seen)")
     session.broker.asked(2)
     foreign.process.send_signal(signal.SIGINT)
@@ -187,7 +187,7 @@ t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
     assert waiting.do("os.kill(os.getpid(), signal.SIGINT); time.sleep(0); _ = seen") == [2]
 
 
-def test_new_handler_during_a_wait_ends_the_wait_too(session, waiting, until):
+def test_interrupt_with_a_new_handler_also_ends_the_wait(session, waiting, until):
     """An IPython kernel sets a handler for each cell, also while threads of earlier cells wait."""
     waiting.do("""
 results = []
@@ -209,7 +209,7 @@ t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.sta
 
 
 def test_handlers_that_call_each_other_terminate(session, waiting, compiled):
-    """During a wait a library installs a handler that calls the guard's, also in later waits."""
+    """During a wait a library installs a handler. This handler calls the guard's from then on."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(f"F = ctypes.CDLL({str(library)!r}); called = ctypes.c_int.in_dll(F, 'called')")
     waiting.do(NOTE)
@@ -279,7 +279,7 @@ def test_thread_unknown_to_the_interpreter_can_wait(session, waiting, compiled):
 
 
 def test_suspended_kernel_shuts_down_without_a_lease(session, waiting):
-    """The end of the process frees everything, so the destructors' calls need not free it."""
+    """The end of the process frees all memory, so the destructors' calls need not free any."""
     waiting.do("""
 class Tensor:
     def __del__(self, write=os.write, free=C.cuCtxSynchronize):
@@ -335,7 +335,7 @@ def test_restarted_broker_is_asked_again(session, waiting):
 
 @pytest.fixture
 def service(session):
-    """Return the socket of a service for the whole machine. It leads to the session's broker."""
+    """Return the socket of a machine-wide service: a link to the socket of the session's broker."""
     folder = Path(f"/run/gpupool-test-{os.getpid()}")
     try:
         folder.mkdir()
@@ -364,7 +364,7 @@ def test_guard_waits_for_a_service_and_never_starts_it(session, service):
 
 
 def test_dead_broker_is_started_by_one_process_at_a_time(session, until):
-    """The program that starts the broker is no child of the process. Its environment is clean."""
+    """The program that starts the broker is not the process's child. Its environment is clean."""
     out = session.folder / "out"
     command = f"{{ echo $PPID; env; }} >> {out}; sleep 5 &"
     child = session.child(GPUPOOL_REVIVE=command)
@@ -411,7 +411,7 @@ def test_call_fails_at_once_if_starts_have_failed(session, waiting):
     assert child.reply() == 0
 
 
-def test_broker_that_keeps_hanging_up_counts_as_away(session, waiting):
+def test_broker_that_keeps_hanging_up_counts_as_missing(session, waiting):
     def hang_up(message):
         raise OSError
 
@@ -461,7 +461,7 @@ def test_growth_names_the_sessions_device(session):
 
 
 def test_refused_growth_is_not_requested_until_a_change(session):
-    """The page has the refused total. The guard asks for less, or when the total is gone."""
+    """The guard asks only for less than the refused total in the page, until this total is gone."""
     child = session.child()
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}

@@ -9,8 +9,8 @@ import pytest
 from jupyter_gpupool.guard import page as pages
 from tests.emulated import PTX
 
-#: SLOW_MS: milliseconds of a launch that is long for a kernel. MANY: so many launches make a queue
-#: of seconds.
+#: SLOW_MS: milliseconds of a launch that is long for a kernel. MANY: a number of launches
+#: whose queue lasts for seconds.
 SLOW_MS, MANY = 5, 400
 
 #: The most seconds of work that the queue may have left. The window settles at about 20 ms of work.
@@ -75,7 +75,7 @@ def test_window_opens_for_short_kernels(session, child):
     session.page.set_contended(True)
     child.do("launches(2100, 0.001); assert C.cuCtxSynchronize() == 0")
     assert child.do("launches(300, 5); _ = left()") > 0.5
-    # But the next wait is long, and then the window is small again.
+    # The next wait is long. After this wait the window is small again.
     assert child.do(f"launches(2100, 1); launches(100, {SLOW_MS}); _ = left()") < SHORT
 
 
@@ -121,7 +121,7 @@ ways = {
     assert seconds < SHORT
 
 
-def test_no_wait_while_a_graph_is_recorded(session, child):
+def test_launch_does_not_wait_while_a_graph_is_recorded(session, child):
     """A synchronise would end the recording with an error (nvshare#22)."""
     session.page.set_contended(True)
     child.do("""
@@ -164,7 +164,7 @@ t.join()
 
 
 def test_other_threads_of_the_interpreter_run_during_a_wait(session, child):
-    """They run even if the caller holds the interpreter's lock: a host function may need it."""
+    """A caller that holds the interpreter's lock releases it: a host function may need the lock."""
     session.page.set_contended(True)
     ticks = child.do("""
 ticks, stop = 0, False
@@ -194,7 +194,7 @@ def test_launch_does_not_wait_for_work_on_another_stream(session, child):
 
 
 def test_gate_that_closes_ends_the_wait(session, child, until):
-    """The launch is soon no longer counted as inside, so the suspend need not wait for it."""
+    """The launch soon no longer counts as a call inside. So the suspend need not wait for it."""
     session.page.set_contended(True)
     child.do("launches(1, 1)")
     child.send("launches(4, 2000); _ = left()")

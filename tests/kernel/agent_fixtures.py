@@ -17,8 +17,8 @@ from packaging.utils import canonicalize_name
 
 from tests.broker import forks
 
-#: An environment with ipykernel 6 and without this package. The first run makes it, later runs
-#: use it.
+#: An environment with ipykernel 6 and without this package. The first run creates the environment,
+#: and later runs use it again.
 OLD_VENV = ROOT / ".venv-ipykernel629"
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Writes the session's page in place of a guard.
+"""Helpers that write the session's page in place of a guard.
 
 The agent only reads the page and the list of mapped files. So a page, and an empty library with
 the guard's name, make the agent believe that there is a guard.
@@ -17,7 +17,7 @@ from jupyter_gpupool.guard import page as layout
 from jupyter_gpupool.guard.page import CLOSED, UNUSED, Page
 from jupyter_gpupool.procfs import identify
 
-#: The fields of ``struct page_slot`` up to the charge for its contexts.
+#: The fields of ``struct page_slot`` from the first to ``context``, the bytes charged for contexts.
 _SLOT = struct.Struct("<IIQIIII8Q8Q")
 
 

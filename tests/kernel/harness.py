@@ -43,8 +43,9 @@ class Execution:
             self.kernel.read(deadline, self)
 
     def shows(self, text: str, timeout: float = 60) -> None:
-        """Wait until the outputs contain ``text``. A wait may first be shown
-        without its queue position.
+        """Wait until the outputs contain ``text``.
+
+        The agent may first show a wait without its queue position.
         """
         deadline = time.monotonic() + timeout
         while text not in self.text:
@@ -170,7 +171,7 @@ class Kernel:
         self.manager.cleanup_resources()
 
 
-#: The words after the Python in a kernelspec.
+#: The arguments that follow the interpreter in a kernelspec.
 IPYKERNEL = ["-m", "ipykernel_launcher", "-f", "{connection_file}"]
 
 
@@ -186,8 +187,8 @@ def private_connection_file() -> str:
 def private_manager(kernel_name: str) -> KernelManager:
     """Return a manager whose kernel has its own sockets.
 
-    They are not TCP sockets: TCP ports are chosen before they are bound, and another test may
-    take one in between.
+    The sockets are not TCP sockets, because a manager chooses a TCP port before the kernel binds
+    the port. In between, another test may bind it.
     """
     file = private_connection_file()
     return KernelManager(kernel_name=kernel_name, transport="ipc", connection_file=file)

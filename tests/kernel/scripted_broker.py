@@ -35,7 +35,7 @@ Script = Callable[[Message], "dict[str, Any] | None"]
 
 
 class ScriptedBroker:
-    """One broker at ``path``; a test may call ``start`` and ``die`` in turns."""
+    """One broker at ``path``; a test may call ``die`` and then ``start`` again, several times."""
 
     def __init__(self, path: Path, *, attach: str = "cell") -> None:
         self.path = path
@@ -52,7 +52,7 @@ class ScriptedBroker:
         }
         self.limits: dict[str, Any] = {"memory": 16 * GiB}
         self.env: dict[str, str] = {}
-        #: Whether the provisioner must retire kernels before it kills them.
+        #: Whether the provisioner must send ``retire`` before it kills a kernel.
         self.retire = False
         self.sessions: dict[str, dict[str, Any]] = {}
         self._opened = 0
@@ -247,7 +247,7 @@ class ScriptedBroker:
             if request_id is not None and fields is not None:
                 self._pending.pop(message.get("hold", ""), None)
                 answer = {"type": "ok", "id": request_id, **fields}
-        # The message is recorded before the answer: after its answer, a test reads the messages.
+        # Record the message before sending the answer: after the answer, tests read the messages.
         with self._changed:
             self.messages.append(message)
             self._changed.notify_all()

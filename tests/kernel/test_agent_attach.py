@@ -41,7 +41,7 @@ print("good")
 """
 
 
-def test_probe_detects_cuinit_without_a_call_of_it(tmp_path: Any) -> None:
+def test_probe_detects_cuinit_without_calling_cuinit(tmp_path: Any) -> None:
     machine = parse_machine("1x1GiB")
     env = environment(machine, tmp_path / "state", base=os.environ)
     done = subprocess.run(
@@ -58,7 +58,7 @@ def test_probe_detects_cuinit_without_a_call_of_it(tmp_path: Any) -> None:
 def test_visible_devices_are_named_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     show_devices(())
-    # Not empty, because the driver would keep an empty value.
+    # The variable does not become empty. The driver would read an empty list and keep it.
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     show_devices(("GPU-a", "GPU-b"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-a,GPU-b"

@@ -135,7 +135,7 @@ def test_an_interrupt_ends_the_wait_of_a_subshell(
     assert [o["ename"] for o in side.outputs] == ["GPUWaitInterrupted"]
     assert kernel.value("'ran' in globals()") == "False"
     assert kernel.value("__import__('signal').getsignal(2).__name__") in (
-        "'default_int_handler'",  # the handler of this request itself
+        "'default_int_handler'",  # ipykernel sets this handler during this request
     )
 
 

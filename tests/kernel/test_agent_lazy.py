@@ -21,7 +21,7 @@ from jupyter_gpupool.kernel import waits
 
 MiB = 1 << 20
 
-#: Waits for the file like a thread inside a CUDA call: without the interpreter's lock.
+#: Code that waits for the file without the interpreter's lock, like a thread inside a CUDA call.
 INSIDE = """
 import time
 from pathlib import Path
@@ -66,7 +66,7 @@ def granted(broker: ScriptedBroker, device: str = DEVICE, epoch: int = 1) -> Non
 
 
 def inside(flag: Path) -> None:
-    """Wait until the cell runs: ipykernel publishes the cell's input already before that."""
+    """Wait until the cell runs: ipykernel publishes the cell's input before the cell runs."""
     begun = flag.with_name(f"{flag.name}.in")
     deadline = time.monotonic() + 60
     while not begun.exists():
@@ -76,8 +76,9 @@ def inside(flag: Path) -> None:
 
 
 def read_pushes(kernel: Kernel) -> None:
-    """Wait until the agent has read all earlier pushes: the answer to a request
-    comes after them.
+    """Wait until the agent has read all earlier pushes.
+
+    The broker answers this request after the pushes, and the agent reads them in order.
     """
     assert kernel.run("%gpu pool").status == "ok"
 
@@ -201,7 +202,7 @@ def test_kernel_reports_after_each_cell_while_a_session_waits(
     cell = kernel.start(INSIDE.format(flag=str(flag)))
     inside(flag)
     broker.push("wanted")
-    # This push has an old epoch. When the agent has answered it, it has read the push before it.
+    # This ``yield`` has an old epoch. When the agent answers it, the agent has read ``wanted``.
     broker.push("yield", epoch=0)
     assert broker.wait_for("yielded")["yielded"] is False
     assert not broker.seen("resting")
@@ -393,7 +394,7 @@ def test_wait_shows_that_an_interrupt_had_no_effect(
     assert cell.done().reply["status"] == "ok"
 
 
-def test_interrupt_after_a_wait_does_not_count_for_the_wait(
+def test_interrupt_after_a_wait_shows_no_message_of_the_pool(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -463,7 +464,7 @@ def test_no_wait_is_shown_without_a_cell_or_a_waiting_thread(
     kernel = start()
     page.process(pid_of(kernel), waiting=1)
     queued(broker)
-    # This is like a widget callback that waits: no cell runs that could show the wait.
+    # No cell runs, so no cell can show the wait. A waiting widget callback has the same effect.
     read_pushes(kernel)
     page.process(pid_of(kernel), waiting=0)
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
@@ -473,8 +474,8 @@ def test_no_wait_is_shown_without_a_cell_or_a_waiting_thread(
     page.process(pid_of(kernel), waiting=1)
     # The gate is open: a thread waits for its turn, not for the slice.
     queued(broker)
-    # This is longer than the delay of the display. Only time can show that no display comes. On a
-    # slow machine, the test checks less, but does not fail.
+    # The sleep is longer than the delay of the display. Only time can show that no display appears.
+    # On a slow machine, the test checks less, but does not fail.
     time.sleep(2 * waits.PATIENCE + waits.TICK)
     flag.touch()
     assert cell.done().outputs == [{"name": "stdout", "text": "1\n"}]
@@ -498,7 +499,7 @@ def test_an_interrupt_ends_the_cell_and_removes_the_display(
         "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
         "lines before the call that waited have run.\n"
     )
-    page.process(pid_of(kernel), waiting=0)  # the interrupted call does this
+    page.process(pid_of(kernel), waiting=0)  # with a guard, the interrupted call does this
     assert kernel.run("1 + 1").text == "2"
 
 
@@ -752,7 +753,7 @@ def test_gpu_shows_the_figures_of_the_guard(
     assert "3.5 GiB of 4 GiB, may grow to 8 GiB" in shown["data"]["text/html"]
     page.process(os.getpid(), waiting=2, number=1)
     assert "2 threads wait for the slice" in kernel.run("%gpu").text
-    broker.die()  # the figures come from the page, which is still there
+    broker.die()  # the figures come from the page, which still exists
     assert "3.5 GiB of 4 GiB" in kernel.run("%gpu").text
 
 

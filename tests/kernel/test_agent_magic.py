@@ -289,7 +289,7 @@ def test_gpu_without_a_broker_names_its_socket(broker: ScriptedBroker, kernel: K
     assert str(broker.path.with_suffix(".log")) in message
     cell = kernel.run("%gpu")
     assert cell.status == "ok"
-    assert f"4 GiB on {DEVICE}" in cell.text  # the agent knows this without the broker
+    assert f"4 GiB on {DEVICE}" in cell.text  # the agent knows its slice itself
     assert str(broker.path) in cell.text
 
 
@@ -304,7 +304,7 @@ def test_agent_knows_the_names_of_devices_without_the_broker(
     assert "EMULATED" in text
 
 
-def test_gpu_without_a_session_says_that_there_is_none(python: str) -> None:
+def test_gpu_says_that_the_kernel_has_no_session(python: str) -> None:
     kernel = start_kernel(python, {})
     try:
         assert "has no GPU pool session" in error_of(kernel.run("%gpu"))
@@ -349,7 +349,7 @@ def one_kernel() -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module", params=["ipykernel 7", "ipykernel 6"])
 def calm(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return a kernel of each ipykernel version, for cells whose every request is granted."""
+    """Return a kernel of each ipykernel version; its broker grants every request."""
     old = request.param == "ipykernel 6"
     with alone(request.getfixturevalue("old_python") if old else this_python()) as kernel:
         yield kernel

@@ -162,7 +162,7 @@ def test_old_request_is_sent_until_a_broker_answers_it(
     assert broker.wait_for("request", count=3)["memory"] == 4 * GiB
 
 
-def test_unanswered_request_of_a_failed_cell_is_taken_back(
+def test_agent_withdraws_an_unanswered_request_of_a_failed_cell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     """The dead broker may have changed the request before it could answer."""

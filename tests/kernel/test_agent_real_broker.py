@@ -112,7 +112,7 @@ def test_two_kernels_take_turns_and_keep_their_data(pool_of: Callable[..., Pool]
     assert first.run(ALLOCATE.format(size=64 * MiB)).status == "ok"
     first.run("stream = gpu.create_stream(); block.fill(7, stream=stream); stream.sync()")
     pool.until(first, state="idle")
-    # This kernel gets the slice of the idle one.
+    # The second kernel gets the slice of the first kernel, which is idle.
     assert second.run(ALLOCATE.format(size=64 * MiB)).status == "ok"
     seen = pool.until(first, state="detached")
     assert seen["suspended_bytes"] >= 64 * MiB

@@ -39,7 +39,7 @@ def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Ker
     broker.push(
         "queue", position=2, length=3, waited=0.0, left=[24.0, 58.0], reason="Alice has it."
     )
-    kernel.run("%gpu pool")  # when this is answered, the agent has read the push
+    kernel.run("%gpu pool")  # after this answer, the agent has read the push
     cell = kernel.start("print('hi')")
     hold = broker.wait_for("hold")["hold"]
     shown = cell.until("display_data")["content"]
@@ -58,7 +58,7 @@ def test_wait_in_a_cell_is_shown_and_removed(broker: ScriptedBroker, kernel: Ker
     assert cell.outputs == [{"name": "stdout", "text": "hi\n"}]
     kinds = [m["msg_type"] for m in cell.messages]
     assert kinds.count("display_data") == 1
-    assert kinds.count("update_display_data") == 1  # an update is sent only after a change
+    assert kinds.count("update_display_data") == 1  # the agent sends an update only after a change
 
 
 def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kernel: Kernel) -> None:

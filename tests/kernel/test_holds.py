@@ -112,7 +112,7 @@ def test_earlier_cells_are_reported_before_a_request(
         "from jupyter_gpupool.kernel import _agents\n"
         "reported = next(iter(_agents.values())).link._reports"
     )
-    # The thread of the reports may have begun to wait with the old interval.
+    # The thread that sends reports may already wait with the old interval: wait for its report.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     assert kernel.value("reported._over[0][:5]") == "'cell-'"
@@ -130,7 +130,7 @@ def test_finished_short_cell_is_reported_before_a_yield(
     """Otherwise a series of short cells could keep the slice from a waiting kernel."""
     kernel.run("pass")
     kernel.run("import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600")
-    # The thread of the reports may have begun to wait with the old interval.
+    # The thread that sends reports may already wait with the old interval: wait for its report.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     before = len(broker.messages)

@@ -81,10 +81,10 @@ def test_link_repeats_all_waiting_requests_after_a_reconnect(
         link.close()
 
 
-def test_late_end_of_an_old_connection_leaves_the_new_one_alone(
+def test_late_end_of_an_old_connection_keeps_the_new_connection(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that reads a connection may notice its end after the link has a new connection."""
+    """A thread may notice the end of its connection only after the link has a new connection."""
     ends = []
 
     def connect(path, *, on_push, on_close):
@@ -139,11 +139,12 @@ def test_exception_in_the_agent_does_not_end_the_connection(
     assert link_threads() == []
 
 
-def test_hello_waits_in_the_queue_of_the_machine_s_socket(
+def test_hello_waits_in_the_queue_of_the_machines_socket(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service manager listens while the broker starts. A second attempt would
-    only fill its queue.
+    """The service manager listens on the socket while the broker starts.
+
+    A second attempt to connect would only fill the queue of this socket.
     """
     broker.die()
     monkeypatch.setattr(revive, "is_machine_path", lambda _: True)
@@ -160,7 +161,8 @@ def test_hello_waits_in_the_queue_of_the_machine_s_socket(
         with connection:
             hello = decode(connection.recv(65536))
             connection.settimeout(0.3)
-            # The connection is still open. On a slow machine, this check is only weaker.
+            # The link has not closed the connection. On a slow machine, this check proves less, but
+            # does not fail.
             with pytest.raises(TimeoutError):
                 connection.recv(1)
             assert not link.given_up(wait)

@@ -39,7 +39,7 @@ def reviver(socket: Path, started: Path) -> Reviver:
 def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     one = reviver(socket, started)
-    for _ in range(3):  # once for each failed attempt to connect
+    for _ in range(3):  # the link calls this after each failed attempt to connect
         assert one.away(AWAY) is AWAY
     assert started.read_text() == "called\n"
     assert one.expected
@@ -136,7 +136,7 @@ def test_failed_start_is_reported_at_once(socket: Path, started: Path) -> None:
     assert not started.exists()
 
 
-def test_kernel_waits_for_the_machines_broker_without_a_start(started: Path) -> None:
+def test_kernel_waits_for_the_machines_broker_but_starts_none(started: Path) -> None:
     one = reviver(Path("/run/gpupool/broker.sock"), started)
     # systemd accepts the connection while no broker runs, so no attempt fails.
     assert (one.expected, one.patience) == (True, START_TIMEOUT)

@@ -55,7 +55,7 @@ def environ(monkeypatch):
     visible.uninstall()
 
 
-def test_each_way_to_assign_is_corrected_with_one_message(environ, capsys):
+def test_wrong_assignments_are_corrected_with_one_message(environ, capsys):
     environ["CUDA_VISIBLE_DEVICES"] = "5"
     assert environ["CUDA_VISIBLE_DEVICES"] == HOME
     environ.update({"CUDA_VISIBLE_DEVICES": "5"})
@@ -78,7 +78,7 @@ def test_deleted_variable_gets_the_pools_value_again(environ):
     assert environ["CUDA_VISIBLE_DEVICES"] == HOME
 
 
-def test_other_variables_and_types_are_left_alone(environ):
+def test_other_variables_and_type_errors_stay_the_same(environ):
     environ["GPUPOOL_TEST_OTHER"] = "5"
     assert environ.pop("GPUPOOL_TEST_OTHER") == "5"
     with pytest.raises(TypeError):

@@ -53,7 +53,7 @@ def told_by(pool: Pool) -> object:
 
 
 def check_leaving(pool: Pool) -> None:
-    """Check that the cached leaving times of idle sessions equal newly computed ones."""
+    """Check that the cached times at which idle sessions leave equal newly computed times."""
     facts = pool._facts
     kept = dict(leaving(facts))
     for s in facts.sessions.values():

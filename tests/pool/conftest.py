@@ -16,7 +16,7 @@ from .checks import check_pool
 
 @pytest.fixture(scope="session", autouse=True)
 def skipped_passes_would_be_empty() -> Iterator[None]:
-    """Check each plan that the pool made without a full pass against the plan of a full pass."""
+    """Compare each plan that the pool made without a full pass with the plan of a full pass."""
 
     def checked(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
         found = schedule.plan(facts, before, relieve)
@@ -31,7 +31,10 @@ def skipped_passes_would_be_empty() -> Iterator[None]:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    """A lab with two devices of 16 bytes and much host memory; at the end, check all accounts."""
+    """A lab with two devices of 16 bytes and much host memory.
+
+    At the end of the test, the fixture checks all accounts.
+    """
     lab = Lab()
     yield lab
     check_pool(lab.pool, lab.now)
@@ -39,7 +42,10 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture
 def make() -> Iterator[type[Lab]]:
-    """The class of labs with other devices or settings; at the end, check each lab like ``lab``."""
+    """A class that makes labs with other devices or settings.
+
+    At the end of the test, the fixture checks all accounts of each lab.
+    """
     made: list[Lab] = []
 
     class Made(Lab):

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Brute-force checks: no session waits that could start, and no backfill delays the head.
+"""Brute-force checks: no session that could start waits, and no backfill delays the head.
 
 A plan for a waiting session is a set of idle leases to preempt, and a place for each slice of the
 session. The set may be empty. A plan is feasible under three conditions. Its places have enough
@@ -122,10 +122,10 @@ def check_liveness(look: Look) -> None:
 def check_guarantees(look: Look) -> None:
     """Check that a session does not wait for memory that its group's guarantee covers.
 
-    The check uses the naive model's own sums, not the pool's reports. It fails if all of this is
-    true: a session waits for memory; with its request, its group stays within the group's
-    guarantee; and one lease of another group would free enough bytes, is old enough, and is not
-    covered by a guarantee.
+    The check uses the naive model's own sums, not the pool's reports. It fails if these three
+    statements are true. A session waits for memory. With the session's request, its group stays
+    within the group's guarantee. One lease of another group would free enough bytes, is old enough,
+    and no guarantee covers it.
     """
     naive = look.naive
     groups = naive.settings.groups
@@ -187,7 +187,7 @@ def check_recalls(look: Look) -> None:
 
     Before the time of a recall, the pool must ask for a ``Tick`` at that time or earlier. After
     that time, a lease may stay only if something prevents its suspend. The naive model checks the
-    rest: no recall comes early, twice, or without an order.
+    rest: the pool does no recall early, no recall twice, and none without an admin's order.
     """
     naive, now = look.naive, look.naive.now
     wakeup = look.pool.next_wakeup()
@@ -225,7 +225,7 @@ def _check_turn(look: Look, name: str) -> None:
 
 
 def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:
-    """Return whether no guarantee covers a lease of ``in_use``, for any order of the suspends."""
+    """Return whether no guarantee covers a lease of ``in_use``, in every order of the suspends."""
     naive, groups = look.naive, look.naive.settings.groups
     own = path(groups, naive.sessions[name].owner.group)
     for victim in in_use:

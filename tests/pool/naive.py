@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """A second, simple model of the pool, which knows only the pool's events and actions.
 
-The model uses none of the pool's data structures. It checks each action that the pool returns: a
-grant has room, only a rule suspends a session in use, a session has one effect at a time, and
-epochs grow. Quotas and host memory suffice, and each waiting hold gets exactly one answer.
+The model uses none of the pool's data structures. It checks each action that the pool returns. A
+grant has room. The pool suspends a session in use only by a rule. A session has one effect at a
+time. Epochs grow. No action exceeds a quota or host memory. Each waiting hold gets exactly one
+answer.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class NaiveSession:
     #: Whether the guard can move the processes to another device of the same model at their first
     #: context.
     lands: bool = False
-    #: Whether the guard can hold back the session's calls: then the pool may suspend it while in
-    #: use.
+    #: Whether the guard can hold back the session's calls. If so, the pool may suspend the session
+    #: while it is in use.
     gated: bool = True
     #: Whether the driver refused to move the session's state.
     immovable: bool = False
@@ -57,8 +58,8 @@ class NaiveSession:
     #: Time of the last growth, and of the last sample of each device on which the lease has grown.
     grown_at: float = float("-inf")
     sampled: dict[str, float] = field(default_factory=dict)
-    #: Whether a suspend was refused or the broker restarted: the pool may wait before the next
-    #: suspend.
+    #: Whether a suspend was refused or the broker restarted. If so, the pool may wait before the
+    #: next suspend.
     refused: bool = False
     asked: dict[str, Request] = field(default_factory=dict)
     #: An admin's recall of its slice: the time (None: no recall), the reason, and unanswered
@@ -276,7 +277,7 @@ class Naive:
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
                 if s.state == "detaching" and not s.holds:
-                    s.idle_since = self.now  # start of the idle time if the agent refuses
+                    s.idle_since = self.now  # used if the agent refuses the suspend
         elif isinstance(event, ev.HoldsReplaced):
             before = bool(s.holds)
             kept = {name: answered for name, answered in s.holds.items() if name == "device"}
@@ -375,7 +376,7 @@ class Naive:
         return None
 
     def _too_large(self, s: NaiveSession) -> bool:
-        """Return whether its state may be larger than host memory or its quota can ever hold."""
+        """Return whether the state may exceed all of host memory, or all of the owner's quota."""
         own, most = self.quota(s.owner.name).suspended, self.settings.host_memory
         most = most if own is None else min(own, most)
         return max(sum(s.lease.values()), sum(s.footprints.values())) > most

@@ -3,7 +3,8 @@
 """Random events by the million: ``python -m tests.pool.soak --events 1000000 --seed 0``.
 
 After every event the naive model checks every action, ``check_pool`` recomputes all accounts, and
-``liveness`` tries all plans. Prints a JSON summary; a violation prints its seed and last events.
+``liveness`` tries all plans. The soak prints a JSON summary. If it finds a violation, it prints the
+seed and the last events.
 """
 
 from __future__ import annotations

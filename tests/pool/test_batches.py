@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A batch of requests gets the same slices as the same requests one by one.
+"""A batch of requests gets the same slices as the same requests sent one by one.
 
 "One by one" means in the order of the queue. In another order, a request could take free memory
 before a request with a higher rank arrives. The test leaves out cases in which the order of the

@@ -76,7 +76,7 @@ def test_state_resumes_on_another_device_if_its_own_is_in_use(lab):
     assert lab.record("a").bound == ("G1",)
 
 
-def test_state_that_fills_a_device_resumes_there(make):
+def test_state_that_fills_a_device_resumes_on_it(make):
     lab = make(device(0))
     lab.parked("a", used=16, memory=16)
     assert got(lab.hold("a"), ev.Attach).slices == (Slice("G0", 16),)

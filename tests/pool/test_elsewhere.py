@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Quotas and caps of which kernels on other machines use a part."""
+"""Quotas, caps and budgets when kernels on other machines use a part of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def attaches(actions):
 
 
 def elsewhere(lab, owner=(0, 0, 0), group=0, **rules):
-    """Report the use on other machines: of ann's quota, and of the cap of her group."""
+    """Report how much of ann's quota and of her group's cap kernels on other machines use."""
     found = dataclasses.replace(
         lab.pool.settings,
         elsewhere={"ann": owner} if any(owner) else {},
@@ -109,7 +109,7 @@ def test_use_on_other_machines_is_no_error_in_the_accounts(lab):
 def budget(lab, here, *, more=True, then="stop", seconds=100.0, refill=None, **rules):
     """Set how many GPU-seconds of ann's daily budget this machine may use.
 
-    With ``refill``, so many of a budget that refills come back here in a day.
+    With ``refill``, the budget refills, and in a day this machine gets back ``refill`` GPU-seconds.
     """
     rule = {} if refill is None else {"rule": "refill", "refill_here": refill}
     daily = Daily(seconds, then=then, here=here, more_elsewhere=more, **rule)
@@ -174,7 +174,7 @@ def test_a_machine_without_a_part_of_the_refill_names_no_time(lab):
     assert attaches(budget(lab, 20.0, refill=0.0)) == ["a"]
 
 
-def test_a_refusal_names_no_time_at_which_nothing_comes_back(lab):
+def test_refusal_names_no_time_if_other_machines_get_the_refill(lab):
     budget(lab, 0.0, refill=0.0, then="refuse")
     lab.open("a", 8, owner=ANN)
     lab.hold("a")
@@ -188,14 +188,14 @@ def test_a_budget_refills_here_at_the_rate_of_this_machines_part(lab):
     budget(lab, 1000.0, seconds=DAY, refill=DAY / 2)
     lab.running("a", 32, owner=ANN)
     lab.after(40)
-    # It uses one GPU-second in a second, and half a GPU-second comes back.
+    # In each second, the session uses one GPU-second, and the budget refills half a GPU-second.
     assert lab.pool.usage(lab.now).users["ann"].today == pytest.approx(20, abs=1)
     before = lab.pool.usage(lab.now).users["ann"].today
     lab.send(ev.SessionEnded, session="a", reason="closed")
     assert lab.pool.usage(lab.now + 4).users["ann"].today == pytest.approx(before - 2, abs=0.1)
 
 
-def test_a_spent_part_is_available_once_there_is_more(lab):
+def test_spent_part_is_available_again_when_it_becomes_larger(lab):
     def is_spent():
         standing, _ = lab.pool.standing(ANN, lab.now)
         return [budget.spent for budget in standing.budgets] == [True]
@@ -208,7 +208,7 @@ def test_a_spent_part_is_available_once_there_is_more(lab):
     assert not is_spent()
 
 
-def test_use_beyond_the_own_part_is_not_charged(lab):
+def test_use_beyond_this_machines_part_is_not_charged(lab):
     budget(lab, 10.0, seconds=DAY, refill=0.0, then="borrow")
     lab.running("a", 32, owner=ANN)
     lab.after(100)
@@ -219,7 +219,7 @@ def test_use_beyond_the_own_part_is_not_charged(lab):
 # --------------------------------------------------------------------------- guarantees
 
 
-def test_the_guarantee_of_a_group_is_this_machines_part_of_it(lab):
+def test_group_has_only_this_machines_part_of_its_guarantee(lab):
     group = Group(guarantee=Portion(bytes=12), guarantee_here=4)
     rules = dataclasses.replace(lab.pool.settings, quotas={}, groups={"lab": group})
     lab.send(ev.SettingsChanged, settings=rules)

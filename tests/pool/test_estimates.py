@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Expected waits, which the pool computes only from past waits, and when an idle slice leaves."""
+"""Expected waits and their ranges, and the times when idle slices leave.
+
+The pool computes expected waits only from past waits.
+"""
 
 from __future__ import annotations
 

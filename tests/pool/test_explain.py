@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Explanations of a wait: which leases it needs, by which rule it waits, and what can end it."""
+"""Explanations of a wait: the leases that a session needs, the rule, and what can end the wait."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_backfill_leaves_the_reservation_of_the_head_unchanged(make):
     lab.hold("head")
     lab.open("w", 4)
     actions = lab.hold("w")
-    got(actions, ev.Attach, session="w")  # on any device where the head can spare the bytes
+    got(actions, ev.Attach, session="w")  # on any device that can spare the bytes
     before = told(lab, "head").reserved
     for _ in range(3):
         lab.after(1.0)
@@ -158,7 +158,7 @@ def test_newcomer_of_a_higher_class_takes_over_a_promise(make):
 
 
 @pytest.mark.parametrize("example", ["planner", "groups"])
-def test_pool_does_what_the_example_on_the_page_shows(example):
+def test_pool_does_what_the_examples_in_the_docs_show(example):
     done = subprocess.run(
         [sys.executable, str(DOCS / f"make_{example}.py"), "--check"],
         capture_output=True,
@@ -360,8 +360,8 @@ def test_wait_of_a_class_without_a_schedule_names_no_time(make):
 @pytest.mark.parametrize(
     ("rules", "at"), [({"class"}, None), ({"class", "turns"}, 120.0)], ids=["class", "turns"]
 )
-def test_wait_names_a_time_for_age_only_if_it_changes_the_plan(make, rules, at):
-    """Age can raise ``w`` to the holder's class: turns apply there, and class rules do not."""
+def test_wait_names_a_time_only_if_age_changes_the_plan(make, rules, at):
+    """Age can raise ``w`` to the holder's class. Turns apply within a class, class rules do not."""
     classes = {"batch": 0, "urgent": 2}
     lab = make(
         device(0), preempt=frozenset(rules), priority_classes=classes, default_priority="batch",
@@ -389,7 +389,10 @@ def test_wait_names_the_time_when_age_overtakes_the_queue(make):
 
 @pytest.mark.parametrize(("owner", "half_life"), [("ann", 3600.0), ("bob", 0.0)])
 def test_wait_names_no_time_if_age_overtakes_no_session(make, owner, half_life):
-    """Age never changes the order of one owner's sessions, nor any order if fair shares are off."""
+    """Age never changes the order of one owner's sessions.
+
+    If fair shares are off, age never changes the order of any sessions.
+    """
     lab = make(device(0), preempt=frozenset(), half_life=half_life)
     lab.running("a", 16, owner="cyd")
     for name, whose in (("h", "ann"), ("w", owner)):

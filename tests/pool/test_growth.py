@@ -200,7 +200,7 @@ def test_growth_leaves_bytes_promised_to_waiting_sessions(make):
     lab.idle("i", 8)
     lab.running("a", 4, limit=12)
     lab.open("w", 12)
-    # 4 bytes are free and a suspend frees 8: all are promised.
+    # 4 bytes are free, and a suspend frees 8: the pool promises all 12 to w.
     assert suspends(lab.hold("w")) == ["i"]
     assert code(lab.grow("a", 1)) == "no-memory"
     assert attaches(lab.suspended("i", ("G0", 2))) == ["w"]
@@ -411,7 +411,7 @@ def test_waiting_growth_gains_points_with_age(make):
     lab.running("b", 8)
     lab.change("a", 12)
     lab.after(150.0)
-    lab.open("w", 8, priority="interactive")  # 100 points for its class, but it asks 150 s later
+    lab.open("w", 8, priority="interactive")  # w has 100 points more, but asks 150 s later
     lab.hold("w")
     assert lab.pool.explain("w").ahead == ("a",)
     got(lab.end("b"), ev.Resize, session="a")

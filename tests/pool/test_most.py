@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The largest request on offer is the largest that the rules accept."""
+"""The largest request that the pool offers is the largest one that its rules accept."""
 
 from __future__ import annotations
 

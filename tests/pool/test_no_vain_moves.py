@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool moves an idle holder only if a waiting session gains by the move.
 
-Each suspend of an idle holder does one of two things. Its plan lets a waiting session attach, or
-the holder gets its slice back only after the head of the queue.
+For each suspend of an idle holder, one of two statements is true. The plan promises the freed bytes
+to a waiting session. Or the pool frees the bytes for the head of the queue, and the holder cannot
+take them back before the head attaches.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ class Watched(Lab):
             assert not devices & {*back}, f"{a.session} has its bytes back, and {head} waits"
 
 
-def test_idle_slice_that_the_head_does_not_need_is_not_taken():
-    """Two kernels wait for 6 bytes each, and the 2 bytes of the idle lease help neither."""
+def test_idle_slice_that_the_head_does_not_need_stays():
+    """Two kernels wait for 6 bytes each: the idle lease's 2 bytes are too few for either kernel."""
     lab = Watched(device(0, 8), device(1, 8))
     lab.running("cat", 5)
     lab.idle("mine", 2)
@@ -76,7 +77,7 @@ def test_idle_slice_that_the_head_does_not_need_is_not_taken():
     assert lab.state("mine") == "idle"
 
 
-def test_idle_slice_that_the_head_needs_is_taken_and_kept_free():
+def test_bytes_of_an_idle_slice_stay_free_for_the_head():
     lab = Watched(device(0, 8))
     lab.running("cat", 5)
     lab.idle("mine", 2)
@@ -93,7 +94,7 @@ def test_idle_slice_that_the_head_needs_is_taken_and_kept_free():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_load_moves_no_idle_holder_in_vain(seed):
+def test_random_load_moves_no_idle_holder_without_a_gain(seed):
     chance = random.Random(seed)
     lab = Watched(device(0, 16), device(1, 16), ageing=3.0, max_swap_overhead=0.0)
     names = [f"s{i}" for i in range(9)]

@@ -40,7 +40,7 @@ def test_lease_with_most_bytes_times_idle_time_yields_first(make):
     lab.idle("large-new", 20)
     lab.after(10)
     lab.open("w", 7)
-    # 4 x 110 is more than 20 x 10, and 4 bytes with the 6 free ones are enough.
+    # 4 bytes x 110 s is more than 20 bytes x 10 s. The 6 free bytes and these 4 are enough for w.
     assert suspends(lab.hold("w")) == ["small-old"]
 
 
@@ -100,7 +100,7 @@ def test_a_refused_suspend_is_not_tried_again_at_once(make):
     assert times == [1, 2, 40, 60]
 
 
-def test_pool_leaves_a_pinned_session_alone_and_says_why(make):
+def test_pool_retries_a_pinned_session_after_60_s_and_says_why(make):
     lab = make(device(0))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -208,7 +208,7 @@ def test_free_memory_of_the_host_limits_suspends(make):
 
 
 def test_busy_victim_is_tried_again_when_its_cell_ends(make):
-    """The victim runs short cells without a pause: a later attempt would find it busy."""
+    """The victim runs short cells without a pause: a later attempt would find the victim busy."""
     lab = make(device(0))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -280,7 +280,8 @@ def test_a_higher_class_goes_first_until_the_others_have_aged(make):
     lab.open("late", 16, priority="high")
     lab.hold("late")
     positions = {v.record.id: v.queue_position for v in lab.pool.view(lab.now).sessions}
-    # The class is worth 100 s of waiting: high overtakes low, late does not.
+    # The class "high" is worth 100 s of waiting. The session "high" asks 99 s after "low" and is
+    # ahead of it. The session "late" asks 101 s after "low" and is behind it.
     assert (positions["high"], positions["low"], positions["late"]) == (1, 2, 3)
 
 
@@ -299,7 +300,7 @@ def test_small_request_is_backfilled_on_another_device(lab):
     lab.running("a", 10)
     lab.running("b", 12)
     lab.open("head", 16)
-    lab.hold("head")  # head reserves the device of a, where the fewest bytes are missing
+    lab.hold("head")  # head reserves the device of a, where it lacks the fewest bytes
     lab.open("small", 4)
     assert got(lab.hold("small"), ev.Attach).slices == (Slice("G1", 4),)
 
@@ -311,7 +312,8 @@ def test_backfill_leaves_what_the_head_accumulates(make):
     lab.open("head", 10)
     lab.hold("head")
     lab.open("small", 2)
-    # 8 bytes are free and head needs 10: with 2 bytes less, the end of a or b is still enough.
+    # 8 bytes are free, and head needs 10. If small gets 2 of them, head can still start when either
+    # a or b ends.
     assert attaches(lab.hold("small")) == ["small"]
     lab.open("small2", 2)
     assert attaches(lab.hold("small2")) == []

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Queries never change the pool, with any argument."""
+"""No query changes the pool, whatever the arguments of the query are."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from .world import World
 
 
 class Draws:
-    """Hypothesis's choices in place of ``random.Random``, so that failures shrink."""
+    """Makes choices like ``random.Random``, but by Hypothesis, which can then shrink a failure."""
 
     def __init__(self, data: Any) -> None:
         self.data = data

@@ -59,7 +59,7 @@ def test_kept_idle_lease_is_recalled():
     got(lab.after(60.0), ev.Suspend, session="a", reason=WHY, busy=False)
 
 
-def test_cancelled_recall_takes_no_slice():
+def test_cancelled_recall_suspends_no_lease():
     lab = Lab(device(0))
     lab.running("a")
     recall(lab, "a", 60.0)
@@ -78,7 +78,7 @@ def test_recall_ends_with_the_lease():
     none(lab.after(3600.0), ev.Suspend)
 
 
-def test_recall_may_take_the_host_memory_kept_for_the_head():
+def test_recall_may_use_the_host_memory_kept_for_the_head():
     lab = Lab(device(0), device(1), host_memory=12)
     lab.running("h", 6)
     lab.running("b", 10)

@@ -156,7 +156,7 @@ def test_quotas_limit_the_number_of_leases_and_devices(make, quota):
     assert attaches(lab.end("a")) == ["b"]
 
 
-def test_quota_goes_to_the_session_that_came_first(make):
+def test_quota_goes_to_the_session_that_asked_first(make):
     lab = make(quotas={"ann": Quota(memory=16)})
     lab.running("a", 10, owner="ann")
     lab.open("b", 10, owner="ann")

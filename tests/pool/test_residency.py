@@ -445,12 +445,16 @@ def test_two_users_in_turns_wait_only_for_the_move(swap, think):
         late = sorted(waits[10:])
         assert len(late) > 5
         assert late[len(late) // 2] <= 2.5 * swap + 0.2
-        # At worst a cell waits for a resume, the cell after it, a suspend, and its own resume.
+        # At worst, a cell waits until the other session has resumed, run its cell and suspended.
+        # Then the session of the waiting cell resumes.
         assert late[-1] <= 4 * swap + 0.2
 
 
 def test_two_users_in_strict_turns_wait_only_for_the_move(make):
-    """Each user starts after the other's cell ends: neither is protected after three gaps."""
+    """Each user starts a cell after the other user's cell has ended.
+
+    After three gaps, the pool protects neither of the two sessions.
+    """
     lab = make(device(0))
     for name in ("a", "b"):
         lab.open(name, 10)

@@ -50,7 +50,7 @@ def preempted(lab: Lab) -> list[str]:
 # --------------------------------------------------------------------------- classes
 
 
-def test_lower_class_yields_after_the_time_that_moving_it_takes(make):
+def test_lower_class_yields_after_its_minimum_residence(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     moved(lab, "low", seconds=3.0, priority="batch")
     began = lab.now
@@ -229,7 +229,7 @@ def test_reclaim_leaves_the_other_group_its_guarantee(make):
 
 @pytest.mark.parametrize("why", ["quota", "cap"])
 def test_request_blocked_by_a_limit_uses_no_guarantee(make, why):
-    """A blocked request must not use up the guarantee of its group, or the others would wait."""
+    """A blocked request must not use up its group's guarantee: other requests may need it."""
     lab = make(
         preempt=PREEMPT_ALL,
         quotas={"ann": Quota(leases=1)} if why == "quota" else {},
@@ -406,7 +406,7 @@ def test_session_that_has_used_less_keeps_its_turn(make):
 
 
 def test_session_that_lost_its_turn_does_not_return_at_once(make):
-    """With equal usage a turn ends after two slices, when the other owner is one slice behind."""
+    """A turn lasts for two time slices: then the other owner's usage is one time slice less."""
     crowd = Crowd(1, move=1.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     a, b = crowd.add("a", "ann", cell=1e9), crowd.add("b", "bob", cell=1e9)
     crowd.run(1000)
@@ -414,7 +414,7 @@ def test_session_that_lost_its_turn_does_not_return_at_once(make):
 
 
 def test_explanation_of_a_later_turn_names_its_time(make):
-    """The line must not be "no rule lets this kernel take it" until the turn comes."""
+    """Before the turn, the line must not say "no rule lets this kernel take it"."""
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
     lab.running("a", 16, owner="ann")
     lab.after(30)
@@ -448,7 +448,7 @@ def test_turn_between_sessions_of_one_owner_asks_for_a_tick(make):
 
 
 @pytest.mark.parametrize("start", [0.0, 1.7e9 + 0.1, 1.7e9 + 1 / 3, 1.7e9 + 0.77])
-def test_age_that_raises_a_session_by_a_class_preempts_at_once(make, start):
+def test_session_preempts_as_soon_as_age_raises_its_class(make, start):
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=60.333)
     lab.now = start
     lab.running("a", 16, owner="ann", priority="notebook")
@@ -469,7 +469,7 @@ def test_age_that_raises_a_session_by_a_class_preempts_at_once(make, start):
     since=st.floats(0, 500),
     weight=st.sampled_from([0.5, 1.0, 3.0]),
 )
-def test_turn_comes_at_the_first_possible_instant(mine, its, gain, since, weight):
+def test_turn_begins_at_the_first_possible_instant(mine, its, gain, since, weight):
     facts = Facts(PoolSettings(half_life=300.0, groups={"g": Group(weight=weight)}))
     facts.now = 1000.0
     for meters, name, (memory, compute, one, other) in (

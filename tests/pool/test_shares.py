@@ -68,7 +68,10 @@ def test_share_that_a_group_does_not_use_goes_to_the_others():
 
 
 def test_user_with_many_requests_does_not_delay_the_others():
-    """One user has 50 kernels, ten have one: all users get equal time and wait for few cells."""
+    """One user has 50 kernels, and ten users have one kernel each. All users get equal time.
+
+    The kernels of the ten users wait for only a few cells.
+    """
     crowd = Crowd(2, half_life=1200.0)
     for i in range(50):
         crowd.add(f"f{i}", "flood", cell=8.0)
@@ -83,7 +86,7 @@ def test_user_with_many_requests_does_not_delay_the_others():
     assert max(waits) <= 2 * 11 * 8.0
 
 
-def test_first_request_of_each_user_goes_before_any_second_one(make):
+def test_first_requests_of_all_users_go_before_second_requests(make):
     lab = make(half_life=3600.0)
     lab.running("x", 16)
     lab.running("y", 16)
@@ -185,14 +188,15 @@ def test_wait_of_the_heaviest_user_in_a_low_class_is_bounded(seed, devices, pree
             crowd.add(f"u{i}{k}", f"user{i}", cell=lambda: crowd.rng.uniform(0.5, 1.0) * cell)
     crowd.run(2)
     waits = rich.done + 1
-    # Rich has used as many devices as the others use now, so U / B is the ratio of the weights.
+    # The user "rich" has used as many devices as the others use now, so U / B is the ratio of the
+    # weights.
     crowd.run(bound(half, others, 100 * ageing, ageing + cell) + cell)
     assert rich.done >= waits, "it starves"
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 4.0])
 def test_bound_of_the_wait_depends_on_the_weight(weight):
-    """The group waits at most for the bound and one cell; a larger weight means a shorter wait."""
+    """The group waits no longer than the bound plus one cell; a larger weight shortens the wait."""
     half, cell = 60.0, 5.0
     groups = {"rich": Group(weight=weight), "poor": Group()}
     crowd = Crowd(1, half_life=half, ageing=1.0, groups=groups, preempt=frozenset())

@@ -68,7 +68,7 @@ def test_head_accumulates_after_ageing_seconds():
 
 
 def test_wait_for_a_quota_reserves_nothing():
-    """The pool preempts the owner's idle leases for the quota; the wait blocks only this owner.
+    """To free the quota, the pool preempts idle leases of its owner. Other owners do not wait.
 
     The pool places a slice on the fullest device that fits, not on the empty one.
     """
@@ -85,9 +85,9 @@ def test_wait_for_a_quota_reserves_nothing():
 
 
 def test_victim_is_a_session_whose_state_fits_host_memory():
-    """The state of a victim has room in host memory.
+    """The pool preempts only a victim whose state has room in host memory.
 
-    Without a victim, the reason is host memory.
+    If there is no such victim, host memory is the reason for the wait.
     """
     lab = Lab(device(0))
     lab.idle("a")
@@ -128,7 +128,7 @@ def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
 
 
 def test_old_wait_goes_before_a_higher_class():
-    """A wait earns a point every ``ageing`` seconds; the order of two sessions never changes."""
+    """A wait earns a point every ``ageing`` seconds. The order of two waits never changes."""
     lab = Lab(device(0), ageing=1.0)
     lab.running("a", 16)
     ask(lab, "batch", 16, priority="batch")

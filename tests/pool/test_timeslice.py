@@ -20,8 +20,8 @@ class Program:
 
     share: int
     devices: tuple[str, ...] = ("G0",)
-    #: Number of turns of work before each pause, and of turns of each pause. No pause (0) means
-    #: always busy.
+    #: ``work`` is the number of turns of work before each pause, ``pause`` the number of turns of
+    #: each pause. If ``pause`` is 0, the session is always busy.
     work: int = 1
     pause: int = 0
     #: Seconds for which its GPU kernels may still run after the end of a turn.
@@ -162,8 +162,8 @@ def test_no_session_starves_and_no_turn_is_wasted(seed):
     m.run(600)
     for name, p in programs.items():
         gaps = [b - a for a, b in zip([0, *p.ran], [*p.ran, 600], strict=True)]
-        # Every other program may have ten times this program's share; allow each of them two
-        # rounds.
+        # Every other program may have ten times this program's share. The bound allows two
+        # rounds of all programs.
         assert max(gaps) <= 2 * 10 * len(programs), f"{name} waited {max(gaps)} turns: {programs}"
 
 

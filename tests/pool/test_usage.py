@@ -332,7 +332,7 @@ def test_standing_names_the_rest_of_the_budget(make):
     ("then", "consequence"),
     [("refuse", "get no new slice"), ("borrow", "get only what no other kernel wants")],
 )
-def test_spent_budget_without_refill_names_the_consequence(make, then, consequence):
+def test_spent_budget_that_refills_names_the_consequence(make, then, consequence):
     lab = make(device(0), **budget(100.0, then=then, rule="refill"))
     lab.running("a", 16, owner="ann")
     lab.after(150)
@@ -456,7 +456,7 @@ def test_usage_rates_are_zero_after_the_last_lease():
 
 # --------------------------------------------------------------------------- the time of day
 
-#: 22:00 of a day. The window of the budget begins at midnight.
+#: A time at 22:00. The budget renews at the following midnight.
 LATE = 20 * DAY + 22 * 3600.0
 
 

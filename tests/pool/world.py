@@ -46,7 +46,10 @@ CLASSES = ("interactive", "notebook", "notebook", "notebook", "batch")
 
 
 def random_groups(c: Chooser) -> dict[str, Group]:
-    """Return two groups, perhaps one inside the other; guarantees may exceed the machine."""
+    """Return two groups, perhaps one inside the other.
+
+    Their guarantees may add up to more bytes than the machine has.
+    """
     return {
         "lab": Group(
             guarantee=c.choice([None, Portion(percent=50), Portion(bytes=12)]),
@@ -424,7 +427,7 @@ class World:
         s = self.naive.sessions.get(name)
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
-        # This tick does all work that is already due, so that the growth cannot be its cause.
+        # This tick does all work that is already due. So the growth causes all later changes.
         self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
         planned = self._promised()
@@ -455,7 +458,7 @@ class World:
             self.send(ev.KeepAsked(now=self.now, session=name, until=until, rid="x"))
 
     def recall(self) -> None:
-        """Let an admin recall a slice at a later time, even if the slice is in use then."""
+        """Let an admin recall a slice at a later time, even if the slice is in use at that time."""
         self.count += 1
         name = self.c.choice([*(self._sessions("active", "idle") or self._sessions()), "nobody"])
         at = self.now + self.c.choice([0.0, 5.0, 60.0, 600.0])
