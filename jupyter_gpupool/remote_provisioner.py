@@ -57,8 +57,9 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
     ).tag(config=True)
     data = List(
         Unicode(),
-        help="""Folders that the kernel works with, besides its working folder. Among machines with
-        room and queues alike, those with them in c.GPUPool.cluster_data come first. Example:
+        help="""Folders that the kernel works with, besides its working folder. If several machines
+        are equal in room and queue, the cluster prefers the one with the most of these folders in
+        its c.GPUPool.cluster_data. Example:
         c.GPUPoolRemoteProvisioner.data = ["/scratch/imagenet"]""",
     ).tag(config=True)
 

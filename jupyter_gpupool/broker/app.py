@@ -304,8 +304,9 @@ class BrokerApp:
             _LOG.warning("%s", note)
         if settings.emulate and machine_wide:
             _LOG.warning(
-                "Every user's programs write the emulated GPUs' memory, and this broker's device "
-                "processes read it: use them only among users who trust each other"
+                "The programs of every user write the memory of the emulated GPUs, and the device "
+                "processes of this broker read it. Use emulated GPUs only among users who trust "
+                "each other"
             )
         if broker.service.limit:
             _LOG.warning("%s", broker.service.limit)

@@ -153,7 +153,7 @@ class Pressure:
             f"so the GPU state of this kernel ({format_bytes(size)}) goes back to a GPU"
             if moves
             else f"and no GPU has room for the GPU state of this kernel ({format_bytes(size)}), "
-            "which is kept there"
+            "so the state stays in host memory"
         )
         message = (
             f"Host memory is short: {level} has {format_bytes(level.free)} of "

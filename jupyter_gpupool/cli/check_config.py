@@ -285,10 +285,10 @@ def _short_memory(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
         state = f" of a state of {format_bytes(int(largest))}" if largest else ""
         yield (
             f"c.GPUPool.fair_share_half_life is {format_seconds(pool.half_life)}, and one time "
-            f"slice{state} may last {format_seconds(longest)}: the pool forgets the use before "
-            "others have had their turn, so it cannot share by weight. Make it "
-            f"{format_seconds(HALF_LIVES * longest)} or more, or 0 to take turns without regard "
-            "to use."
+            f"slice{state} may last {format_seconds(longest)}. So the pool forgets the use of one "
+            "user before the others have had their turn, and it cannot share by weight. Set the "
+            f"option to {format_seconds(HALF_LIVES * longest)} or more, or to 0 if past use must "
+            "not count."
         )
 
 

@@ -366,7 +366,7 @@ def reserve_fits(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -
     if not small:
         return []
     names = ", ".join(f"GPU {d['index']} ({format_bytes(d['memory_total'])})" for d in small)
-    message = f"reserve is {format_bytes(reserve)}, so nothing is left to grant of {names}"
+    message = f"reserve is {format_bytes(reserve)}, so the pool can grant no memory of {names}"
     return [Finding("warn", "config", message, "Lower c.GPUPool.reserve.")]
 
 

@@ -68,9 +68,9 @@ ORDERS = {"drain": "left", "resume": "present", "fence": ""}
     "Several machines", "show the machines of a cluster, drain or fence one, or leave it",
     argument(
         "do", choices=("status", *ORDERS, "leave"), metavar="ORDER",
-        help="status; drain a machine, so that it leaves once no kernel has a slice there; resume: "
-        "take it back; fence: tell the ledger that no kernel runs there any more; leave: drain "
-        "this machine",
+        help="status: show the machines; drain: a machine leaves the cluster once no kernel has a "
+        "slice there; resume: take the machine back; fence: tell the ledger that no kernel runs on "
+        "the machine any more; leave: drain this machine",
     ),
     argument("machine", nargs="?", default="", metavar="MACHINE", help="drain, resume or fence it"),
     argument("--address", default="", metavar="ADDRESS", help="of the head, such as 10.0.0.1:6379"),

@@ -66,10 +66,11 @@ def _mount(path: Path) -> str:
     """Return the advice that makes the socket at ``path`` usable in this container."""
     if _is_nobodys(path):
         return (
-            "In this user namespace the machine's root is the user nobody, and a kernel trusts a "
-            "socket of nobody only directly in a mounted folder. Mount the folder of a user of the "
-            f"pool ({_USERS}), or run the container in the machine's user namespace: --userns=host "
-            "(Docker, Podman as root), hostUsers: true (Kubernetes)."
+            "In this user namespace the machine's root appears as the user 'nobody'. A kernel "
+            "trusts a socket that belongs to 'nobody' only if the socket is directly in a mounted "
+            f"folder. Mount the folder of a user of the pool ({_USERS}), or run the container in "
+            "the machine's user namespace: --userns=host (Docker, Podman as root), hostUsers: true "
+            "(Kubernetes)."
         )
     return (
         f"Mount the folder {path.parent} of the machine here, not the socket alone: a new "

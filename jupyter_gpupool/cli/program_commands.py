@@ -30,7 +30,10 @@ _RUN_CODES = (
     "does not exist, 2 wrong usage."
 )
 
-_WAIT_CODES = "Exit codes: that of the program; 125 if nobody saw it end; 1 if there is none."
+_WAIT_CODES = (
+    "Exit codes: that of the program; 125 if no process recorded its end; 1 if there is no such\n"
+    "program."
+)
 
 
 def _seconds(text: str) -> float:
@@ -90,8 +93,8 @@ NAME = argument("name", metavar="NAME", help="as `jupyter gpupool ps` shows it")
     ),
     argument(
         "--attach", choices=("lazy", "hold"), default="lazy",
-        help="lazy: a slice at the first CUDA call (default); hold: from start to end, and always "
-        "so where the pool has no guard",
+        help="lazy: the program gets its slice at its first CUDA call (default); hold: it has its "
+        "slice from start to end; a pool without a guard always uses hold",
     ),
     argument(
         "--detach", "-d", action="store_true",

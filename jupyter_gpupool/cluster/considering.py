@@ -92,7 +92,10 @@ def sentences(here: str, wanted: PlacementRequest, found: Mapping[str, str]) -> 
     asked = format_bytes(wanted.memory)
     asked += f" on each of {wanted.devices} GPUs" if wanted.devices > 1 else ""
     asked += f" of the model {wanted.model}" if wanted.model else ""
-    head = f"It stays on {here}. Could a new kernel of {asked} start on another machine?"
+    head = (
+        f"This kernel stays on {here}. Could a new kernel that asks for {asked} start on another "
+        "machine?"
+    )
     return [head, *(f"{name}: {text}." for name, text in found.items())]
 
 

@@ -28,8 +28,8 @@ TTL, MARGIN = 8.0, 2.0
 
 _REPORTS = "%s was fenced and reports again: the ledger counts what its kernels have"
 _BORROWED = (
-    "%s was fenced or had left. The ledger counts it again, because another ledger may have lent "
-    "it limits before it heard this one. If it is dead, fence it again"
+    "%s was fenced or had left. The ledger counts this machine again, because another ledger may "
+    "have lent limits to it before it heard of this ledger. If the machine is dead, fence it again"
 )
 
 #: The most characters of a view for a node: the node's broker rejects a longer message.

@@ -111,15 +111,15 @@ class TrialCluster:
         slice_ = f"{command} run --attach hold --socket {self.socket(NAMES[0])} -- sleep 600"
         where = f"--address {self.head} --token {self.token}"
         return (
-            f"{len(NAMES)} machines with an emulated GPU each are a cluster: {', '.join(NAMES)}. "
+            f"{len(NAMES)} machines with an emulated GPU each form a cluster: {', '.join(NAMES)}. "
             f"You may have {QUOTA} slices on all of them together.\n"
-            f"Take a slice, in other terminals; with the sockets of {' and '.join(NAMES[1:])}, "
-            f"too, the third command waits:\n  {slice_}\n"
+            "Take a slice in another terminal; if you run the same command in two more terminals, "
+            f"with the sockets of {' and '.join(NAMES[1:])}, the third one waits:\n  {slice_}\n"
             f"See why it waits:\n  {command} status --socket {self.socket(NAMES[-1])}\n"
             f"See what each machine may use:\n  {command} cluster status {where}\n"
-            f"Take a machine out, and back with resume:\n"
+            "Take a machine out (resume takes it back):\n"
             f"  {command} cluster drain {NAMES[0]} {where}\n"
-            f"Notebooks of a machine:\n  GPUPOOL_SOCKET={self.socket(NAMES[0])} jupyter lab\n"
+            f"Open notebooks on a machine:\n  GPUPOOL_SOCKET={self.socket(NAMES[0])} jupyter lab\n"
             f"Logs are in {self.folder}. Ctrl-C ends the cluster."
         )
 

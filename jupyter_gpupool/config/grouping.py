@@ -155,7 +155,7 @@ def _read_users(value: Any) -> tuple[str, ...] | str:
         return "*"
     names = _read_names(value, "user", "['ada', 'bob'], or '*' for everybody")
     if "*" in names:
-        raise ValueError("'*' stands in a list. Write '*' alone for everybody.")
+        raise ValueError("'*' is in a list of names. For everybody, write '*' without a list.")
     return names
 
 

@@ -458,11 +458,12 @@ class GPUPool(Configurable):
     )
     host_reserve = _option(
         AnyTrait("10%"),
-        "Host memory that a suspend leaves free, of the machine and of each control group "
-        "(cgroup) above the kernel. A percentage refers to each of these limits. It gives at least "
-        "1 GiB, but at most a quarter of a small limit; a size is also at most a quarter of a "
-        "control group. If less is free while kernels are suspended, the broker moves the largest "
-        "suspended state that has room on a GPU back to the GPU, and warns its user.",
+        "Each suspend leaves this much host memory free, both of the machine and of each control "
+        "group (cgroup) above the kernel. A percentage refers to each of these limits: the result "
+        "is at least 1 GiB, or a quarter of the limit if that is less. For a control group, a size "
+        "counts as at most a quarter of the limit. If less memory is free while kernels are "
+        "suspended, the broker looks for the largest suspended state that fits on a GPU, moves it "
+        "back to the GPU, and warns its user.",
         unit="bytes, text such as '4GiB', or per cent such as '10%'; 0 for none",
         default="'10%'",
         example='host_reserve = "8GiB"',
@@ -470,20 +471,21 @@ class GPUPool(Configurable):
     )
     resume_headroom = _option(
         Size(_POOL.resume_headroom, zero=True),
-        "Device memory that must be free beyond what a suspended kernel held before it is resumed, "
-        "at most a sixteenth of the GPU. A resume may need more memory than the suspend freed, "
-        "and without room it can kill the process. The extra memory goes back to the pool once "
-        "the kernel is resumed.",
+        "Before the pool resumes a suspended kernel, this much device memory (at most a sixteenth "
+        "of the GPU) must be free in addition to the memory that the kernel held. A resume may "
+        "need more memory than the suspend freed, and a resume without room can kill the process. "
+        "The extra memory goes back to the pool once the kernel is resumed.",
         unit="bytes, or text such as '512MiB'",
         default="256 MiB",
         example='resume_headroom = "512MiB"',
     )
     max_swap_overhead = _option(
         Share(_POOL.max_swap_overhead, zero=True),
-        "The part of the time that moving kernels may take while they contend for a GPU. A kernel "
-        "with short pauses stays until its move takes only this part of the time for which it has "
-        "used its GPU. While another kernel waits, an idle kernel stays no longer than its move "
-        "takes. 0: a waiting kernel gets an idle slice at once, even if the move takes long.",
+        "While kernels contend for a GPU, moves may take at most this part of the time. A kernel "
+        "with short pauses keeps its slice until its move takes only this part of the time for "
+        "which it has used its GPU. While another kernel waits, an idle kernel keeps its slice no "
+        "longer than its move takes. 0: a waiting kernel gets an idle slice at once, even if the "
+        "move takes long.",
         unit="number from 0 to below 1, or per cent such as '10%'",
         default="0.1",
         example="max_swap_overhead = 0.05",

@@ -147,12 +147,13 @@ class Timetable:
 
 def _in_vain(name: str, options: Sequence[str], rivals: Sequence[str]) -> str:
     them = "it" if len(options) == 1 else "them"
-    others = " or ".join(map(repr, rivals))
-    later = "comes later in the list" if len(rivals) == 1 else "come later in the list"
+    what, either = " and ".join(options), " or ".join(map(repr, rivals))
+    all_of = " and ".join(map(repr, rivals))
+    come, place = ("comes", "it") if len(rivals) == 1 else ("come", "them")
     return (
-        f"The schedule {name!r} sets {' and '.join(options)} without effect: whenever it is in "
-        f"force, {others} sets {them} as well, and of several the last one counts. {others} "
-        f"{later}: put {name!r} after it, or remove {them} there."
+        f"The schedule {name!r} sets {what} without effect: whenever it is in force, {either} also "
+        f"sets {them}, and the schedule that is last in the list wins. {all_of} {come} later: put "
+        f"{name!r} after {place}, or remove {what} from {place}."
     )
 
 

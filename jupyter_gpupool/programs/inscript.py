@@ -214,8 +214,8 @@ def _open(asked: Asked, name: str) -> _OwnSession:
     probe = CudaProbe()
     if probe() is not False:
         raise RefusedError(
-            "This program has called CUDA already, so it would stay on the GPU that it has seen, "
-            "whatever slice it gets.",
+            "This program has called CUDA already, so it would keep the GPU that CUDA found then, "
+            "even if its slice is on another GPU.",
             code=Code.DEVICES_BOUND,
             next_step="Ask for the slice before the first CUDA call, or start the program with: "
             "jupyter gpupool run -- COMMAND.",
@@ -320,8 +320,8 @@ def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
             why = link.pinned_reason or link.reason or "the program uses it"
             _put_back(link, given)
             raise RefusedError(
-                f"The slice of this program is smaller than {format_bytes(asked.memory)} and could "
-                f"not leave its GPU: {why}.",
+                f"The slice of this program is smaller than {format_bytes(asked.memory)}, and the "
+                f"pool could not take it back to grant a larger one: {why}.",
                 code=Code.CANNOT_SUSPEND,
                 next_step="Ask for less, or start the program with more: jupyter gpupool run "
                 "--memory SIZE -- COMMAND.",

@@ -47,7 +47,7 @@ def table(status: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not status.get("admin"):
         raise RefusedError(
-            "The user that this Jupyter server runs as is no admin of the GPU pool.",
+            "This Jupyter server runs as a user who is not an admin of the GPU pool.",
             code=Code.NOT_ALLOWED,
             next_step="Ask root, or one of c.GPUPool.admins.",
         )

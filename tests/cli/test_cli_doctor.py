@@ -309,7 +309,7 @@ def test_reserve_as_large_as_a_gpu_is_a_warning(no_configuration):
     (found,) = checks.reserve_fits(load_settings(), [device(0), device(1)])
     assert found.verdict == "warn"
     assert found.message.startswith(
-        "reserve is 16 GiB, so nothing is left to grant of GPU 0 (16 GiB), GPU 1"
+        "reserve is 16 GiB, so the pool can grant no memory of GPU 0 (16 GiB), GPU 1"
     )
     (no_configuration / "jupyter_server_config.py").write_text("c.GPUPool.reserve = '15GiB'")
     assert checks.reserve_fits(load_settings(), [device(0)]) == []

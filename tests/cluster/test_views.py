@@ -240,8 +240,8 @@ def test_why_asks_a_question_and_lists_each_machines_answer():
     wanted = of(4, 2, model="A100")
     head, *rows = sentences("gpu1", wanted, {"gpu2": "yes", "gpu3": "no"})
     assert head == (
-        "It stays on gpu1. Could a new kernel of 4 GiB on each of 2 GPUs of the model A100 start "
-        "on another machine?"
+        "This kernel stays on gpu1. Could a new kernel that asks for 4 GiB on each of 2 GPUs of "
+        "the model A100 start on another machine?"
     )
     assert rows == ["gpu2: yes.", "gpu3: no."]
     assert sentences("gpu1", wanted, {}) == []

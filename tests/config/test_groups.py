@@ -167,8 +167,8 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
         ({"weight": float("nan")}, "groups['g']['weight']: nan is not a number."),
         ({"users": "ada"}, ("groups['g']['users']: 'ada' is not a list of names. Write ['ada', "
          "'bob'], or '*' for everybody.")),
-        ({"users": ["ada", "*"]}, ("groups['g']['users']: '*' stands in a list. Write '*' alone "
-         "for everybody.")),
+        ({"users": ["ada", "*"]}, ("groups['g']['users']: '*' is in a list of names. For "
+         "everybody, write '*' without a list.")),
         ({"users": ["ada", "ada"]}, "groups['g']['users']: 'ada' is listed twice."),
         ({"users": ["@staff"]}, ("groups['g']['users']: '@staff' begins with '@'. Write Unix "
          "groups in 'unix_groups'.")),

@@ -119,8 +119,8 @@ def test_schedule_that_is_always_overruled_is_named():
     (told,) = timetable(schedules=[night_, week]).overruled(NOON)
     assert told == (
         "The schedule 'night' sets idle_timeout without effect: whenever it is in force, 'week' "
-        "sets it as well, and of several the last one counts. 'week' comes later in the list: put "
-        "'night' after it, or remove it there."
+        "also sets it, and the schedule that is last in the list wins. 'week' comes later: put "
+        "'night' after it, or remove idle_timeout from it."
     )
     assert timetable(schedules=[week, night_]).overruled(NOON) == []
     weekend = {**WEEKEND, "set": {"idle_timeout": 2}}

@@ -68,5 +68,5 @@ def test_the_last_hour_is_shown_to_everybody(server):
 
 
 def test_status_without_admin_rights_gives_no_table():
-    with pytest.raises(RefusedError, match="is no admin"):
+    with pytest.raises(RefusedError, match="is not an admin"):
         table({"admin": False})

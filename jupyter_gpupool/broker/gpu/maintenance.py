@@ -279,8 +279,8 @@ class Maintenance:
         for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
             self._health.bad(
                 uuid,
-                "the driver did not show it after a pause. Once it does "
-                "(nvidia-smi -L), pause the whole pool and resume it",
+                "the driver did not list it after a pause. When nvidia-smi -L lists it again, "
+                "pause the whole pool and resume it",
             )
         for uuid, device in there.items():
             passed = uuid in self._service.renewed and device.can_suspend
@@ -493,8 +493,8 @@ class Maintenance:
         session.send(
             {
                 "type": "notice",
-                "message": f"{what} being {order.text}. {why}: save what you need and "
-                "restart the kernel; the maintenance waits for that.",
+                "message": f"{what} being {order.text}. {why}. Save what you need, and restart "
+                "the kernel: the maintenance waits for the restart.",
             }
         )
         self._core.note("restart-notice", session, reason=why)

@@ -438,9 +438,9 @@ class Journal:
 
     def _complain(self, error: sqlite3.Error) -> None:
         problem = (
-            f"The journal {self.path} cannot be written ({error}): the pool goes on, but a restart "
-            "of the broker would now lose track of what is suspended. Make room or set "
-            "c.GPUPool.state_dir to another folder."
+            f"The journal {self.path} cannot be written ({error}). The pool goes on, but if the "
+            "broker restarted now, it might not know which kernels are suspended. Make room, or "
+            "set c.GPUPool.state_dir to another folder."
         )
         if not self.problem:
             self._log.error("%s", problem)

@@ -344,7 +344,7 @@ def check_home(journal: Journal, socket: Path) -> None:
     if pids:
         raise SessionsElsewhere(
             f"{_kernels(pids)} a GPU pool broker at {home}, which has ended. A broker at {socket} "
-            "would take over the sessions, and no kernel would find it there.",
+            f"would take over the sessions, but the kernels look for their broker at {home}.",
             next_step=f"Start the broker there: jupyter gpupool broker --socket {home}. If nothing "
             "can listen there any more, start this one with --take-over: idle GPU memory is freed, "
             "but those kernels cannot ask for a GPU again until they are restarted.",

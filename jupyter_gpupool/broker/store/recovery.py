@@ -133,11 +133,13 @@ def check_reach(
         return
     # Leave out the rest of the problem, which may give advice about a missing driver.
     why = problem.partition(". ")[0].rstrip(".") or "The devices of the machine have changed"
-    many = f"{len(pids)} kernels" if len(pids) > 1 else "A kernel"
+    many, them = "A kernel", "this kernel"
+    if len(pids) > 1:
+        many, them = f"{len(pids)} kernels", "these kernels"
     driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
     raise OutOfReach(
-        f"{many} of the broker before this one would be lost: this broker cannot reach the GPUs "
-        f"with the state. {why}. Nothing was changed.",
+        f"{many} of the previous broker would be lost, because this broker cannot reach the GPUs "
+        f"of {them}. {why}. Nothing was changed.",
         next_step=f"That broker ran {driver}: start this one with the same options (a new Pooled "
         "GPU kernel of the same server does), or repair the driver, or end the kernels: processes "
         f"{', '.join(map(str, sorted(pids)))}.",

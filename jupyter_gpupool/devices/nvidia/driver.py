@@ -69,9 +69,9 @@ def kill_hazard(module: Path = MODULE) -> str:
         return ""
     return (
         f"The open kernel module {version[1]} is known to hang the machine when a process that was "
-        "suspended and resumed is killed. The pool suspends such a kernel again before it ends "
-        "it; a kill from elsewhere (kill -9, out of memory) is not safe: after it, the pool "
-        "tests the GPU before another kernel gets it."
+        "suspended and resumed is killed. Before the pool ends such a kernel, the pool suspends it "
+        "again. A kill by anything else (kill -9, out of memory) is not safe: after such a kill, "
+        "the pool tests the GPU before another kernel gets it."
     )
 
 

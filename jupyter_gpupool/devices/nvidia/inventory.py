@@ -267,7 +267,7 @@ class Inventory:
             raise DriverError(self.down, code=Code.PAUSED)
         if uuid not in self._devices:
             raise DriverError(
-                "The driver did not show it at the last resume. Once it does (nvidia-smi -L), "
+                "The driver did not list it at the last resume. When nvidia-smi -L lists it again, "
                 "pause the whole pool and resume it: that looks for the GPUs again.",
                 code=Code.UNKNOWN_DEVICE,
             )

@@ -131,7 +131,7 @@ describe('a notice of the start', () => {
     expect(FakeNotification.asked).toBe(0);
     await press('Tell me when it starts');
     expect(FakeNotification.asked).toBe(1);
-    screen.getByText('You are told when it starts.');
+    screen.getByText('You will get a notice when it starts.');
     act(() => model.becomes({ ...queued, queue_position: 1 }));
     expect(shown).toEqual([]);
     act(() => model.becomes({ state: 'active' }));

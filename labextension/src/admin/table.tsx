@@ -52,7 +52,7 @@ function columns(trans: TranslationBundle): readonly IColumn[] {
       sort: 'waste',
       title: trans.__('Wasted'),
       meaning: trans.__(
-        'Its slice, and for how long it had one without using CUDA. Sorted by the product.'
+        'Size of its slice, and time with a slice in which it did not use CUDA. Sorts by size times time.'
       )
     },
     { sort: 'idle', title: trans.__('Idle for') },

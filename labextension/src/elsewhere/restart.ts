@@ -32,7 +32,7 @@ export function losses(
     ),
     held > 0
       ? trans.__(
-          'All variables of the kernel on %1 are lost, with their %2 on its GPU or in its host memory.',
+          'All variables of the kernel on %1 are lost, including its %2 of data on the GPU or in host memory.',
           machine,
           bytes(held)
         )

@@ -41,7 +41,9 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
         )}
         <span
           className="jp-gpupool-figure"
-          title={trans.__('Of the whole GPU, by all processes, as the driver reports')}
+          title={trans.__(
+            'Use of the whole GPU by all processes, as the driver reports it'
+          )}
         >
           {utilisation(trans, device)}
         </span>

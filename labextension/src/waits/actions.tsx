@@ -97,7 +97,7 @@ export function WaitActions(props: IProps): React.JSX.Element {
       </div>
       {told ? (
         <p className="jp-gpupool-Popover-note">
-          {trans.__('You are told when it starts.')}
+          {trans.__('You will get a notice when it starts.')}
         </p>
       ) : null}
       {own(model, plan).map(([held, holder]) => {

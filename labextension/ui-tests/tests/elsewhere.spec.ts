@@ -140,7 +140,7 @@ test('a kernel on another machine of a real cluster', async ({ browser }) => {
   await page.menu.clickMenuItem(item);
   const dialog = page.locator('.jp-Dialog');
   await expect(dialog).toContainText(
-    'All variables of the kernel on m1 are lost, with'
+    'All variables of the kernel on m1 are lost, including its'
   );
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
   // A user who presses Enter loses nothing.

@@ -125,7 +125,7 @@ test('a user can release another notebook and get a notice', async ({ lab }) => 
   const [alpha, beta, work] = await scene(lab);
   const told = await notified(lab);
   await beta.output.getByRole('button', { name: 'Tell me when it starts' }).click();
-  await expect(beta.output).toContainText('You are told when it starts.');
+  await expect(beta.output).toContainText('You will get a notice when it starts.');
   await beta.output
     .getByRole('button', { name: 'Release the GPU of alpha.ipynb' })
     .click();
@@ -162,7 +162,7 @@ for (const place of ['popover', 'panel'] as const) {
     await expect(beta.chip).toHaveText(/^Waiting/);
     where = await open();
     await where.getByRole('button', { name: /^Tell me when it starts/ }).click();
-    await expect(where).toContainText('You are told when it starts.');
+    await expect(where).toContainText('You will get a notice when it starts.');
     await where.getByRole('button', { name: 'Release the GPU of alpha.ipynb' }).click();
     await expect(where).toContainText(
       'alpha.ipynb (yours) gives 4 GiB back when its work on the GPU is done.'

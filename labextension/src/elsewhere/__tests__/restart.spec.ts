@@ -26,7 +26,7 @@ describe('the question about a restart elsewhere', () => {
   it('the question names the lost bytes, used and suspended', () => {
     expect(lost({ used_bytes: 2 * GIB, suspended_bytes: GIB })).toEqual([
       FIRST,
-      'All variables of the kernel on gpu2 are lost, with their 3 GiB on its GPU or in its host memory.'
+      'All variables of the kernel on gpu2 are lost, including its 3 GiB of data on the GPU or in host memory.'
     ]);
   });
 
