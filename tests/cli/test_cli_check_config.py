@@ -315,4 +315,4 @@ def test_half_life_below_four_time_slices_is_a_warning(config, capsys, rules, wa
     assert bool(about) is warned
     if warned:
         assert "one time slice of a state of 80 GiB may last 27 min" in about[0]
-        assert "Make it 1.8 h or more" in about[0]
+        assert "Set the option to 1.8 h or more" in about[0]
