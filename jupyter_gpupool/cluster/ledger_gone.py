@@ -104,7 +104,7 @@ class UsedByGone:
                 self._leak(Spent(node, journal, key), amount, part, now)
 
     def drop(self, node: str, journal: str) -> list[Key]:
-        """Stop counting for a node and its journal; return the keys of the amounts that counted."""
+        """Remove the amounts that count for a node and its journal; return their keys."""
         keys = []
         for what in [what for what in self.spent if what[:2] == (node, journal)]:
             self._add(what.key, -self.spent.pop(what))

@@ -149,7 +149,7 @@ int cuGetProcAddress(const char *name, void **out, int version, unsigned long lo
     return "\n".join(lines) + "\n"
 
 
-#: Statements of a process that answers each question of a file, with names instead of addresses.
+#: A program that asks the driver each question of a file, and prints names for addresses.
 ASK = """
 import ctypes, json, sys
 C = ctypes.CDLL("libcuda.so.1")

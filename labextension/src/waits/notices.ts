@@ -40,7 +40,7 @@ export class StartNotices {
   }
 
   /**
-   * Tell the user when this kernel starts; returns a sentence that says how it is told.
+   * Notify the user when this kernel starts; return a sentence about the form of the notice.
    *
    * Call this from a click, because a browser asks for permission only after a click.
    */
