@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How much of the shared limits this machine's sessions have, wait for and will use again.
+"""How much of each limit of the cluster the sessions of this machine have, or will soon need.
 
 Sessions use up GPU-seconds. So the machine borrows the GPU-seconds of a budget in parts, while its
 users have sessions. Shortly before the next day begins, the machine borrows GPU-seconds of that

@@ -236,8 +236,8 @@ class PoolSettings:
     #: Priority classes that may have a slice; None for all. The pool suspends sessions of other
     #: classes, in use or not, and they wait.
     classes_allowed: frozenset[str] | None = None
-    #: When the schedules next allow each closed class, in seconds since the epoch. These times
-    #: follow the time of day, not the clock of ``now``.
+    #: When the schedules next allow each closed class, in seconds since the epoch. ``now`` is on
+    #: another clock: it counts from an arbitrary start.
     classes_open: Mapping[str, float] = field(default_factory=dict)
     #: Seconds without a hold after which a slice goes back to the pool even if no session waits.
     idle_timeout: float = 300.0

@@ -114,7 +114,7 @@ async def test_driver_is_not_mistaken_for_the_guard(emulated, monkeypatch, tmp_p
         assert service.guard_problem == " ".join(why(device) for device in devices)
 
 
-async def test_guard_fails_if_it_refuses_no_allocation(emulated, monkeypatch):
+async def test_guard_that_allows_too_large_an_allocation_fails(emulated, monkeypatch):
     monkeypatch.setattr(guard_frame, "TOO_MUCH", MiB)
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "an allocation beyond the grant returned CUDA_SUCCESS" in why(device)

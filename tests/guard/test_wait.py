@@ -93,7 +93,7 @@ def held(session):
     return [slot.held for slot in session.slots()]
 
 
-def test_first_interrupt_spares_the_call_of_a_librarys_thread(session, foreign, until):
+def test_first_interrupt_leaves_a_call_of_another_thread_waiting(session, foreign, until):
     """JAX donates arrays to a call. If the call fails, these arrays are lost."""
     foreign.do("import pty; terminal, end = pty.openpty(); os.dup2(end, 2)")
     foreign.process.send_signal(signal.SIGINT)

@@ -195,9 +195,7 @@ def test_nested_cells_take_only_one_hold(broker: ScriptedBroker, kernel: Kernel)
     assert len(broker.seen("hold")) == 1
 
 
-def test_errors_syntax_errors_and_exits_drop_the_hold(
-    broker: ScriptedBroker, kernel: Kernel
-) -> None:
+def test_cell_that_fails_or_exits_drops_its_hold(broker: ScriptedBroker, kernel: Kernel) -> None:
     codes = [
         "1/0",
         "def",

@@ -16,7 +16,7 @@ import time
 
 from .world import World
 
-#: Number of events after which the soak starts a new machine with other settings.
+#: After so many events, the soak starts a new machine with other settings.
 EPISODE = 2000
 
 #: Once in this many events, the soak makes all explanations one by one, plans again and compares

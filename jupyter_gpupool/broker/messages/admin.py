@@ -151,7 +151,7 @@ def read_minutes(message: Message) -> float | None:
         return None
     step = f"Send a number of minutes above 0, and at most {MAX_MINUTES} (7 days)."
     if cancel or minutes is None:
-        text = "A recall needs either a number of minutes or cancel, not both." if cancel else ""
+        text = "A recall needs either a number of minutes or 'cancel', not both." if cancel else ""
         raise RefusedError(
             text or "A recall needs the number of minutes until the slice goes back.",
             code=Code.BAD_REQUEST,

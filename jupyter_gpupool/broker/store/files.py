@@ -295,7 +295,7 @@ def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> No
 
 
 def _in_use() -> set[Path]:
-    """Return the sockets and the folders of pages that living processes of this user name."""
+    """Return the sockets and the folders of pages in the environments of this user's processes."""
     found = set()
     for pid in procfs.all_pids():
         named = procfs.variables(pid, ["GPUPOOL_PAGE", "GPUPOOL_SOCKET"]) or {}

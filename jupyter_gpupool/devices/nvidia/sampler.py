@@ -3,11 +3,11 @@
 """Ask the monitor child for NVML's samples, with a time-out; decide whether to trust NVML's pids.
 
 In a container most drivers list the pids of the host. Such a pid names no process here or, by
-chance, a different process. Then the pool would charge the wrong session and end the wrong process.
-So a pid counts only after a proof: NVML's list has shown the program of a self-test under the
-program's pid here. Without a self-test, pids count in the initial PID namespace, because NVML lists
-the pids of that namespace. In all other cases :meth:`Numbers.translate` makes the pids negative; no
-process has a negative pid.
+chance, a different process. If the pool trusted such a pid, it would charge the wrong session and
+end the wrong process. So the sampler trusts pids only if NVML's list has shown the program of a
+self-test under the pid that this program has here. Without a self-test, the sampler trusts pids in
+the initial PID namespace, because NVML lists the pids of that namespace. In all other cases
+:meth:`Numbers.translate` makes the pids negative, because no process has a negative pid.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ const now = 1000;
 const at = (...ago: number[]) => ago.map(seconds => now - seconds);
 
 describe('path', () => {
-  it('the path goes from left to right, and from 0 to the top', () => {
+  it('the path goes from left to right, and the scale from 0 up to the top', () => {
     expect(path(at(SPAN, 150, 0), [0, 5, 10], now, 10)).toBe(
       'M0 19.0h0L75 10.0L150 1.0'
     );
