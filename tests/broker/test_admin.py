@@ -59,7 +59,7 @@ def test_recall_moves_a_busy_kernel_out_and_tells_its_owner(broker, busy):
         ({"minutes": 0}, "cannot be taken back in 0 minutes"),
         ({"minutes": -5}, "cannot be taken back in -5 minutes"),
         ({"minutes": 10081}, "cannot be taken back in 10081 minutes"),
-        ({"minutes": 5, "cancel": True}, "either a number of minutes or cancel"),
+        ({"minutes": 5, "cancel": True}, "either a number of minutes or 'cancel'"),
         ({"minutes": ""}, "'minutes' of a 'recall' message has the wrong type"),
         ({"minutes": "5"}, "'minutes' of a 'recall' message has the wrong type"),
         ({"minutes": None}, "'minutes' of a 'recall' message has the wrong type"),
