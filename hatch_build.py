@@ -71,8 +71,8 @@ def _ui_is_built(root: Path) -> bool:
     out = root / _UI_OUT / "package.json"
     newest = max((p.stat().st_mtime for p in _ui_sources(root / "labextension")), default=0.0)
     try:
-        # The builder copies this file at its start, and writes into it at its end which file to
-        # load.
+        # The builder copies this file when it starts. When it ends, it adds the name of the file
+        # that JupyterLab loads.
         load = json.loads(out.read_text())["jupyterlab"]["_build"]["load"]
         return out.stat().st_mtime >= newest and (out.parent / load).is_file()
     except (OSError, ValueError, KeyError, TypeError):

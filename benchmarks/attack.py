@@ -102,8 +102,8 @@ class Attack:
                         self.received += len(data)
                         state[1] = self._look_at(state[1] + data)
                     if events & selectors.EVENT_WRITE:
-                        # Send the rest of a partly sent payload first: half a line would be a
-                        # different attack.
+                        # After a partial send, send the rest of the payload. Otherwise the broker
+                        # would get an incomplete line, and that would be a different attack.
                         rest = state[0] or payload
                         count = connection.send(rest)
                         self.sent += count
@@ -156,7 +156,7 @@ class Attack:
         self.flood(line("open", id=1, kernel_id="k", request={"memory": 1 << 50}) * 20)
 
     def acts(self) -> None:
-        """Send ``yielded`` and ``drop``, messages of a session, from a process without one."""
+        """Send ``yielded`` and ``drop`` from a process that has no session."""
         self.flood((line("yielded", id=1, epoch=1, yielded=True) + line("drop", hold="h")) * 100)
 
     def churn(self) -> None:
@@ -181,7 +181,7 @@ class Attack:
             one.close()
 
     def unfinished(self) -> None:
-        """Begin two hundred requests, send 250 kB of each, and end none of them."""
+        """Begin two hundred requests: send 250 kB of each, and never the end of the line."""
         made = [one for _ in range(200) if (one := self.connect())]
         for one in made:
             if self.over:

@@ -42,8 +42,8 @@ DEVICES = 16
 #: The most milliseconds of a grant (p99, end to end), and the number of sessions in that case.
 GRANT_BUDGET_MS, GRANT_SESSIONS = 2.0, 300
 
-#: Limits of the broker and its children at rest: bytes (PSS) and share of one core. The last line
-#: has the numbers of idle sessions and devices in that case.
+#: Limits of the broker and its children at rest: bytes (PSS) and share of one core. They apply with
+#: this many idle sessions and devices.
 MEMORY_BUDGET = 500e6
 CPU_BUDGET = 0.01
 IDLE_SESSIONS, IDLE_DEVICES = 1000, 8
@@ -102,7 +102,10 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 @contextmanager
 def echo_server(folder: Path) -> Iterator[Path]:
-    """Yield the socket of an echo server in another process: the least cost of a round trip."""
+    """Yield the socket of an echo server, to measure the least cost of a round trip.
+
+    The server runs in another process.
+    """
     path = folder / "echo.sock"
     ready, child = os.pipe()
     pid = os.fork()
@@ -190,13 +193,13 @@ class Peer:
         self.socket.sendall(json.dumps({"v": 1, "type": kind, **fields}).encode() + b"\n")
 
     def call(self, kind: str, /, **fields: Any) -> dict[str, Any]:
-        """Return the answer; earlier messages are dropped."""
+        """Send a request; return its answer, and ignore the messages before the answer."""
         self.ids += 1
         self.send(kind, id=self.ids, **fields)
         return self.until(lambda m: m.get("id") == self.ids)
 
     def until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Return the first matching message; answer a ``yield`` before it."""
+        """Return the first message that is ``wanted``; answer each ``yield`` message."""
         while True:
             message: dict[str, Any] = json.loads(self.file.readline())
             if message["type"] == "yield":
@@ -314,8 +317,8 @@ def measure(folder: Path, pid: int, steps: Sequence[int], rounds: int) -> list[d
     empty = rss(pid)
     members: list[Member] = []
     found = []
-    # At each fork a thread of Client exists. So the forked process does not use Client, but only
-    # its own Peer.
+    # Client has a thread, and a fork does not copy a thread. So the forked process uses a Peer of
+    # its own and no Client.
     try:
         for count in steps:
             with Client(path) as server:
@@ -343,7 +346,7 @@ def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
             while len(members) < count:
                 members.append(Member(path, server, len(members)))
         for member in members:
-            member.do("ping")  # after its answer, the broker has handled the member's hello
+            member.do("ping")  # the answer proves that the broker has handled the hello
         family = [pid, *children(pid)]
         begun, used = time.monotonic(), sum(map(cpu, family))
         time.sleep(10)
@@ -362,7 +365,7 @@ def measure_rest(path: Path, pid: int, count: int) -> dict[str, Any]:
 
 
 def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -> dict[str, Any]:
-    """Return the figures with these sessions; all sessions are detached at the end."""
+    """Return the figures with these sessions; detach all sessions at the end."""
     grants: list[float] = []
     spent = 0.0
     wanted = min(rounds, max(GRANTS, len(members)))

@@ -37,8 +37,8 @@ OPTIONS = (
 )
 
 #: Trace events during which a page's JavaScript runs, or the browser works for it. A script may
-#: force the browser to compute style and layout at once. This happens within such an event, so it
-#: counts, too.
+#: force the browser to compute style and layout at once. The browser does this work within one of
+#: these events, so the benchmark counts this work, too.
 SCRIPT = frozenset(
     {
         *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
@@ -47,15 +47,15 @@ SCRIPT = frozenset(
     }
 )
 
-#: Trace events of a garbage collection of the whole page. A collection within one of the events
-#: above is not counted.
+#: Trace events of a garbage collection of the whole page. The benchmark ignores a collection that
+#: runs within one of the events above.
 COLLECTION = frozenset(
     {"MajorGC", "MinorGC", "V8.GCScavenger", "V8.GCFinalizeMC", "V8.GCIncrementalMarking"}
 )
 
 
 class Span(NamedTuple):
-    """Begin and end of a script or a collection, and its processor seconds."""
+    """Begin and end of a script or a garbage collection, and its processor seconds."""
 
     begin: float
     end: float
@@ -68,7 +68,7 @@ class Page:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="gpb-", dir="/tmp"))
-        #: By an event's name: the function that is called with the event's parameters.
+        #: By an event's name: the function to call with the event's parameters.
         self.on: dict[str, Callable[[dict[str, Any]], object]] = {}
         self._ids = itertools.count(1)
         self._process = subprocess.Popen(
@@ -119,7 +119,7 @@ class Page:
     # ------------------------------------------------------------------ the protocol
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return the answer to a command; the functions of ``on`` get the events before it."""
+        """Return the answer to a command; pass the events before it to the functions in ``on``."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         deadline = time.monotonic() + 60
@@ -133,7 +133,10 @@ class Page:
         raise TimeoutError(f"{method} was not answered")
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = 60) -> Any:
-        """Return the first true result of ``condition``, checked after each event and 0.02 s."""
+        """Return the first true result of ``condition``.
+
+        The check runs after each message, and after 0.02 s without a message.
+        """
         deadline = time.monotonic() + seconds
         while not (found := condition()):
             if time.monotonic() > deadline:
@@ -149,7 +152,7 @@ class Page:
             self._receive(deadline)
 
     def _receive(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next message, or None at ``deadline``; dispatch an event to its function."""
+        """Return the next message, or None at ``deadline``; pass an event to its function."""
         self._socket.settimeout(max(0.001, deadline - time.monotonic()))
         try:
             message: dict[str, Any] = json.loads(self._socket.recv())
@@ -241,7 +244,7 @@ class Trace:
                 self._main.add(thread)
             elif event["name"] in SCRIPT | COLLECTION and event.get("dur"):
                 begin, wall = event["ts"] / 1e6, event["dur"] / 1e6
-                # ``tdur`` is sometimes missing. Then the duration is an upper bound.
+                # If ``tdur`` is missing, take the duration, which is an upper bound.
                 cpu = event.get("tdur", event["dur"]) / 1e6
                 span = Span(begin, begin + wall, cpu, event["name"] in COLLECTION)
                 self._spans.setdefault(thread, []).append(span)
@@ -252,13 +255,13 @@ class Trace:
         self._page.on["Tracing.tracingComplete"] = lambda _: ended.append(True)
         self._page.call("Tracing.end")
         self._page.wait(lambda: ended, "the trace")
-        # The browser also keeps an idle spare renderer, so take the busiest one.
+        # The browser also keeps a spare renderer, which is idle. So take the busiest one.
         busiest = max(self._main, key=lambda thread: len(self._spans.get(thread, ())))
         return merged(self._spans.get(busiest, []))
 
 
 def merged(spans: list[Span]) -> list[Span]:
-    """Return the spans that are not within another one, in order."""
+    """Return the spans in order, without the spans that lie within another span."""
     found: list[Span] = []
     for span in sorted(spans, key=lambda one: (one.begin, -one.end)):
         if not found or span.begin >= found[-1].end:
@@ -267,11 +270,12 @@ def merged(spans: list[Span]) -> list[Span]:
 
 
 def costs(spans: list[Span], times: list[float]) -> list[dict[str, float]]:
-    """Return the milliseconds of the spans that began between each two successive ``times``.
+    """Return one dict of milliseconds for each interval between two successive ``times``.
 
-    ``script`` is the time of all scripts, ``cpu`` their processor time, ``longest`` the time of the
-    longest one, ``collections`` the time of all collections, ``both`` the sum of scripts and
-    collections. ``spans`` is a result of :func:`merged`.
+    A span belongs to the interval in which it began. ``script`` is the time of all scripts, ``cpu``
+    their processor time, and ``longest`` the time of the longest script. ``collections`` is the
+    time of all garbage collections, and ``both`` the sum of ``script`` and ``collections``. The
+    argument ``spans`` is a result of :func:`merged`.
     """
     begins = [span.begin for span in spans]
     found = []

@@ -4,24 +4,25 @@
 
 ``python -m benchmarks.cluster_plan [--nodes 10,100,1000] [--shards 1,8] [--quick]`` prints JSON.
 
-The ledger and the nodes' budgets are the real ones, and every message is encoded and decoded. The
-network and the brokers are simulated. A message takes one millisecond (a call of a Ray actor on
-another node took 1.0 ms, p50), and a broker grants what its budgets allow. Each node has 20
-kernels. They think (mean 60 s) and compute (mean 20 s) with a slice of one unit. Each user has 4
-kernels, three of them on one node, and a quota of 2 slices. A group has 40 users and may have 48
-slices. So some cells wait for a quota. Most cells that need a message need it because their user
-works on two nodes.
+The ledger and the nodes' budgets are the product's own code, and every message is encoded and
+decoded. The network and the brokers are simulated. A message takes one millisecond (a call of a Ray
+actor on another node took 1.0 ms, p50), and a broker grants what its budgets allow.
 
-After half of the time the ledger dies. A new one starts 3 s later, because Ray's tuned health check
-takes that long to notice the death. ``serving_s`` is the number of seconds from the start of the
+Each node has 20 kernels. They think (mean 60 s) and compute (mean 20 s) with a slice of one unit.
+Each user has 4 kernels, three of them on one node, and a quota of 2 slices. A group has 40 users
+and may have 48 slices. So some cells wait for a quota. A cell may need a message to the ledger
+before its grant. The usual reason is that the user of the cell works on two nodes.
+
+After half of the time the ledger dies. A new ledger starts 3 s later, because Ray's tuned health
+check takes 3 s to notice the death. ``serving_s`` is the number of seconds from the start of the
 new ledger until it lends.
 
 ``ledger_lines_per_report`` is the number of lines of Python that the ledger runs for a report,
 counted at every hundredth report. Unlike seconds, it is the same on any machine and under any load.
 
-``shards`` is the number of ledgers. Each ledger has one part of the groups and users. The costs are
-those of the busiest ledger. The baseline, in the same run, is the time to encode and decode an
-empty report.
+``shards`` is the number of ledgers. Each ledger serves a part of the groups and users. The reported
+costs belong to the busiest ledger. The baseline, in the same run, is the time to encode and decode
+an empty report.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ KERNELS, PER_USER, PER_GROUP = 20, 4, 40
 THINK, COMPUTE = 60.0, 20.0
 USER_SLICES, GROUP_SLICES = 2, 48
 DELAY, NOTICE = 0.001, 3.0
-#: For one report in ``SAMPLE``, the simulation counts the lines and not the seconds.
+#: Of this many reports, the simulation counts the lines of one. It times all others.
 SAMPLE = 100
 #: Seconds between two regular reports of a node, and the least seconds between any two reports.
 INTERVAL, LEAST = 2.0, 0.05
@@ -72,8 +73,8 @@ class Node:
         self.name = name
         self.budgets = [Budgets(name, 1) for _ in range(shards)]
         self.used: Counter[Key] = Counter()
-        #: What the node's kernels would use if all of them computed. The node keeps this much
-        #: while no other node waits for it.
+        #: What the node's kernels would use if all of them computed. The node keeps this amount
+        #: until another node waits for a part of it.
         self.kernels: Counter[Key] = Counter()
         self.waiting: list[tuple[float, str, tuple[Key, ...]]] = []
         self.last = [-1.0] * shards
@@ -144,7 +145,7 @@ class Simulation:
         self.serve(node)
 
     def serve(self, node: Node) -> None:
-        """Grant what the budgets allow, tell the budgets what is in use, and send due reports."""
+        """Grant what the budgets allow, update the usage in the budgets, and send due reports."""
         for entry in [*node.waiting]:
             since, _, keys = entry
             if all(
@@ -230,7 +231,7 @@ class Simulation:
             self.at(DELAY, lambda n=name, a=answer: self.answered(self.nodes[n], shard, a))
 
     def count_lines(self, ledger: Ledger, event: ev.Event) -> list[ev.Action]:
-        """Return a ledger's actions for an event; note how many lines of Python it ran."""
+        """Return a ledger's actions for an event; count the lines of Python that it runs."""
         found = 0
 
         def trace(_: FrameType, what: str, __: object) -> Any:

@@ -82,7 +82,7 @@ def budget(
 
 
 def verdict(line: dict[str, Any]) -> str:
-    """Return ``met``, or by how much the figure misses the budget."""
+    """Return ``met``, or the amount by which the figure misses the budget."""
     if line["met"]:
         return "met"
     if line["at_least"]:
@@ -167,7 +167,7 @@ def machine_facts(devices: Sequence[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions,
         "devices": list(devices) or ["none used"],
-        #: If the load is above the number of cores, other work disturbed the figures.
+        #: A load above the number of cores means that other work disturbed the figures.
         "load_before": load,
     }
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compares the texts that a user reads in a crowded pool with the later events, in three scenes.
+"""Checks whether the texts that a user reads in a crowded pool come true, in three scenes.
 
 The pool itself runs on a simulated clock. The texts are those of the cell and the chip. A row is
 wrong if its text turns out to be untrue: the range does not contain the rest of the wait, or the
@@ -23,7 +23,7 @@ from jupyter_gpupool.units import format_wait, range_ends
 
 #: Seconds of a suspend and of a resume.
 MOVE = 0.5
-#: This makes time slices of 100 s, so no cell here is preempted.
+#: With this overhead a time slice lasts 100 s, so the pool preempts no cell here.
 OVERHEAD = 0.01
 #: Seconds between two looks.
 LOOK = 10.0
@@ -84,7 +84,7 @@ class Stage:
         self.send(ev.HoldDropped(now=self.now, session=name, hold="c", cuda=True))
 
     def wait(self, seconds: float) -> None:
-        """Let the clock run for ``seconds``; the driver ends each move that is due."""
+        """Let the simulated clock run for ``seconds``, and end each move when it is due."""
         end = self.now + seconds
         while True:
             wake = self.pool.next_wakeup()
@@ -121,11 +121,11 @@ class Stage:
             )  # fmt: skip
 
     def view(self, name: str) -> SessionView:
-        """Return a session as status shows it."""
+        """Return a session as the broker's status shows it."""
         return next(s for s in self.pool.view(self.now).sessions if s.record.id == name)
 
     def look(self, name: str) -> None:
-        """Note what the user of a kernel reads."""
+        """Record what the user of a kernel reads now."""
         seen = self.view(name)
         look = Look(self.scene, self.now, "")
         if seen.queued_at is not None:
@@ -145,7 +145,7 @@ class Stage:
         self.looks.append(look)
 
     def happens(self, what: str) -> None:
-        """Compare each look that has no outcome yet with what happens now."""
+        """Record ``what`` as the outcome of each look that has none, and check the look's text."""
         for look in self.looks:
             if not look.happened:
                 look.happened = f"{what} after {self.now - look.at:.1f} s"
@@ -206,7 +206,7 @@ def countdown() -> list[Look]:
 
 
 def neighbours() -> list[Look]:
-    """Two neighbours compute, two wait for 6 GiB each; my idle kernel's 2 GiB help none of them."""
+    """My idle kernel has 2 GiB; two waiting kernels need 6 GiB each, so its slice helps neither."""
     stage = Stage("idle with 2 GiB, two wait for 6 GiB each")
     for name, gib in (("cat", 5), ("mine", 2), ("bob", 6), ("dan", 6), ("eve", 6)):
         stage.open(name, gib)
@@ -227,7 +227,7 @@ def neighbours() -> list[Look]:
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run the scenes, and return each look with what happened."""
+    """Run the scenes; return each look with its outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the same")
     parser.parse_args(argv)

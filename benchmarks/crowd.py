@@ -93,7 +93,7 @@ def _serve(commands: int) -> None:
 
 
 def settle(client: Client, wanted: dict[str, set[str]], seconds: float = 60) -> dict[str, Any]:
-    """Return the broker's status once each of these sessions has one of its expected states."""
+    """Wait until each session has one of its ``wanted`` states; return the broker's status."""
     deadline = time.monotonic() + seconds
     while True:
         status = client.call("status")

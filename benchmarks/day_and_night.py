@@ -56,17 +56,17 @@ STARTING = 60.0
 #: Mean seconds of thinking by day, of a cell's computing, and of the pause between two requests.
 THINK, CELL, PAUSE = 5.0, 0.4, 0.7
 
-#: Seconds that a request computes, and the most seconds in which a service with a slice answers.
-#: The answer waits for its own computing and for the turns of others on the device.
+#: Seconds that a request computes, and the most seconds until a service with a slice answers. The
+#: service needs time for its own computing and for the turns of others on the device.
 REQUEST, LATENCY = 0.02, 0.5
 
-#: The greatest allowed difference between a group's part of the usage and its configured part, as a
-#: fraction of the configured part.
+#: The greatest allowed difference between a group's part of the usage and its fair share, as a
+#: fraction of the fair share.
 SHARE = 0.05
 
-#: The pool's shortest turn in seconds, and the part of a turn that moving may take. In a short
-#: night, one turn more or less also makes a difference: with weights 3:1, turns are about 40 s and
-#: 13 s long.
+#: The pool's shortest turn in seconds, and the part of a turn that moves may take. With weights
+#: 3:1, turns are about 40 s and 13 s long. So in a short night, one turn more or less changes a
+#: group's part of the usage.
 TURN, MOVING = 10.0, 0.1
 
 
@@ -89,7 +89,7 @@ class Record:
         return [t for p in self.players if isinstance(p, kind) for t in p.taken(since, until)]
 
     def pause(self, steps: Iterable[float]) -> float:
-        """Return the longest time of the night without a step."""
+        """Return the longest time in the night without a step of training."""
         at = [self.night, *sorted(s for s in steps if self.night < s < self.ended), self.ended]
         return max(b - a for a, b in pairwise(at))
 
@@ -261,7 +261,7 @@ def budgets(seen: Record) -> list[dict[str, Any]]:
         budget("longest pause of all training by night", seen.pause(every), TURN + 2 * swap, "s")
     )
     for name, steps in seen.steps.items():
-        # The longest allowed pause is the turns of all others, and one more turn of each training.
+        # A training may pause for the turns of the other training, and for one more turn of each.
         turn = max(TURN, swap / MOVING) + 2 * swap
         most = (sum(WEIGHTS.values()) / WEIGHTS[name] + 2) * turn
         lines.append(

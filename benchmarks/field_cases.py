@@ -55,7 +55,7 @@ GiB, MiB = 1 << 30, 1 << 20
 SCALE = 128
 
 CARD = "1x16GiB,context=256MiB,bandwidth=31MB/s"
-#: The card of the short form (``--quick``): a move takes a quarter of the time.
+#: The card of the short form (``--quick``). A move takes a quarter of the normal time.
 QUICK = "1x16GiB,context=256MiB,bandwidth=125MB/s"
 
 #: Seconds of a request's computing, of a turn of the pool, and of the pool's shortest time slice.
@@ -297,7 +297,7 @@ def people(quick: bool) -> Case:
     out = [row["seconds"] for row in rows if row["kind"] == "suspend"]
     back = [row["detail"]["driver_seconds"] for row in rows if row["kind"] == "resume"]
     move = statistics.median(out) + statistics.median(back)
-    # The first turns teach the pool how long these two think.
+    # In the first turns, the pool learns how long these two people think.
     known = waits[4:]
     return {
         "move_seconds": move,
@@ -349,8 +349,8 @@ def flood(quick: bool) -> Case:
         start(calm)
         before = [t for times in observe(calm, here.seconds(60)) for t in times]
         crowd = [notebook("flooder", 0.0, 100 + n) for n in range(many)]
-        # Each person gets an eleventh of the card, so at any time most notebooks of the crowd still
-        # wait for their first turn.
+        # Do not wait until all are ready. The crowd gets an eleventh of the card, so most of its
+        # notebooks still wait for their first turn.
         start(crowd, ready=False)
         begun = time.time()
         during = [t for times in observe(calm, here.seconds(160)) for t in times]

@@ -28,7 +28,7 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: Milliseconds. Users do not notice a shorter time, and a grant happens once after each idle time.
+#: Milliseconds. Users do not notice a shorter time, and the pool grants once after each idle time.
 GRANT_P50_MS, GRANT_P99_MS = 10.0, 30.0
 
 SETUP = """
@@ -124,7 +124,7 @@ def detach(client: Client, session: str) -> int:
 
 
 def between_rows(client: Client, session: str, since: int) -> dict[str, float]:
-    """Return the milliseconds from each transition of this attach to the next."""
+    """Return the milliseconds from each change of state after row ``since`` to the next one."""
     rows = client.journal(after=since)
     changes = [row for row in rows if row["kind"] == "state" and row["session"] == session]
     return {

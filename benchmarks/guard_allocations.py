@@ -82,7 +82,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         for row in results:
             name = f"guard, {what}, {row['call']}, {row['processes']} process(es)"
             budgets.append(budget(name, row[f"{key}_added_ns"], BUDGETS_NS[key], "ns"))
-    # Beside other processes, the guard also checks whether they live. That case has no budget.
+    # The case with other processes has no budget: the guard also checks whether they still live.
     budgets.append(
         budget("guard, a refused allocation, 1 process", refusals[0]["guard_ns"], REFUSED_NS, "ns")
     )
@@ -109,7 +109,7 @@ def session(folder: Path) -> tuple[dict[str, str], str]:
     page.set_devices([done.stdout.strip()])
     page.set_grant([4 << 30], 4 << 30, 1)
     page.set_policy(managed=False, context_bytes=32 * MiB)
-    # This is the page after a refusal. A broker would clear this entry at any change.
+    # Set up the page as it is after a refusal. A broker would clear this entry at any change.
     page.set_vain([(4 << 30) + 1], time.monotonic_ns() + 3600 * 10**9)
     page.set_gate(pages.OPEN)
     page.close()

@@ -96,7 +96,7 @@ def summarise(text: str) -> list[dict[str, Any]]:
 
 
 def start(env: Mapping[str, str], rounds: int) -> dict[str, Any]:
-    """Start ``ls`` in turns with and without the guard; return milliseconds and page faults."""
+    """Start ``ls`` alternately with and without the guard; return milliseconds and page faults."""
     bare = {name: text for name, text in env.items() if name != "LD_PRELOAD"}
     seconds: dict[str, list[float]] = {"guard": [], "bare": []}
     faults: dict[str, list[int]] = {"guard": [], "bare": []}
@@ -116,7 +116,7 @@ def start(env: Mapping[str, str], rounds: int) -> dict[str, Any]:
         "guard_ms": summary(seconds["guard"]),
         "bare_ms": summary(seconds["bare"]),
         "added_ms": median(added),
-        #: Difference between the fastest starts, which other work disturbed least.
+        #: Difference between the fastest starts. Other work disturbed these starts least.
         "added_least_ms": min(seconds["guard"]) - min(seconds["bare"]),
         "ratio": median(seconds["guard"]) / median(seconds["bare"]),
         "page_faults": {name: median(values) for name, values in faults.items()},

@@ -72,9 +72,9 @@ def driver_environment() -> dict[str, str]:
 
 
 class Kernel:
-    """A kernel that is ready at the start of the ``with`` block, and ends with it.
+    """A kernel that is ready at the start of the ``with`` block, and ends with the block.
 
-    ``env`` is added to the environment of this process.
+    It gets the environment of this process, and the variables in ``env``.
     """
 
     def __init__(self, name: str, env: Mapping[str, str] | None = None, **provisioner: Any) -> None:
@@ -98,7 +98,7 @@ class Kernel:
 
     def session(self) -> str:
         """Return the id of the kernel's session in the pool, which the kernel itself prints."""
-        # A kernel with policy "cell" may have printed that it waited for a slice before this.
+        # Take the last word: a kernel with policy "cell" may first print that it waits for a slice.
         return self.run("import os; print(os.environ['GPUPOOL_SESSION'])").split()[-1]
 
     def run(self, code: str, timeout: float = 120) -> str:
@@ -124,13 +124,13 @@ class Kernel:
             pass
 
     def begin(self, code: str) -> str:
-        """Send a cell; return the argument for :meth:`finish`. One cell at a time."""
+        """Send a cell; return the argument for :meth:`finish`. Only one cell may run at a time."""
         return str(self._client.execute(code, allow_stdin=False))
 
     def finish(self, msg_id: str, timeout: float = 120) -> str:
-        """Return the output of a cell that :meth:`begin` sent, at its end; raise as :meth:`run`."""
+        """Wait for the end of a cell; return its output, or raise as :meth:`run` does."""
         text = ""
-        # The time-out is not for each message: a cell that waits for its slice sends many messages.
+        # The time-out is for the whole cell. A cell that waits for its slice sends many messages.
         deadline = time.monotonic() + timeout
         while True:
             message = self._next(self._client.get_iopub_msg, deadline)

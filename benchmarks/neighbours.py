@@ -66,7 +66,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                       one["attacker"], flush=True)  # fmt: skip
             calm = measure(path, seconds)
             rss_after = rss(pid)
-    # The quiet figures are from before and after all attacks, because the machine itself varies.
+    # The machine's speed varies, so the quiet figures are from before and after all attacks.
     base = {what: [*quiet[what], *calm[what]] for what in quiet}
     result: dict[str, Any] = {
         "emulated": True,
@@ -175,8 +175,8 @@ def start(arguments: Sequence[str], user: int) -> subprocess.Popen[str]:
     setpriv = shutil.which("setpriv")
     if setpriv is None:
         raise SystemExit("setpriv (util-linux) is needed to be two users.")
-    # The process keeps one capability, because only root may be able to read the interpreter's
-    # folder. The broker still sees ``user``.
+    # The interpreter's folder may be readable for root only. So the process keeps the capability to
+    # read all files. The broker still sees ``user``.
     who = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     may = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
     return subprocess.Popen(
@@ -187,7 +187,7 @@ def start(arguments: Sequence[str], user: int) -> subprocess.Popen[str]:
 
 
 def be_victim(path: Path, seconds: float) -> dict[str, list[float]]:
-    """Send the requests of a kernel and a page; return milliseconds."""
+    """Send the requests of a kernel and of a page; return the milliseconds of each request."""
     server = Peer(path)
     opened = server.call("open", kernel_id="victim")
     server.call("launched", session=opened["session"], pid=os.getpid())

@@ -23,15 +23,15 @@ from benchmarks.node_memory import carrier_and_class
 from tests.broker.kit import remove, short_folder, wait_until
 from tests.cluster.kit import Cluster, family
 
-#: The benchmark kills and stops the machine LOST, and asks the broker of the machine ASKED.
+#: The benchmark kills or stops the machine LOST, and asks the broker of the machine ASKED.
 LOST, ASKED = "m1", "m2"
 
-#: Seconds between two requests. For a second, a broker may answer with the same view again.
+#: Seconds between two requests. A broker may give the same view in all answers of one second.
 BETWEEN = 0.2
 
 
 def node(cluster: Cluster) -> dict[str, Any]:
-    """Return what another machine's broker shows of the machine; {} without the ledger."""
+    """Return the row of LOST in the view of ASKED; {} if there is no view or no such row."""
     with cluster.brokers[ASKED].client() as client:
         view = client.call("cluster", timeout=30)["view"]
     rows = view["nodes"] if view else []
@@ -39,7 +39,7 @@ def node(cluster: Cluster) -> dict[str, Any]:
 
 
 def seconds_until(cluster: Cluster, state: str) -> float:
-    """Return how many seconds it takes until the machine is shown in a state."""
+    """Return the number of seconds until the broker of ASKED shows LOST in ``state``."""
     began = time.monotonic()
 
     def is_shown() -> bool:
@@ -87,7 +87,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                 send(cluster, signal.SIGKILL)
                 agent.kill()
                 agent.start()
-                # Not a figure: here the agent may reach Ray through another machine's raylet.
+                # Do not measure this time: here, the agent may reach Ray through another machine's
+                # raylet.
                 seconds_until(cluster, "present")
     finally:
         cluster.close()

@@ -24,14 +24,14 @@ from benchmarks.common import pss, rss
 from tests.broker.kit import remove, short_folder, wait_until
 from tests.cluster.kit import Cluster, family
 
-#: Text in a command line, and the part of a machine that the process belongs to. The first match
-#: counts.
+#: Text in a command line, and the part of a machine to which a process with this text belongs. The
+#: first match counts.
 PARTS = (
     ("cluster.ray_agent", "agent"),
     ("cluster.agent_service", "agent"),
     ("gcs_server", "Ray's head"),
     ("jupyter_gpupool.cli", "node"),
-    ("ray", "raylet and what it starts"),  # such as its agents and ray::IDLE
+    ("ray", "raylet and what it starts"),  # for example its agents and ray::IDLE
 )
 
 #: Kernels with a slice while the memory is read.
@@ -42,7 +42,7 @@ BETWEEN, CHANGE = 5.0, 0.01
 
 
 def carrier_and_class() -> tuple[str, type[Cluster]]:
-    """Return the name of the transport of the reports, and the class of such a cluster."""
+    """Return the name of the transport of the reports, and the class of a cluster with it."""
     if importlib.util.find_spec("ray") is not None:
         from tests.cluster.test_ray import RayCluster
 
@@ -86,7 +86,10 @@ def machines(cluster: Cluster) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def settled(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """Return :func:`machines` once no machine's memory changes: Ray starts its helpers late."""
+    """Wait until no machine's memory changes, then return :func:`machines`.
+
+    Ray starts its helper processes late.
+    """
     looks: list[dict[str, dict[str, Any]]] = [dict(machines(cluster))]
 
     def rests() -> bool:

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The part of each wait on one device that a time slice explains, by the journal. No benchmark."""
+"""Computes from the journal how much of each wait a time slice explains. Not a benchmark itself.
+
+The pool must have one device.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,17 @@ class Wait:
 def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wait]:
     """Return the waits of all groups except ``crowd``, whose time slices last ``seconds``.
 
-    A kernel of the crowd keeps its slice for that long before the pool may preempt it in favour of
-    another group. :attr:`Wait.owed` is the time from the request to the end of the first of these
-    time slices, or to the start of the suspend that freed the place, whichever is shorter (the pool
-    suspends an idle victim earlier). The rest of the wait is for moves, and for requests that the
-    pool served first.
+    A kernel of the crowd keeps its slice for ``seconds`` before the pool may preempt it in favour
+    of another group. :attr:`Wait.owed` is the time from the request until the first of these time
+    slices ends. If the victim is idle, the pool suspends it earlier. In this case,
+    :attr:`Wait.owed` ends at the start of the suspend. The rest of the wait is for moves, and for
+    requests that the pool served first.
     """
     found: list[Wait] = []
-    #: By session of the crowd: when it got the slice that it has.
+    #: By session of the crowd: when it got its present slice.
     began: dict[str, float] = {}
-    #: By session: its group, the time of its request, and the seconds from the request to the end
-    #: of the first time slice.
+    #: By waiting session: its group, the time of its request, and the seconds from the request
+    #: until the first time slice of the crowd ends.
     asked: dict[str, tuple[str, float, float]] = {}
     #: By session: when its suspend began.
     leaving: dict[str, float] = {}
@@ -63,7 +66,8 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
 def beyond(turns: Sequence[tuple[float, float]], waited: Sequence[Wait]) -> list[float]:
     """Return the seconds of each turn of a player, without the part that time slices explain.
 
-    ``turns``: (when it began, seconds), as ``Player.times``; ``waited``: the waits of the player.
+    ``turns`` has the begin and the seconds of each turn, as in ``Player.times``. ``waited`` has the
+    waits of the same player.
     """
     ends = [begun for begun, _ in turns[1:]] + [math.inf]
     return [

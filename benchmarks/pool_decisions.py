@@ -4,9 +4,10 @@
 
 ``python -m benchmarks.pool_decisions [--seconds 2] [--sizes 10,100,300,1000]`` prints JSON.
 
-A decision is the handling of one event. Its time contains all consequences (grants, suspends, queue
-news). The effects themselves take no processor time here, but they complete after the same
-simulated time as real ones. Samples of devices are no decisions, so they are reported separately.
+A decision is the handling of one event. Its time contains all actions that the pool decides on
+(grants, suspends, messages about the queue). The actions themselves take no processor time here.
+They complete after the same simulated time as real actions. Samples of devices are no decisions, so
+they are reported separately.
 
 The workload is a day in a busy lab, replayed as fast as the pool can. Every session runs cells (log
 normal, median 20 s) with pauses in between (median 60 s), so many sessions want far more slices
@@ -81,7 +82,7 @@ RULES: dict[str, Any] = {
 
 
 class Lab:
-    """Simulates kernels, people, driver and broker; measures only the pool."""
+    """Simulates kernels, people, the driver and the broker; measures only the pool."""
 
     def __init__(
         self, sessions: int, seed: int, host: int = 64 << 40, *, rules: bool = False
@@ -98,14 +99,14 @@ class Lab:
         self.heap: list[tuple[float, int, Any]] = []
         self.count = 0
         self.spent: list[float] = []
-        #: Seconds of each sample; samples are no decisions.
+        #: Seconds of each sample of a device. A sample is not a decision.
         self.sampled: list[float] = []
         #: By device and session: bytes granted by the pool's actions.
         self.leases: dict[str, dict[str, int]] = {}
         self.kinds: Counter[str] = Counter()
         names = sorted(RULES["groups"]) if rules else [""]
         self.owners = [Owner(f"user{i}", names[i % len(names)]) for i in range(50)]
-        #: Computing seconds that a preempted cell has left.
+        #: By session with a preempted cell: the computing seconds that the cell still needs.
         self.left: dict[str, float] = {}
         self.ends: dict[str, tuple[int, float]] = {}
         self.used: dict[str, int] = {}
@@ -242,7 +243,7 @@ class Lab:
             leases.pop(name, None)
 
     def sample(self, uuid: str) -> None:
-        # A broker samples every device. NVML shows it the sessions on the device.
+        # A broker reads the sessions on each device from NVML, and reports them to the pool.
         prints = {name: size * 8 // 10 for name, size in self.leases.get(uuid, {}).items()}
         self.send(ev.DeviceMemorySeen(now=self.now, device=uuid, foreign=0, footprints=prints))
         self.at(self.now + SAMPLE, "sample", uuid)
@@ -250,7 +251,7 @@ class Lab:
 
 def measure(sessions: int, seconds: float, seed: int, *, rules: bool = False) -> dict[str, Any]:
     lab = Lab(sessions, seed, rules=rules)
-    # In this time the machine fills up, and every session runs its first cells.
+    # Do not measure the first 300 s. The machine fills up, and every session runs its first cells.
     while lab.now < 300.0:
         lab.step()
     lab.spent.clear()
@@ -283,7 +284,7 @@ def measure(sessions: int, seconds: float, seed: int, *, rules: bool = False) ->
 
 
 def calibration() -> float:
-    """Return the ns of one dict look-up and addition, as a measure of this core's present speed."""
+    """Return this core's present speed: the ns of one dict look-up and addition."""
     numbers = {i: i for i in range(1000)}
     best = math.inf
     for _ in range(20):

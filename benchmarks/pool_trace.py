@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How much code of the pool one event runs: Python calls, functions, files, changes of file.
+"""Counts the code of the pool that one event runs: Python calls, functions, and files.
 
 ``python -m benchmarks.pool_trace`` prints a JSON object per event of a short story on two GPUs with
-two sessions. ``files`` says how many files a reader opens who follows the event through the code,
-and ``changes_of_file`` how often this reader changes from one file to another.
+two sessions. A reader who follows the event through the code must open ``files`` files, and must
+change ``changes_of_file`` times from one file to another.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def traced() -> Iterator[Trace]:
 
 
 def story() -> dict[str, dict[str, int]]:
-    """Return the figures of each event of a session, from the first cell to the suspend."""
+    """Return the figures of each event in the story, from the first cell to the suspend."""
     pool = Pool(PoolSettings(host_memory=1000, resume_headroom=1))
     for i in range(2):
         pool.handle(ev.DeviceAppeared(now=0.0, device=Device(f"G{i}", i, "test", "A", 16)))

@@ -24,9 +24,9 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.machine import Pool
 from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Quota, Request, Slice
 
-#: (sessions, devices, simulated seconds), from a light load to far too much for the devices.
+#: (sessions, devices, simulated seconds), from a light load to a large overload.
 WORKLOADS = ((60, 4, 1800), (100, 4, 1800), (300, 16, 900), (300, 4, 900))
-#: The most waiting of any workload, as a multiple of that under the older rule of residence.
+#: A workload may wait at most this many times as long as under the older rule of residence.
 MOST_WAIT = 1.05
 SIZES, WEIGHTS = (2, 4, 8, 16, 40), (20, 45, 20, 10, 5)
 
@@ -42,8 +42,8 @@ class Workload:
         self.asked: dict[str, float] = {}
         self.waited = 0.0
         self.cells = self.suspends = self.moves = 0
-        #: By session: when its cell last began or continued, the number of that turn, and the
-        #: seconds of computing that are left.
+        #: By session: when its cell last began or continued, and the number of that turn. ``left``
+        #: has the seconds of computing that the cell still needs.
         self.running: dict[str, tuple[float, int]] = {}
         self.left: dict[str, float] = {}
         for i in range(devices):
@@ -100,7 +100,7 @@ class Workload:
                 self.told(a)
 
     def told(self, action: ev.QueueMoved) -> None:
-        """Do nothing with the news about a wait; a subclass may use it."""
+        """Ignore a message about a wait; a subclass may use it."""
 
     def run(self, until: float) -> None:
         while self.heap[0][0] < until:

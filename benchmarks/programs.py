@@ -20,7 +20,7 @@ from benchmarks.kernels import Kernel
 
 ROOT = Path(__file__).parents[1]
 
-#: Longest wait for a program, a cell or an answer, in seconds; a hang is a failure.
+#: The most seconds to wait for a program, a cell or an answer. A longer wait is a failure.
 PATIENCE = 600.0
 
 #: Kernels start one at a time, because each chooses its TCP ports before it binds them.
@@ -56,7 +56,10 @@ class Program:
                 self.process.wait(20)
 
     def result(self, *, stop: bool = False, seconds: float = PATIENCE) -> dict[str, Any]:
-        """Return the JSON object that the program prints at its end; ``stop`` sends SIGTERM."""
+        """Wait for the program's end, and return the JSON object that it prints.
+
+        With ``stop``, send SIGTERM first.
+        """
         if stop:
             self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(seconds)
@@ -118,8 +121,8 @@ class Player(threading.Thread):
     """Takes one turn after another, with pauses in between, until :meth:`stop` is called.
 
     ``pause`` is the mean of the pauses (each is 0.5 to 1.5 times the mean, at random).
-    :attr:`times` has a pair for each turn: when it began, and its seconds. :attr:`error` says what
-    went wrong; it is "" if nothing did.
+    :attr:`times` has a pair for each turn: when it began, and its seconds. :attr:`error` describes
+    the first failure; it is "" if there was no failure.
     """
 
     def __init__(self, pause: float, seed: int) -> None:
@@ -127,8 +130,8 @@ class Player(threading.Thread):
         self.pause = pause
         self.times: list[tuple[float, float]] = []
         self.error = ""
-        #: ``open``: the process runs. ``ready``: it has all that its turns need, such as a first
-        #: slice.
+        #: ``open`` is set once the process runs. ``ready`` is set once the process has everything
+        #: that its turns need, for example its first slice.
         self.open, self.ready = threading.Event(), threading.Event()
         self._stopped = threading.Event()
         self._random = random.Random(seed)
@@ -137,7 +140,7 @@ class Player(threading.Thread):
         """Do what comes before the first turn."""
 
     def turn(self) -> float:
-        """Take one turn; return the seconds that count."""
+        """Take one turn; return the seconds to record in :attr:`times`."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -221,7 +224,10 @@ class Notebook(Player):
 
 
 def start(players: list[Any], *, ready: bool = True) -> None:
-    """Start the players; return when all are ready or, without ``ready``, their processes run."""
+    """Start the players, and wait until all are ready.
+
+    Without ``ready``, only wait until their processes run.
+    """
     for one in players:
         one.start()
     signs = [one.ready if ready else one.open for one in players]
@@ -234,7 +240,7 @@ def start(players: list[Any], *, ready: bool = True) -> None:
 
 
 def end(players: list[Any]) -> list[str]:
-    """Stop the players and wait for their last checks; return what went wrong."""
+    """Stop the players and wait for their last checks; return the failures."""
     for one in players:
         one.stop()
     for one in players:
@@ -243,7 +249,7 @@ def end(players: list[Any]) -> list[str]:
 
 
 def swap_seconds(rows: list[dict[str, Any]]) -> float:
-    """Return the seconds of the longest suspend plus those of the longest resume in the journal."""
+    """Return the sum of the longest suspend and the longest resume in the journal, in seconds."""
     out = [row["seconds"] for row in rows if row["kind"] == "suspend"]
     back = [row["detail"]["driver_seconds"] for row in rows if row["kind"] == "resume"]
     return max(out, default=0.0) + max(back, default=0.0)

@@ -32,7 +32,7 @@ BUDGET_MS = 300.0
 
 
 def cluster_class() -> tuple[str, Any]:
-    """Return the name of the transport of the orders, and the class of such a cluster."""
+    """Return the name of the transport of the orders, and the class of a cluster with it."""
     if importlib.util.find_spec("ray") is not None:
         from tests.cluster.test_ray_kernels import RayTriple
 
@@ -117,8 +117,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "kernels": {where: summary(times) for where, times in took.items()},
         "difference_p50_ms": more,
         "difference_of_the_cluster_p50_ms": here - percentile(took[ALONE], 50),
-        # Processor time of kernel, server, brokers, agents and ledger. On a busy machine, only this
-        # figure is useful.
+        # Processor time of the kernel, the server, the brokers, the agents and the ledger. On a
+        # busy machine, use this figure: other work delays the kernel start itself.
         "processor_ms": {where: summary(times) for where, times in spent.items()},
         "processor_difference_p50_ms": percentile(spent[AWAY], 50) - percentile(spent[HERE], 50),
         "budgets": [budget("kernel start on another machine, p50", more, BUDGET_MS, "ms")],

@@ -51,7 +51,7 @@ def resume_seconds(size: float) -> float:
 
 
 class Pair:
-    """Two sessions on one device, and the clock; only the pool is real."""
+    """Two sessions on one device, and the clock. The pool is real, all else is simulated."""
 
     def __init__(self, rule: str, think: float, gib: float, seed: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -68,7 +68,7 @@ class Pair:
         self.heap: list[tuple[float, int, str, str, float]] = []
         self.waits: list[float] = []
         self.asked: dict[str, float] = {}
-        #: Seconds of moves, of computing, and of neither while a session waited.
+        #: Seconds of moves, seconds of computing, and seconds of waits outside moves and computing.
         self.moving = self.computing = self.idle = 0.0
         self.moves = 0
         self.busy: set[str] = set()
@@ -195,7 +195,7 @@ def kernels(gib: float, turns: int) -> dict[str, Any]:
         rows = client.call("journal", after=0, limit=1000)["rows"]
     took = [
         statistics.median(r["seconds"] for r in rows if r["kind"] == "suspend"),
-        # The row's own ``seconds`` measure the wait, not the resume.
+        # Do not take ``seconds`` of the row of a resume: this field is the time of the wait.
         statistics.median(r["detail"]["driver_seconds"] for r in rows if r["kind"] == "resume"),
     ]
     return {

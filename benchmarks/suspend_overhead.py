@@ -62,7 +62,7 @@ touch()
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return the milliseconds by size: whole, in the driver, and the difference."""
+    """Run, and return by size: the whole time, the driver's time, and their difference in ms."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, smaller sizes")
     parser.add_argument("--rounds", type=int, default=0)
@@ -134,7 +134,7 @@ def wait_detached(client: Client, session: str) -> None:
 
 
 def compare(whole: Sequence[float], driver: Sequence[float]) -> dict[str, Any]:
-    """Return both times, their ratio, and the part of the whole that is not the driver's."""
+    """Return the whole time, the driver's time, and their ratio and difference."""
     return {
         "whole_ms": summary(whole),
         "driver_ms": summary(driver),

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compares the texts that a user reads in all places of a crowded pool with the later events.
+"""Checks the texts about a crowded pool: do all places agree, and do the texts come true?
 
 There are three scenes with real notebooks in a real JupyterLab, a real broker and real neighbours
 on its devices. At each look the benchmark reads the figure from the chip, the cell, the panel and
@@ -37,7 +37,7 @@ FIGURE = re.compile(
 
 #: Seconds between two looks.
 LOOK = 4.0
-#: The broker learns from this many waits before the benchmark reads a range.
+#: The broker sees this many waits before the benchmark reads a range.
 EARLIER = 10
 
 #: Uses the GPU until the file ``flag`` exists.
@@ -83,10 +83,10 @@ class Seen:
 
     scene: str
     at: float
-    #: The broker's own figure, before and after the others were read.
+    #: The broker's own figure, before and after the benchmark read the other places.
     true: tuple[str, str]
-    #: All figures that the broker had during the reading and in the second before it, because a
-    #: page updates its clocks once a second.
+    #: All figures that the broker had while the benchmark read, and in the second before that. A
+    #: page updates its clocks once a second, so a page may show a figure of the second before.
     allowed: tuple[str, ...]
     figures: dict[str, str]
     since: float | None = None
@@ -96,7 +96,7 @@ class Seen:
 
     @property
     def same(self) -> bool:
-        """Whether all places showed a figure that the broker had while they were read."""
+        """Whether the figure in each place is one of the ``allowed`` figures."""
         return all(shown in self.allowed for shown in self.figures.values())
 
 
@@ -130,7 +130,7 @@ def figures_between(
 
 @dataclass
 class Replay:
-    """The page, the broker, and what was seen."""
+    """The page, the broker, and all looks."""
 
     place: Any
     page: Page
@@ -138,7 +138,7 @@ class Replay:
     looks: list[Seen] = field(default_factory=list)
 
     def status(self, name: str) -> tuple[dict[str, Any], float]:
-        """Return a session by its label, and the time of the broker."""
+        """Return a session by its label, and the broker's clock."""
         status = self.place.broker.status()
         found = next(s for s in status["sessions"] if s.get("label") == name)
         return found, float(status["now"])
@@ -184,7 +184,7 @@ class Replay:
         return str(self.status(name)[0]["state"])
 
     def happens(self, what: str, *, right: bool = True) -> None:
-        """Compare the looks that have no outcome yet with what happens now."""
+        """Record ``what`` as the outcome of each look that has none, and check the look's text."""
         now = time.time()
         for seen in self.looks:
             if not seen.happened:
@@ -195,7 +195,7 @@ class Replay:
 
 
 def crowd(replay: Replay, earlier: int) -> None:
-    """Two kernels run with 6 GiB each; a notebook waits, and later gets the slice of one."""
+    """Two kernels run with 6 GiB each; a notebook waits until one of them gives up its slice."""
     scene = "two kernels run, a third waits" + (f"; {earlier} waits before" if earlier else "")
     place, page = replay.place, replay.page
     place.do_fresh(preempt=[])
@@ -216,7 +216,7 @@ def crowd(replay: Replay, earlier: int) -> None:
     page.run("jupyterapp.commands.execute('notebook:run-cell').catch(() => undefined);")
     label = f"{name}.ipynb"
     replay.wait("it waits", lambda: replay.state(label) == "queued")
-    # The agent shows its line in the cell's output only for longer waits.
+    # The agent shows its line in the cell's output after some seconds of a wait.
     script = f"const path = {json.dumps(label)};" + READ
     replay.wait("the cell's line", lambda: page.run(script)["cell"])
     begun = time.time()
@@ -262,7 +262,7 @@ def countdown(replay: Replay) -> None:
 
 
 def neighbours(replay: Replay) -> None:
-    """Two neighbours are busy, two wait for 6 GiB; the idle notebook's 2 GiB help none of them."""
+    """An idle notebook has 2 GiB; two waiting kernels need 6 GiB, so its slice helps neither."""
     scene, place = "idle with 2 GiB, two wait for 6 GiB each", replay.place
     place.do_fresh(preempt=[])
     place.do_neighbour("cat", gib=5, hold=True)
@@ -280,7 +280,7 @@ def neighbours(replay: Replay) -> None:
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Replay the scenes; return each look with what happened."""
+    """Replay the scenes; return each look with its outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="without the wait that has evidence")
     options = parser.parse_args(argv)

@@ -1,16 +1,17 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""From the broker's decision to the chip in the page: a real notebook among 50 sessions.
+"""Time from the broker's decision to the change of the chip in the page, among 50 sessions.
 
-A cell in a real JupyterLab in Chromium runs repeatedly, and the slice is given back each time. A
-decision is a row of the broker's journal: ``state`` with ``active`` or ``detached``. The chip's
-change is the first text with that state in the page's DOM (the browser paints it with the next
-frame). The baseline is the time until a Python client of the same websocket gets the message.
+A real notebook in a real JupyterLab in Chromium runs a cell repeatedly. After each run, the
+benchmark gives the slice back. A decision is a row of the broker's journal: ``state`` with
+``active`` or ``detached``. The chip changes when the page's DOM has the text of the new state; the
+browser paints the text with the next frame. The baseline is the time until a Python client of the
+same websocket gets the message.
 
 ``idle`` is the end of a cell. The journal has no row for it, so its time comes from the status.
 
-The broker's clock is monotonic and has an offset, which a request finds. The page and this process
-use the machine's clock; the page's times are in whole milliseconds.
+The broker's clock is monotonic. A request finds its offset from the machine's clock, which the page
+and this process use. The page's times are in whole milliseconds.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from .ui_rest import DEVICES, SESSIONS, stage
 
 GiB = 1 << 30
 
-#: This many other sessions have a slice. The devices have room for more, so the notebook gets its
-#: slice at once.
+#: This many other sessions have a slice. The devices have room for more slices, so the notebook
+#: gets its slice at once.
 HOLDING = 20
 POOL = {
     "emulate": f"{DEVICES}x8GiB,context=64MiB",
@@ -44,7 +45,7 @@ POOL = {
     "attach": "cell",
 }
 
-#: The cell is active long enough for the page to show it, and ends at a random time between two
+#: The cell runs long enough for the page to show it as active. It ends at a random time between two
 #: polls of the server.
 CELL = "import random, time; time.sleep(random.uniform(0.2, 1.2))"
 
@@ -88,7 +89,7 @@ class Listener(threading.Thread):
         self._socket = websocket.create_connection(
             f"{url.replace('http', 'ws', 1)}/gpupool/api/events", timeout=60
         )
-        self._socket.recv()  # the whole pool; later messages are changes
+        self._socket.recv()  # skip the first message, which has the whole pool
         self.start()
 
     def run(self) -> None:
@@ -125,7 +126,7 @@ class Decisions:
         return min(found)[1]
 
     def last(self, state: str) -> float:
-        """Return when the kernel last entered ``state``; only rows since the last call count."""
+        """Return when the kernel last entered ``state``, from the rows since the last call."""
         rows = self._client.call("journal", after=self._seq, session=self._session)["rows"]
         self._seq = rows[-1]["seq"]
         times = [r["time"] for r in rows if r["kind"] == "state" and r["detail"]["new"] == state]
@@ -146,7 +147,7 @@ def first(heard: list[tuple[float, str]], state: str, after: float) -> float | N
 
 
 def state_of(words: str) -> str:
-    """Return the state that the chip's text shows; empty if this benchmark does not measure it."""
+    """Return the state that the chip's text shows; "" if this benchmark does not measure it."""
     return next((state for state, said in SAYS.items() if said.search(words)), "")
 
 
@@ -212,7 +213,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def measure(
     page: Page, url: str, kernel: str, decisions: Decisions, listener: Listener, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the milliseconds from decision to change, by state: of the chip, of the client."""
+    """Return the milliseconds from a decision to the change, by state: for chip and client."""
     said: list[tuple[float, str]] = []
 
     def take(told: dict[str, Any]) -> None:
@@ -230,7 +231,7 @@ def measure(
         return float(page.wait(lambda: first(heard, state, after), f"{state} is heard"))
 
     def note(state: str, decided: float) -> None:
-        """Note the first message after the decision, of the chip and of the Python client."""
+        """Record how long after the decision the chip and the Python client show the state."""
         decided += decisions.offset()
         for heard, found in ((said, chip), (listener.heard, python)):
             found[state].append(1e3 * (wait(heard, state, decided) - decided))

@@ -1,13 +1,14 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The page's cost of a change of the pool: 50 sessions on 16 devices, the side panel shown.
+"""What a change of the pool costs the page with the side panel: 50 sessions on 16 devices.
 
 A real JupyterLab in Chromium has one real notebook. 49 small processes take slices, wait for them
 and give them back. All of them belong to the page's own user, because a user's own sessions show
 the most fields. An event is one ``delta`` on the websocket. Its cost is the time of all the page's
-scripts until the next event, from Chromium's trace. This includes the clock of the page, the
+scripts until the next event, from Chromium's trace. This time includes the page's clock, the
 request for the history every 5 s, and the trace itself. Garbage collections between scripts are
-counted separately. The baseline is the same with the panel closed; both take turns.
+counted separately. The baseline is the cost with the panel closed. The parts with and without the
+panel alternate.
 """
 
 from __future__ import annotations
@@ -38,17 +39,16 @@ POOL = {
 }
 WANTING = 40
 
-#: The most seconds to wait for the delta of a change, and then for the page's work on it.
+#: The most seconds to wait for the delta of a change, and the seconds for the page's work on it.
 COMES, RESTS = 1.0, 0.1
 
-#: Chromium's counters of a page's seconds. ScriptDuration leaves out the callbacks of promises, in
-#: which JupyterLab updates widgets. So the benchmark takes the time of these callbacks from the
-#: trace.
+#: Chromium's counters of a page's seconds. JupyterLab updates widgets in callbacks of promises, and
+#: ScriptDuration does not contain these. So the benchmark takes the scripts' times from the trace.
 METRICS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 
 class Deltas:
-    """The messages on the page's websocket to the server extension."""
+    """Time and size of each ``delta`` on the page's websocket to the server extension."""
 
     def __init__(self, page: Page) -> None:
         self.times: list[float] = []
@@ -86,7 +86,7 @@ class Crowd:
         self._chance = random.Random(4)
 
     def change(self) -> None:
-        """Let one member give up its slice or its wait, or let one ask for a slice."""
+        """Let one random member ask for a slice, give up its slice, or stop waiting."""
         wanting = sum(member.wants for member in self.members)
         leaves = wanting >= WANTING
         one = self._chance.choice([m for m in self.members if m.wants is leaves])
@@ -101,7 +101,7 @@ class Crowd:
 
 
 def part(page: Page, deltas: Deltas, crowd: Crowd, count: int) -> dict[str, Any]:
-    """Change the pool until ``count`` deltas have come; return their costs."""
+    """Change the pool until the page has received ``count`` deltas; return their costs."""
     crowd.begin()
     page.listen(2)
     before = metrics(page)
@@ -145,12 +145,12 @@ def put_together(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
     return {
         "script_ms": figures("script"),
-        # Without the time in which other processes used the core.
+        # Processor time: it does not contain the time of other processes on the same core.
         "script_cpu_ms": figures("cpu"),
         # The page reacts to nothing while a script runs.
         "longest_script_ms": figures("longest"),
-        # The browser collects all of JupyterLab's garbage once in some hundred events, in pieces
-        # between scripts.
+        # Once in some hundred events, the browser collects the garbage of all JupyterLab. It does
+        # so in small steps between scripts.
         "collections_ms": figures("collections"),
         "script_and_collections_ms": figures("both"),
         "events_over_budget": sum(ms > BUDGET_MS for ms in scripts),

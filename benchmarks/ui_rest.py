@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The user interface's request to a Jupyter server: ``GET pool``, 50 sessions, 16 devices.
+"""Time of the user interface's request to a Jupyter server: ``GET pool`` with 50 sessions.
 
-The baseline is ``GET api/status`` of the same server; both requests take turns. This process opens
-the sessions, which have no kernels. The devices are always emulated, because only the request is
-measured.
+The baseline is ``GET api/status`` of the same server. The two requests alternate. This process
+opens the sessions, which have no kernels. The pool has 16 devices. They are always emulated,
+because the benchmark measures only the request.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ SESSIONS, DEVICES = 50, 16
 
 
 def stage() -> Any:
-    """Return the browser tests' broker and server, started by ``open``."""
-    # The file belongs to the browser tests, which are no package, so import it by its path.
+    """Return the browser tests' broker and server; its method ``open`` starts them."""
+    # The file belongs to the browser tests. They are no package, so import the file by its path.
     path = ROOT / "labextension" / "ui-tests" / "server.py"
     spec = importlib.util.spec_from_file_location("ui_stage", path)
     if spec is None or spec.loader is None:

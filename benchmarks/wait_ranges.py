@@ -26,7 +26,7 @@ from jupyter_gpupool.pool import events as ev
 from jupyter_gpupool.pool.evidence import Expected
 from jupyter_gpupool.units import range_ends
 
-#: (sessions, devices): in the first load some sessions wait, in the second most, in the third few.
+#: (sessions, devices). Some sessions wait in the first load, most in the second, few in the third.
 LOADS = ((30, 2), (50, 2), (60, 4))
 DAY = 86400.0
 
@@ -36,7 +36,7 @@ LOOK = 10.0
 #: The end of the shortest range that the pool gives, in seconds.
 SHORT = 5.0
 
-#: At least this part of the ranges must contain the real wait.
+#: At least this fraction of the ranges must contain the end of the wait.
 LEAST = 0.8
 
 
@@ -44,8 +44,8 @@ class Told(Workload):
     """A workload that also remembers each range that the pool gives, until the wait ends."""
 
     def __init__(self, sessions: int, devices: int, seed: int, **rules: Any) -> None:
-        #: By session: when the pool gave a range, and the range. ``first`` has the first range,
-        #: ``seen`` the range at each look.
+        #: By session: the time of a range, and the range. ``first`` has the first range of a wait,
+        #: and ``seen`` the range at each look.
         self.first: dict[str, tuple[float, Expected]] = {}
         self.seen: dict[str, list[tuple[float, Expected | None]]] = {}
         self.right: dict[str, list[bool]] = {"first": [], "look": [], "long": []}
@@ -86,7 +86,7 @@ class Told(Workload):
                 self.right["look"].append(self.holds(at, expected))
 
     def holds(self, at: float, expected: Expected) -> bool:
-        """Return whether the range that a user read at time ``at`` contains the wait's end: now."""
+        """Return whether the wait, which ends now, ends in the range that a user read at ``at``."""
         left = expected.left(at)
         assert left is not None
         low, high = range_ends(*left)
@@ -98,7 +98,7 @@ class Told(Workload):
 
 
 def measure(sessions: int, devices: int, seconds: float, seed: int) -> dict[str, Any]:
-    """Return the shares of ranges that were right, for one load."""
+    """Return the fraction of ranges that contained the end of the wait, for one load."""
     work = Told(sessions, devices, seed)
     work.run(seconds)
     share = {name: sum(found) / len(found) if found else None for name, found in work.right.items()}
@@ -119,7 +119,7 @@ def measure(sessions: int, devices: int, seconds: float, seed: int) -> dict[str,
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return which part of the ranges contained the real wait, by load."""
+    """Run, and return by load the fraction of ranges that contained the end of the wait."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two hours instead of a day")
     options = parser.parse_args(argv)

@@ -1,13 +1,13 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The GPU work of the scenarios, for cells and for programs under ``jupyter gpupool run``.
+"""The GPU work of the benchmarks, for cells and for programs under ``jupyter gpupool run``.
 
 ``python -m benchmarks.workload serve SOCKET BYTES`` is an inference service. A request is a line of
-JSON with the seconds that the device computes for it; the answer is one line, too. ``train LOG
-BYTES`` computes in steps until SIGTERM and appends a line to LOG for each step. ``job BYTES ROUNDS
-SECONDS`` waits and computes in turns. ``train`` and ``job`` print a JSON object with the number of
-wrong bytes. To compute, a program launches GPU kernels that take the given seconds. They occupy the
-emulated device for that time, and use no processor.
+JSON with the seconds that the device computes for this request. The answer is also one line.
+``train LOG BYTES`` computes in steps until SIGTERM, and appends a line to LOG for each step. ``job
+BYTES ROUNDS SECONDS`` waits and computes in turns. ``train`` and ``job`` print a JSON object with
+the number of wrong bytes. To compute, a program launches GPU kernels that take the given seconds.
+They occupy the emulated device for that time, and use no processor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHANGE = 20
 
 
 class Work(Raw):
-    """A state of ``size`` bytes on the device, all of them written."""
+    """A state of ``size`` bytes on the device. It writes all bytes."""
 
     def __init__(self, size: int, first: int = 7) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Work(Raw):
         self.put("state", size, first)
 
     def compute(self, seconds: float) -> None:
-        """Occupy the device for ``seconds``, in short GPU kernels that follow each other."""
+        """Occupy the device for ``seconds`` with successive short GPU kernels."""
         left = seconds
         while left > 1e-6:
             self.spin(min(LAUNCH, left))
@@ -54,12 +54,12 @@ class Work(Raw):
         return self.check("state", self.first)
 
     def lost(self) -> int:
-        """Return the number of wrong bytes of the state; reads all of it."""
+        """Read the whole state; return the number of wrong bytes."""
         return self.wrong("state", self.first)
 
 
 def serve(path: str, size: int) -> None:
-    """Answer requests until the process is ended."""
+    """Answer requests until another process ends this one."""
     work = Work(size)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)

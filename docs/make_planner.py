@@ -154,7 +154,7 @@ _BOX = {
 
 
 def picture(pool: Pool) -> str:
-    """Return a picture of the GPUs after the pass, and below each what is kept for which kernel."""
+    """Return a picture of the GPUs after the pass, with the memory that is kept for each kernel."""
     title = "One pass: leases, a promise, the reservation of the head of the queue"
     head = (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 640 320" width="640" height="320" '

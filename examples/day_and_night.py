@@ -50,7 +50,7 @@ c.GPUPool.schedules = [
             "classes_allowed": None,  # all classes
             "quotas": {"*": {"leases": 16}},
             "groups": {"students": {"cap": "90%"}},
-            "idle_timeout": "2m",  # a notebook that is open but unused frees its slice sooner
+            "idle_timeout": "2m",  # an open notebook that nobody uses frees its slice sooner
         },
     },
     {

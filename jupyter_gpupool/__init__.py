@@ -59,7 +59,7 @@ def slice(  # noqa: A001 (the word of the pool)
         Which of your groups provides the share, if the program gets a new session. The group of an
         existing session cannot change.
     max_wait:
-        Seconds, or text like ``"10m"``, after which entering gives up; None: the pool's limit.
+        Most seconds (or text like ``"10m"``) to wait for the slice; None: the pool's limit.
     name:
         What people read in ``jupyter gpupool status``. Default: the name of the script.
 

@@ -22,10 +22,10 @@ _HARD = {1: "memory.limit_in_bytes", 2: "memory.max"}
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A memory cgroup, with a limit or without."""
+    """A memory cgroup, with or without a limit."""
 
     folder: Path
-    #: Its path as processes see it.
+    #: The group's path, as ``/proc/<pid>/cgroup`` shows it.
     name: str
     version: int
 
@@ -97,7 +97,10 @@ class Host:
         return found
 
     def groups(self, pid: int | None) -> tuple[ControlGroup, ...]:
-        """Return the memory cgroups of ``pid`` (None: this process), own first; () if unknown."""
+        """Return the memory cgroups of ``pid`` (None: this process), innermost first.
+
+        The result is () if the cgroups are unknown.
+        """
         try:
             path = self._proc / ("self" if pid is None else str(pid)) / "cgroup"
             lines = path.read_text().splitlines()

@@ -72,8 +72,8 @@ class Client:
         self._lock = threading.Lock()
         self._closed = False
         check_socket(self.path)
-        #: The last error message of the broker that answers no request. It says why the broker
-        #: closes the connection.
+        #: The broker's last error message that was not an answer to a request. It says why the
+        #: broker closes the connection.
         self._said: GPUPoolError | None = None
         try:
             self._socket = dial(self.path, CALL_TIMEOUT)
@@ -250,9 +250,9 @@ class Client:
 class ClientAgain:
     """A connection that survives the broker: it reconnects and repeats the call under way.
 
-    A call may therefore reach two brokers. If the call is ``open``, the first run leaves a session
-    without a process, and the broker ends that session. A second run of any other call does no
-    harm.
+    A call may therefore reach two brokers. If an ``open`` reaches two brokers, the first one leaves
+    a session without a process, and the broker ends that session. Any other call does no harm if it
+    runs twice.
 
     Parameters
     ----------

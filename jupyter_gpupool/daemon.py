@@ -131,7 +131,7 @@ def _spawn(
             )
         finally:
             os.close(writing)
-        lines, late = _read_until(report.fileno(), give_up)  # until the broker's program runs
+        lines, late = _read_until(report.fileno(), give_up)  # ends when the broker's program runs
         if late:
             for pid in (between.pid, *map(int, lines[:1])):  # each is a session leader
                 with suppress(ProcessLookupError):
@@ -152,7 +152,7 @@ def _spawn(
 
 
 def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
-    """Read to the end of the file; return its words, and whether time ``give_up`` came first."""
+    """Return the words up to the end of the file, and whether time ``give_up`` came first."""
     data = b""
     while True:
         left = give_up - time.monotonic()
@@ -164,8 +164,8 @@ def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
         data += chunk
 
 
-#: Brokers that have become children of this process. That happens if this process is the first one
-#: of its container, or a subreaper (PR_SET_CHILD_SUBREAPER).
+#: Brokers that have become children of this process. That happens if this process is the first
+#: process of its container, or a subreaper (PR_SET_CHILD_SUBREAPER).
 _OURS: list[int] = []
 
 

@@ -13,12 +13,12 @@ _T = TypeVar("_T")
 
 
 async def within(work: Awaitable[_T], seconds: float) -> _T:
-    """Return the result of ``work``; cancel it if that takes more than ``seconds``.
+    """Return the result of ``work``; cancel ``work`` if it takes more than ``seconds``.
 
     It behaves like ``asyncio.wait_for`` of Python 3.12. The ``wait_for`` of 3.10 and 3.11 loses the
     cancellation of its caller if ``work`` ends in the same turn of the event loop
-    (python/cpython#86296). Then the caller continues, and a task that cancelled the caller and
-    waits for its end may hang.
+    (python/cpython#86296). In that case the caller continues. A task that has cancelled the caller
+    and waits for the caller's end may then hang.
 
     Raises
     ------

@@ -99,8 +99,8 @@ def private_broker(emulate: str) -> Iterator[Path]:
             "emulate": emulate,
             "idle_timeout": 3600.0,
             "sample_interval": 0.5,
-            # The pool grants a slice only if host memory can hold all of it. The whole host memory
-            # may count here, because the demo's state is small.
+            # The pool grants a slice only if host memory can hold the whole slice. Here the pool
+            # may count all of the host memory, because the demo's state is small.
             "host_memory": "100%",
         }
     }

@@ -38,9 +38,9 @@ MAX_SOCKET_PATH = 107
 def user_runtime_dir() -> Path:
     """Return this user's folder for sockets: short, local, the same in all logins.
 
-    The folder may not exist yet. It is never ``/run/user/UID``: that folder is deleted at the last
-    logout, while kernels and their broker continue to run, and cron and tmux may not know it.
-    XDG_RUNTIME_DIR may name any other folder.
+    The folder may not exist yet. It is never ``/run/user/UID``. The system deletes that folder at
+    the last logout, while kernels and their broker continue to run. Also, processes of cron and
+    tmux may not know that folder. If XDG_RUNTIME_DIR names another folder, the result is inside it.
     """
     chosen = _chosen_runtime_dir()
     return chosen / "gpupool" if chosen else local_machine.local_folder()

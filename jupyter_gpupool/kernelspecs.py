@@ -130,7 +130,7 @@ def wrap(
     }
     metadata["gpupool"] = {"wraps": name}
     # Clients without provisioners run this launcher; the provisioner removes it from the command.
-    # The launcher runs in this environment, even if the kernel belongs to another one.
+    # The launcher runs in this environment, even if the kernel belongs to another environment.
     spec["argv"] = [sys.executable, "-m", LAUNCHER, "--kernel", target, "--", *spec["argv"]]
     spec["metadata"] = metadata
     suffix = REMOTE_SUFFIX if remote else SUFFIX
@@ -191,9 +191,9 @@ def _find(manager: Any, name: str) -> Path:
 def _native_or_read(folder: Path) -> dict[str, Any]:
     """Return the kernelspec in ``folder``, with the command that starts its kernel.
 
-    Where nobody has installed a kernelspec for the native kernel, Jupyter names a folder of
-    ipykernel, which has no kernel.json. The ``argv`` must then name the interpreter of this
-    environment, so that a twin that is installed elsewhere finds the interpreter.
+    If nobody has installed a kernelspec for the native kernel, Jupyter names a folder of ipykernel,
+    which has no kernel.json. In this case, the ``argv`` names the interpreter of this environment,
+    so that a twin in another environment also finds it.
     """
     try:
         from ipykernel.kernelspec import RESOURCES, get_kernel_dict

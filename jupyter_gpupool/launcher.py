@@ -190,9 +190,10 @@ def merge_environment(env: MutableMapping[str, str], ours: Mapping[str, str]) ->
 
 
 def agent_folder() -> Path:
-    """Return a private folder with one link to this package, for another environment's PYTHONPATH.
+    """Return a private folder with a link to this package, for another environment's PYTHONPATH.
 
-    The folder of the installed package would also expose every other package.
+    With the folder of the installed package, the other environment could also import every other
+    package there.
 
     Raises
     ------
@@ -290,7 +291,7 @@ def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple
         answer: dict[str, Any] = {"env": {}, "attach": "lazy"}
         return enter_session(command, env, answer)[0], why
     except GPUPoolError:
-        return command, why  # without the agent, which would only repeat the line on stderr
+        return command, why  # without an agent: it would only repeat the line on stderr
 
 
 def open_session(
@@ -317,7 +318,7 @@ def open_session(
     check_options(stanza, shown, options_of(str(provisioner.get("provisioner_name"))))
     request, attach = _wanted(stanza, shown)
     if attach != "manual" and not runs_ipykernel(command):
-        attach = "lazy"  # no agent sees the cells of this kernel; the provisioner does the same
+        attach = "lazy"  # no agent sees this kernel's cells; the provisioner does the same
     named = str(stanza.get("broker_socket") or "")
     with closing(ClientAgain(lambda: living_broker(named), timeout=START_TIMEOUT)) as client:
         answer, socket = client.ask(

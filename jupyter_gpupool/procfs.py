@@ -58,7 +58,7 @@ class Stat:
     #: R running, S sleeping, D disk, T stopped, t traced, Z zombie, X dead, I idle.
     state: str
     parent: int
-    #: PF_* of the kernel's sched.h.
+    #: The flags PF_* of Linux's sched.h.
     flags: int
     threads: int
     start_time: int
@@ -108,8 +108,8 @@ def identify(pid: int) -> ProcessId | None:
 def presence(process: ProcessId) -> Presence:
     """Return whether ``process`` (not a later process with its pid) exists and can answer.
 
-    If this process has no free descriptor with which to read that, an existing process counts as
-    alive: our own lack of a resource must not end a session.
+    If this process has no free descriptor, it cannot read the state of ``process``. It then checks
+    only whether the pid exists, because a lack of descriptors here must not end a session.
     """
     try:
         stat = parse_stat(_read(process.pid, "stat").decode(errors="replace"))
@@ -217,13 +217,14 @@ def number_inside(pid: int) -> int:
 
 
 def translated(number: int, beside: int) -> int:
-    """Return the pid here of the process that process ``beside`` knows as pid ``number``.
+    """Return the pid, in this PID namespace, of the process that ``beside`` knows as ``number``.
 
     0 if the PID namespace of ``beside`` has no such process.
     """
     space = other_space(beside)
     if not space:
-        # If ``beside`` has ended, a process in a container may have inherited its connection.
+        # If ``beside`` has ended, ``number`` may be a pid of a container: a process there may have
+        # inherited the connection of ``beside``.
         return number if identify(beside) is not None else 0
     pids = (process.pid for process in insiders(space).values())
     return next((pid for pid in pids if number_inside(pid) == number), 0)
@@ -300,7 +301,7 @@ def thread_time(pid: int, thread: int) -> tuple[str, int]:
 
 
 class _Spare:
-    """One spare file descriptor, for reading ``/proc`` when this process has no other one free."""
+    """A spare file descriptor, with which this process reads ``/proc`` if no other is free."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -312,7 +313,7 @@ class _Spare:
             self._take()
 
     def open(self, path: str, error: OSError) -> int:
-        """Free the spare descriptor to open a file; raise ``error`` if there is no spare one."""
+        """Close the spare descriptor and open a file; raise ``error`` without a spare one."""
         with self._lock:
             if self._fd < 0:
                 raise error

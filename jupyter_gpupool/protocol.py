@@ -65,7 +65,7 @@ from .errors import Code, GPUPoolError, ProtocolError, RefusedError
 
 VERSION = 1
 
-#: The most bytes that a request may have, with its newline. A ``hello`` with a thousand holds fits.
+#: The most bytes of a request, including its newline. A ``hello`` may contain a thousand holds.
 MAX_REQUEST = 1 << 18
 
 #: Most kernels in one query from a server to another machine. The answer has about 2 KiB for each

@@ -74,7 +74,7 @@ _EXAMPLE = 'Write for example {"memory": "12GiB"} in the config of the kernelspe
 
 
 class KernelNotStarted(GPUPoolError, HTTPError):
-    """Why a kernel was not started. An HTTP error: Jupyter Server shows users no other errors."""
+    """Why a kernel was not started. Jupyter Server shows users only errors that are HTTP errors."""
 
     def __init__(self, error: GPUPoolError) -> None:
         GPUPoolError.__init__(
@@ -84,8 +84,8 @@ class KernelNotStarted(GPUPoolError, HTTPError):
             next_step=error.next_step,
             details=error.details,
         )
-        # HTTPError comes last: the base classes call each other, and HTTPError sets the text that
-        # users see.
+        # GPUPoolError.__init__ has called HTTPError.__init__ with the wrong arguments. So this call
+        # comes last: it sets the text that users see.
         asked_wrongly = isinstance(error, (ConfigError, RefusedError))
         HTTPError.__init__(self, 400 if asked_wrongly else 503, str(error))
         self.reason = "The GPU pool refused the kernel"
@@ -153,7 +153,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     _known: tuple[str, ...] = OPTIONS
     _socket: Path | None = None
     _session: str = ""
-    #: The driver hangs if this kernel is killed after a suspend and resume.
+    #: Whether the driver hangs if this kernel is killed after a suspend and resume.
     _retires: bool = False
     #: The kernel's request before a restart; its user may have changed it by %gpu.
     _request: Mapping[str, Any] | None = None
@@ -190,7 +190,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            # This server may itself run in a session, whose shared page is not the kernel's.
+            # This server may run in a session itself. The kernel must not use that session's page.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             text = await self._in_thread(self._other_configuration, answer)
             if text:
@@ -339,14 +339,14 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return ensure_broker(self._pool_config(), self._configured_socket())
 
     def _other_configuration(self, answer: Mapping[str, Any]) -> str:
-        """Return the notice for the user if the broker's configuration is not the server's."""
+        """Return the notice that broker and server differ in configuration; "" if they agree."""
         text = notice(self.config.get("GPUPool"), answer)
         if not_logged(text):
             self.log.warning("GPU pool: %s", text)
         return text
 
     def _launched(self, pid: int) -> None:
-        # Meanwhile the broker may have restarted at another socket.
+        # The broker may have restarted at another socket since the session was opened.
         _, self._socket = self._client.ask("launched", session=self._session, pid=pid)
         self._client.close()
 

@@ -5,8 +5,8 @@
 A kernelspec selects this provisioner with ``"provisioner_name": "gpupool-remote-provisioner"``;
 kernels of other kernelspecs never import this module. The broker on the chosen machine starts the
 kernel and reports its state; this server has no process for it. A machine that does not answer is
-*unreachable*. Its kernel probably still runs, so this module never reports such a kernel as dead:
-Jupyter would start a second kernel beside it.
+*unreachable*, but its kernel probably still runs. So this module never reports such a kernel as
+dead; otherwise Jupyter would start a second kernel beside it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
     _node: str = ""
     _ports: Mapping[str, int] = {}
     _identity: str = ""
-    #: The kernel has been started, and its broker has not reported that the kernel ended.
+    #: Whether the kernel was started, and its broker has not yet reported the kernel's end.
     _runs: bool = False
     _code: int | None = None
     _asked: float = float("-inf")
@@ -233,7 +233,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         return self._node
 
     async def look(self, kernels: Sequence[str]) -> Mapping[str, Any]:
-        """Return the user's sessions of ``kernels`` on this kernel's machine, its GPUs and clock.
+        """Return ``now``, ``sessions`` and ``gpus`` of ``kernels``, from this kernel's machine.
 
         Raises
         ------
@@ -259,7 +259,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
 
     @staticmethod
     async def _in_thread(function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function that may block for as long as another machine is silent."""
+        """Call a function that may block while another machine is silent."""
         return await in_own_thread(partial(function, *args), "gpupool-order")
 
     async def _check_ended(self) -> None:

@@ -24,11 +24,12 @@ ATTEMPTS = 3
 #: get an error, and the next start must wait.
 MOST_DEATHS, WINDOW = 10, 600.0
 
-#: Seconds before the next start, by the number of such deaths. The longest pause is 5 s: a kernel
-#: must not wait long for a broker that some other program kills again and again.
+#: Seconds before the next start, by the number of brokers that died in this way. The longest pause
+#: is 5 s: if some other program kills the broker again and again, a kernel must not wait long.
 DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 
-#: If there were this many starts within the window, messages to waiting kernels mention them.
+#: If there were at least this many starts in the last WINDOW seconds, messages to waiting kernels
+#: mention the starts.
 MANY_STARTS = 3
 
 #: Most starts that the file remembers.
@@ -52,15 +53,15 @@ class Failures:
     code: str = ""
     #: When the broker was restarted, within :data:`WINDOW`.
     starts: tuple[float, ...] = ()
-    #: The times at which a process found a useless broker (:attr:`StartRecord.useless`) dead. If
-    #: any other broker dies, the list becomes empty.
+    #: When a process noticed the death of a useless broker (:attr:`StartRecord.useless`), or of a
+    #: broker that was killed while it started. The death of any other broker empties this list.
     deaths: tuple[float, ...] = ()
     #: The pid of the broker whose death was counted last.
     counted: int = 0
 
     @property
     def given_up(self) -> bool:
-        """Whether callers get the last failure at once, and do not wait for another attempt."""
+        """Whether callers get the last failure at once, without another attempt."""
         return self.count >= ATTEMPTS
 
     @property
@@ -92,7 +93,7 @@ def failures_path(socket: Path) -> Path:
 
 
 def read_failures(socket: Path) -> Failures:
-    """Return the outcomes of the latest attempts; none if the file cannot be trusted."""
+    """Return the outcomes of the latest attempts; no outcomes if the file cannot be trusted."""
     try:
         found = read_private(failures_path(socket)) or {}
         return Failures(
@@ -157,7 +158,7 @@ def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
 
 
 def note_killed(socket: Path, before: Failures) -> None:
-    """Write that a broker was killed as it started."""
+    """Write that a broker was killed while it started."""
     now = time.time()
     known = replace(before, deaths=(*_recent(before.deaths, now), now)[-MOST_DEATHS:])
     with contextlib.suppress(OSError):
@@ -167,8 +168,8 @@ def note_killed(socket: Path, before: Failures) -> None:
 def too_often(before: Failures) -> bool:
     """Return whether every recent broker died before it served a kernel.
 
-    The answer is False once callers have got the error about these deaths and the pause after this
-    error has ended: then one more broker may start.
+    The answer is False after callers have got the error about these deaths. So one more broker may
+    start after the pause that follows the error.
     """
     return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS
 

@@ -36,8 +36,8 @@ from .errors import BrokerUnavailable, Code, GPUPoolError
 from .startfailures import Failures
 from .startrecord import log_path
 
-#: A caller that does not wait for another process's start tries to get the lock for this many
-#: seconds.
+#: Seconds for which a caller tries to get the lock, if it does not wait for the end of a start by
+#: another process.
 _LOOKS = 1.0
 
 #: The service manager must restart the machine's broker within this many seconds.
@@ -109,8 +109,9 @@ def _bring_back(
 ) -> Path:
     """Restart the broker that this user's living kernels depend on; return its socket.
 
-    The broker starts at ``home`` with its own configuration; if that fails, with this caller's. A
-    broker at ``path`` takes over the sessions only if no process can listen at ``home`` any more.
+    The broker starts at ``home`` with its own configuration. If that fails, it starts with the
+    caller's configuration. If no process can listen at ``home`` any more, a broker at ``path``
+    takes over the sessions.
     """
     _LOG.warning("GPU pool: %s It is started there, and this server uses it.", error.message)
     if is_machine_path(home):
@@ -137,7 +138,7 @@ def _bring_back(
 def _join(path: Path, error: BrokerUnavailable, give_up: float) -> Path:
     """Wait for the living broker that prevented a second start; return its socket.
 
-    That broker may be about to put back a socket that a logout has deleted.
+    If a logout has deleted that broker's socket, the broker makes the socket again soon.
     """
     give_up = min(give_up, time.monotonic() + JOIN_TIMEOUT)
     while not answers(path):
@@ -252,7 +253,7 @@ def revive(
 
     It blocks while the broker starts. If several callers, in any processes, want to restart it, one
     of them does. The others wait, or return after :data:`_LOOKS` if they are not ``patient``. The
-    function never starts the machine's broker, nor a broker that ended normally. ``copy`` names a
+    function does not start the machine's broker or a broker that ended normally. ``copy`` names a
     second copy of the record, in case the socket's folder was deleted.
 
     Raises

@@ -33,7 +33,7 @@ COPY_VARIABLE = "GPUPOOL_START_RECORD"
 #: Most bytes of a record: a command, some tens of variables, and small files.
 _MOST_BYTES = 256 << 10
 
-#: Most bytes of a configuration file beside the socket; a longer file is not in the record.
+#: Most bytes, together, of the configuration files in a record. Files beyond this are left out.
 _MOST_FILE = 64 << 10
 
 #: Variables that a broker or its libraries use: the next broker must see the same values. A name
@@ -67,10 +67,10 @@ class StartRecord:
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    #: The boot to which the record belongs: sessions do not outlive it.
+    #: The boot in which the broker was started: no session survives a reboot.
     boot: str
     pid: int
-    #: The PID namespace of ``pid``: a container's numbers differ from the machine's.
+    #: The PID namespace of ``pid``: a container has other pids than the machine.
     namespace: str = ""
     #: The file with the broker's sessions.
     journal: str = ""
@@ -80,8 +80,8 @@ class StartRecord:
     crashed: str = ""
     #: The path at which the broker listens.
     socket: str = ""
-    #: The contents, by name, of the files beside the socket that ``command`` names. A clean-up
-    #: that deletes the socket's folder deletes these files, too.
+    #: The files that ``command`` names and that are beside the socket: their contents by name. A
+    #: clean-up that deletes the socket's folder deletes these files, too.
     files: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -200,7 +200,7 @@ def read_record_file(path: Path) -> StartRecord | None:
 
 
 def can_revive(socket: Path) -> bool:
-    """Return whether the broker at ``socket`` may have died and left a record.
+    """Return whether the broker at ``socket`` has a record, and so may have died.
 
     Cheap: it looks for the file and does not read it.
     """
@@ -224,10 +224,10 @@ def being_started(socket: Path) -> bool:
 
 
 # ---------------------------------------------------------------------- the second copy
-# A logout or a clean-up can delete the folder of the socket while no broker lives to put it back.
-# The journal is in another folder, which also has a copy of the record. Kernels have the path of
-# this copy, and the server and the commands of the same user find it. One copy beside the journal
-# is enough: without the journal a new broker would lose all sessions anyway.
+# A logout or a clean-up can delete the folder of the socket. If no broker lives, no process makes
+# the folder again. The journal is in another folder, which also has a copy of the record. Kernels
+# have the path of this copy, and the server and the commands of the same user find the copy. One
+# copy beside the journal is enough: without the journal, a new broker would lose all sessions.
 
 
 def copy_path(journal: Path) -> Path:
@@ -381,7 +381,7 @@ def read_private(path: Path) -> dict[str, Any] | None:
 
 
 def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
-    """Return the small files in the socket's folder that ``command`` names; the keys are names."""
+    """Return the contents, by name, of small files in the socket's folder, from ``command``."""
     found: dict[str, str] = {}
     for path in map(Path, command):
         with contextlib.suppress(OSError, ValueError):

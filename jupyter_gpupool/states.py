@@ -41,7 +41,7 @@ _WORDS: Mapping[str, str] = {
 
 
 def in_words(session: Mapping[str, Any]) -> str:
-    """Return the state of a session of ``status`` in the words that all lists for people use."""
+    """Return the state of a session of ``status`` as text. All lists for people use this text."""
     state = str(session.get("state", ""))
     if state == "detached" and session.get("suspended_bytes"):
         return "in host memory"

@@ -29,8 +29,8 @@ def did_you_mean(
 ) -> str:
     """Return ``"Did you mean 'right'?"``, or "" if no known name is similar to ``wrong``.
 
-    ``shown`` is how the question writes the name, such as ``"%gpu {}"``; the sentence ``then``
-    follows in either case.
+    ``shown`` is the form of the name in the question, such as ``"%gpu {}"``. The sentence ``then``
+    always follows, also without a question.
     """
     right = nearest(wrong, known, likeness=likeness)
     question = f"Did you mean {shown.format(right)}?" if right else ""
@@ -44,7 +44,7 @@ def one_of(names: Iterable[str]) -> str:
 
 
 def sentence(reason: str) -> str:
-    """Return the broker's ``reason`` with a capital letter and a full stop; names do not change."""
+    """Return ``reason`` with a capital letter (unless it begins with a name) and a full stop."""
     text = reason.strip()
     first = text.split(" ", 1)[0]
     if first.rstrip(",;:").isalpha():

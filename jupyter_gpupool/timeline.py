@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Draw a pool's history from the rows of the broker's journal: as text and as SVG.
 
-A lane shows ``state`` rows of the journal, which the broker commits before it acts. A lane does not
-show what a notebook saw.
+A lane shows ``state`` rows of the journal. The broker commits these rows before it acts, so a lane
+may differ from what a notebook saw.
 """
 
 from __future__ import annotations

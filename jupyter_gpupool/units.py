@@ -72,7 +72,7 @@ def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near"
 
 
 def guaranteed_bytes(session: Mapping[str, Any]) -> int:
-    """Return the bytes of a session's slices (from its status) that its request guarantees."""
+    """Return how many bytes of a session's slices its request guarantees, from its status."""
     memory = (session.get("request") or {}).get("memory")
     granted = [piece["granted_bytes"] for piece in session.get("slices") or ()]
     if not isinstance(memory, int) or not granted:
@@ -94,7 +94,7 @@ def format_grant(granted: int, guaranteed: int) -> str:
 
 
 def typed_bytes(value: int) -> str:
-    """Return whole GiB or MiB as people type them: ``"12GiB"``; drop what is less than a MiB."""
+    """Return whole GiB or MiB as people type them: ``"12GiB"``. A part of a MiB is dropped."""
     mib = value >> 20
     return f"{mib}MiB" if mib % 1024 else f"{mib >> 10}GiB"
 
@@ -194,7 +194,7 @@ def wait_of(session: Mapping[str, Any], now: float) -> str:
 
 
 def idle_of(session: Mapping[str, Any], now: float) -> float | None:
-    """Return the seconds for which ``session`` has been idle; None if it is not, or if unknown."""
+    """Return the seconds for which ``session`` has been idle; None if not idle, or if unknown."""
     since = session.get("idle_since")
     return None if since is None else max(0.0, now - since)
 

@@ -5,10 +5,10 @@
 =============  =================================================================================
 ``__main__``   the command line: ``make gpu``
 ``plan``       the items to run, their order and their time limits
-``runner``     runs one item in its own process group, and kills what the item leaves
-``record``     the file of outcomes: an item with an outcome is not run again
+``runner``     runs one item in its own process group, and kills the processes it leaves
+``record``     the file of outcomes; ``make gpu`` skips an item that has an outcome
 ``raw``        arrays, copies and checks through the driver's own calls
-``child``      an object in its own process, which is killed at the end
+``child``      runs an object in its own process, and kills the process at the end
 (others)       each is one benchmark
 =============  =================================================================================
 """

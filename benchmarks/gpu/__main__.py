@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``make gpu``: run the tests and benchmarks that need a real GPU, in as many runs as needed.
+"""``make gpu``: run the tests and benchmarks that need a real GPU, in one or more runs.
 
-Each item's outcome is written at its end; the next run continues with the first item without an
-outcome. Exit code: 0 if all have passed, 1 if one has not, 2 if time was too short for all.
+The command writes each item's outcome when the item ends. The next run continues with the first
+item that has no outcome. Exit code: 0 if all items have passed, 1 if an item has failed, 2 if there
+was no time for some items.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from jupyter_gpupool.emulation import real_driver_present
 
 from . import plan, record, runner
 
-#: The folder of a rehearsal on emulated devices: its outcomes concern the tests, not a GPU.
+#: The folder of a rehearsal on emulated devices. Its outcomes say nothing about a real GPU.
 REHEARSAL = record.ROOT / "run-output"
 
 #: The device name of a rehearsal.
@@ -69,7 +70,7 @@ def main() -> int:
 
 
 def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) -> int:
-    """Run the items that have no outcome yet and may end in time; print their outcomes."""
+    """Run the items that have no outcome yet and fit into the time left; print their outcomes."""
     runner.adopt_orphans()
     end = time.monotonic() + options.minutes * 60
     ended = book.ended()
@@ -86,7 +87,7 @@ def go_through(items: tuple[plan.Item, ...], book: record.Record, options: Any) 
         line |= {"source": source, "quick": options.quick}
         try:
             book.add(line)
-        except OSError as error:  # the disk may be full: print the outcome, which is still useful
+        except OSError as error:  # the disk may be full, so print the outcome
             print(f"   {book.path} cannot be written ({error}): {json.dumps(line)}", flush=True)
         ended[item.name] = line
         print(f"   {told(line)}", flush=True)

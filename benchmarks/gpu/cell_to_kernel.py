@@ -39,13 +39,13 @@ GiB = 1 << 30
 #: On an emulated device, one byte stands for this many bytes on a real device.
 SCALE = 16
 
-#: Seconds without CUDA until a kernel counts as idle here; no figure contains this wait.
+#: A kernel here counts as idle after this many seconds without CUDA. No figure contains this wait.
 QUIET = 0.3
 
 #: The longest wait in seconds for a session's state, for example for a suspend of 8 GiB.
 PATIENCE = 40.0
 
-#: By state: the state that is its baseline, and its number of rounds out of a hundred.
+#: By state: the state that is its baseline, and the per cent of rounds that measure it.
 STATES = {
     "plain": ("plain", 100),
     "attached": ("plain", 100),
@@ -56,7 +56,7 @@ STATES = {
     "suspended_8GiB": ("plain", 25),
 }
 
-#: Bytes on the device, for the kernels with state.
+#: By kernel with state: its bytes on the device.
 SIZES = {"suspended_1GiB": GiB, "suspended_8GiB": 8 * GiB}
 
 SETUP = """
@@ -76,7 +76,7 @@ first()
 print("ready")
 """
 
-#: The same for a process that holds no context between its cells.
+#: The set-up of a process that holds no context between its cells.
 SETUP_NEW = """
 import time
 from benchmarks.gpu.raw import Raw
@@ -118,7 +118,7 @@ class Session:
         return found
 
     def release(self) -> dict[str, Any]:
-        """Release the slice; return the session after that."""
+        """Release the slice and wait until it is free; return the session."""
         assert self._client is not None
         self._client.call("release", session=self._id)
         return self.until("detached")
@@ -202,7 +202,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 def turns(
     sessions: dict[str, Session], rounds: int, end: float, problems: list[str]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the milliseconds by state, and the bytes that a cell finds in host memory."""
+    """Return the milliseconds by state, and by state the bytes in host memory before a cell."""
     took: dict[str, list[float]] = {name: [] for name in sessions}
     swaps: dict[str, int] = {}
     dice = random.Random(0)
@@ -218,7 +218,7 @@ def turns(
                 took[name].append(sessions[name].cell())
                 ended = True
             if not ended:
-                # The session's state is unknown, so the other sessions continue without it.
+                # The session's state is now unknown, so measure only the other sessions.
                 del sessions[name]
         told = ", ".join(f"{name} {took[name][-1]:.1f} ms" for name in order if took[name])
         print(f"round {number}: {told}", flush=True)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Calls the methods of an object in another process by name; each answer has a time-out.
+"""Calls methods of an object in another process, with a time-out for each answer.
 
 ``python -m benchmarks.gpu.child MODULE:CLASS`` makes the object at its first request. A request is
 a JSON line ``[method, arguments...]``. The answer is a JSON line with ``ok`` or ``error``.
@@ -72,14 +72,14 @@ async def remote(what: str, env: Mapping[str, str]) -> AsyncIterator[Remote]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # A process that hangs in the driver does not end, and must not block the figures.
+        # A process that hangs in the driver does not end. Do not wait for it any longer.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(process.wait(), 20)
 
 
 def main() -> None:
-    """Serve until stdin ends."""
-    # Libraries print to stdout, so answers get their own descriptor.
+    """Answer the requests on stdin until its end."""
+    # Libraries print to stdout, so give the answers their own descriptor.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     module, _, name = sys.argv[1].partition(":")

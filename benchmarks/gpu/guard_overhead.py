@@ -89,7 +89,7 @@ def all_of(loops):
 print(json.dumps(["launch", "graph", "allocation"]))
 """
 
-#: Runs with a real driver only, because an emulated one would not compute this.
+#: Runs only with a real driver, because the emulated driver does not compute this.
 TORCH = """
 import torch
 cell = torch.zeros(1, device="cuda")
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
             try:
                 ready += prepare(kernels, TORCH)
             except (RuntimeError, queue.Empty) as error:
-                # The loops that do not need PyTorch are still measured.
+                # Continue with the loops that do not need PyTorch.
                 problems.append(f"PyTorch: {type(error).__name__}: {error}")
         if kernels["guarded"].run(GUARDED).strip() != "True":
             raise RuntimeError("The kernel of the pool is not under the guard.")
@@ -183,7 +183,10 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def prepare(kernels: Mapping[str, Kernel], code: str) -> list[str]:
-    """Run a cell in all kernels at once (PyTorch imports slowly); return the names of its loops."""
+    """Run a cell in all kernels at once; return the names of its loops.
+
+    The kernels run at once, because the import of PyTorch is slow.
+    """
     begun = {name: kernel.begin(code) for name, kernel in kernels.items()}
     texts = {name: kernels[name].finish(begin) for name, begin in begun.items()}
     return list(json.loads(texts["guarded"].splitlines()[-1]))
@@ -222,8 +225,7 @@ def compare(
 def judged(values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """Return the time that the guard adds, and the difference of two plain kernels."""
     plain, again, guarded = (values[name] for name in ("plain", "plain again", "guarded"))
-    # The baseline is the mean of both plain kernels: one process may be slower than another by
-    # chance.
+    # The baseline is the mean of both plain kernels, because one process may be slower by chance.
     base = [(a + b) / 2 for a, b in zip(plain, again, strict=True)]
     more = [100 * (g / b - 1) for g, b in zip(guarded, base, strict=True)]
     noise = [100 * (b / a - 1) for a, b in zip(plain, again, strict=True)]

@@ -76,14 +76,14 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 async def measure(
     here: Machine, client: Client, plan: Sequence[tuple[int, int]], end: float
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure each size in turn; return the rows, and the sizes that were left out."""
+    """Measure each size in turn; return the rows, and the sizes that it left out."""
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     async with swap_speed.service_of(here) as (service, device):
         for nominal, repetitions in plan:
             size = swap_speed.scaled(here, nominal)
             need = 2 * size * swap_speed.FACTOR + (ROOM if here.real else GiB)
-            # On an H200 a suspend and a resume together took a second for each 1.8 GB.
+            # On an H200, a suspend and a resume together took one second for each 1.8 GB.
             probably = 8 + repetitions * 2 * size / 1.5e9
             if cgroups.available() < need or time.monotonic() + probably > end:
                 left_out.append({"bytes": size, "reason": "too little host memory or time"})

@@ -32,7 +32,7 @@ from .child import Remote, remote
 
 GiB, MiB = 1 << 30, 1 << 20
 
-#: Number of notebooks, number of plain kernels, and bytes of each on the device.
+#: Number of notebooks, number of plain kernels, and bytes that each puts on the device.
 NOTEBOOKS, PLAIN, STATE = 16, 4, GiB // 2
 
 #: On an emulated device: the number of notebooks, and the divisor of the bytes.
@@ -41,11 +41,11 @@ FEW, SCALE = 6, 16
 #: Seconds without CUDA until a kernel is idle, and until an idle kernel loses its slice.
 QUIET, TIMEOUT = 0.5, 2.0
 
-#: The most seconds for a cell, and the most seconds until all slices are given back.
+#: The most seconds for a cell, and the most seconds until no notebook has a slice.
 PATIENCE = 45.0
 
-#: The longest wait in seconds until the pool has freed the last byte. If this never happens, time
-#: remains for the rest of the benchmark.
+#: The longest wait in seconds until the pool has freed the last byte. The bound leaves time for the
+#: rest of the benchmark if some bytes stay on the device.
 LAST_BYTE = 25.0
 
 CELL = """
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 
 class See:
-    """NVML's figures, from a process that uses no device."""
+    """Reads NVML's figures through another process, which uses no device."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, far: Remote) -> None:
         self._loop, self._far = loop, far
@@ -101,9 +101,10 @@ class See:
         return dict(self._loop.run_until_complete(self._far.do("shown")))
 
     def until(self, most: int, seconds: float) -> tuple[int, float]:
-        """Wait until no more than ``most`` bytes are in use, or the time is over.
+        """Wait until at most ``most`` bytes are in use; return the fewest used bytes, and when.
 
-        Return the fewest used bytes, and when (``time.monotonic``) they were first seen.
+        The wait ends after ``seconds`` at the latest. The second value is the time
+        (``time.monotonic``) at which NVML first showed so few bytes.
         """
         deadline = time.monotonic() + seconds
         least, at = self.used(), time.monotonic()
@@ -114,7 +115,7 @@ class See:
         return least, at
 
     def settled(self, seconds: float = 10.0) -> int:
-        """Return the bytes in use once they have not changed for a second."""
+        """Wait until the bytes in use have not changed for a second; return them."""
         deadline, last, since = time.monotonic() + seconds, self.used(), time.monotonic()
         while time.monotonic() < deadline and time.monotonic() - since < 1:
             time.sleep(0.05)
@@ -125,7 +126,7 @@ class See:
 
 @contextmanager
 def eyes(env: Mapping[str, str]) -> Iterator[See]:
-    """Yield NVML's figures."""
+    """Yield a reader of NVML's figures."""
     loop = asyncio.new_event_loop()
     try:
         scope = remote("benchmarks.gpu.raw:Eyes", env)
@@ -188,7 +189,7 @@ def measure(
         kernels = [stack.enter_context(Kernel("python3", outside)) for _ in range(plain)]
         for number, kernel in enumerate(kernels):
             kernel.run(CELL % (state, number), PATIENCE)
-        # The plain kernels get the same time as the pooled kernels had.
+        # Give the plain kernels the time that the pooled kernels needed, but at most 10 s.
         see.until(base, min(seconds, 10.0))
         stays = max(0, see.settled() - base)
     each, plain_each = left / count, stays / plain
@@ -205,7 +206,7 @@ def measure(
 
 
 def wait_detached(client: Client, count: int) -> list[dict[str, Any]]:
-    """Return the sessions when all have given their slices back, or PATIENCE is over."""
+    """Wait at most PATIENCE seconds until no session has a slice; return the sessions."""
     deadline = time.monotonic() + PATIENCE
     while True:
         sessions = client.call("status")["sessions"]

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """A file of tests, or a benchmark. It runs alone, and again later if it has no outcome."""
+    """A file of tests, or a benchmark. It runs alone."""
 
     name: str
     #: After this many seconds the item is killed and counts as hung.
     bound: int
-    #: After this many seconds the item begins no further repetition. 0: the item's own default.
+    #: After this many seconds the item begins no new repetition. 0 means the item's own default.
     enough: int = 0
 
     @property
     def tests(self) -> bool:
-        """Whether it is a file of tests."""
+        """Whether the item is a file of tests."""
         return self.name.endswith(".py")
 
 
-#: The most useful items come first, because a machine may be available for minutes only. The bounds
-#: are generous: their sum is several times the usual time.
+#: The most useful items come first, because a machine may be available for minutes only. The sum of
+#: the bounds is several times the usual time.
 PLAN = (
     Item("tests/gpu/test_kit.py", 120),
     Item("tests/gpu/test_driver.py", 150),

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Uses device 0 through ``cuda.bindings.driver`` alone, without a framework.
 
-Device memory holds uint32 numbers, at first ``p[i] = first + i`` modulo 2**32. A check compares
-their sum, which the device computes, and some samples. So the host does not have to hash 48 GiB.
+Device memory holds uint32 numbers, at first ``p[i] = first + i`` modulo 2**32. A check compares the
+sum of the numbers, which the device computes, and some samples. So the host does not have to hash
+48 GiB.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from emucuda.kernels import PTX
 #: Blocks and threads of every kernel.
 GRID, BLOCK = 1024, 256
 
-#: Number of elements that are checked one by one.
+#: Number of elements that a check compares one by one.
 SAMPLES = 256
 
 _WORDS = 1 << 32
@@ -113,7 +114,7 @@ class Raw:
         call(driver.cuMemFree, out)
         if int(host[0]) != expected_sum(size, first):
             return False
-        # The sum does not show whether two pages were swapped, so check samples, too.
+        # The sum is the same if two pages have changed places, so check samples, too.
         number, word = size // 4, np.zeros(1, np.uint32)
         for sample in range(SAMPLES):
             place = sample * (number - 1) // (SAMPLES - 1)
@@ -122,7 +123,7 @@ class Raw:
                 return False
         return True
 
-    # ------------------------------------------------------------------ called by name from outside
+    # ------------------------------------------------------------------ called by another process
 
     def pid(self) -> int:
         return os.getpid()
@@ -142,7 +143,7 @@ class Raw:
         return self.right(*self.arrays[name], first)
 
     def wrong(self, name: str, first: int) -> int:
-        """Read a whole array back; return the number of bytes in words that are not as expected."""
+        """Read a whole array back; return the number of bytes in wrong words."""
         address, size = self.arrays[name]
         chunk = min(size, 1 << 23)
         words, found = np.empty(chunk // 4, np.uint32), 0
@@ -208,6 +209,6 @@ class Eyes:
         return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
 
     def shown(self) -> dict[str, int | None]:
-        """Return the bytes by pid (a string, because JSON has no other keys)."""
+        """Return the bytes by pid. A pid is a string here, because a key in JSON is a string."""
         rows = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         return {str(row.pid): row.usedGpuMemory for row in rows}

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The file of outcomes: one JSON line for the machine, and one for each item that has ended.
 
-Each outcome is written at once, so that a stopped run loses nothing. It is a single file, so that
-it is easy to copy from a borrowed machine.
+The plan writes each outcome at once, so a stopped run loses no outcome. There is only one file,
+because one file is easy to copy from a borrowed machine.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def gpu() -> dict[str, Any]:
 
 
 def source() -> str:
-    """Return a short hash of the code under test; it shows which outcomes are of the same code."""
+    """Return a short hash of the code under test. Equal hashes mean the same code."""
     found = hashlib.sha256()
     for folder in ("jupyter_gpupool", "tests/gpu", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*")):
@@ -73,7 +73,7 @@ class Record:
     def at(cls, folder: Path, device: dict[str, Any], *, again: bool = False) -> Record:
         """Return the newest record of this kind of machine in ``folder``, or begin a new one.
 
-        ``again``: always begin a new one.
+        With ``again``, always begin a new record.
         """
         short = re.sub(r"[^a-z0-9]+", "", device["name"].lower().replace("nvidia", ""))
         stem = f"gpu-{short}-driver{device['driver']}"
@@ -104,7 +104,7 @@ class Record:
                 yield True
 
     def add(self, line: dict[str, Any]) -> None:
-        """Append a line; if the last line is incomplete, end it first."""
+        """Append a line; if the last line is incomplete, add its line break first."""
         with self.path.open("ab+") as out:
             out.seek(-min(1, out.tell()), os.SEEK_END)
             cut = out.read() not in (b"", b"\n")
@@ -122,7 +122,7 @@ class Record:
                 continue
 
     def ended(self) -> dict[str, dict[str, Any]]:
-        """Return the last outcome of each item that has one."""
+        """Return the last outcome of each item that has an outcome."""
         return {line["item"]: line for line in self.lines() if "item" in line}
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs one item of the plan in its own process group, and kills it after its bound."""
+"""Runs one item of the plan in its own process group; kills an item that exceeds its bound."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import psutil
 from .plan import Item
 from .record import ROOT
 
-#: Seconds for an item's processes to end after SIGKILL. A process in a driver call that never
-#: returns stays longer, and is reported.
+#: Seconds for an item's processes to end after SIGKILL. A process whose driver call never returns
+#: does not end; the runner reports it.
 GONE = 20.0
 
 #: Runs in the child: writes a benchmark's dict to a file.
@@ -37,8 +37,8 @@ with open(out, "w") as file:
 
 _SET_CHILD_SUBREAPER = 36
 
-#: Outcomes by exit code; None means that the item did not end. pytest returns 5 if it left out all
-#: tests.
+#: Outcomes by exit code. None means that the item did not end. pytest returns 5 if it has run no
+#: test.
 _OUTCOMES = {None: "hung", 0: "passed", 5: "left out"}
 
 
@@ -51,8 +51,8 @@ def keep_driver_up() -> None:
     """Call cuInit in this process; the call makes no context and takes no device memory.
 
     Without persistence mode, the driver stops when its last process has ended, and starts again for
-    the next process. The start takes seconds. While this process lives, the driver does not stop,
-    so it starts once and not for each item.
+    the next process. A start takes seconds. This process keeps the driver running, so the driver
+    starts only once for all items.
     """
     with contextlib.suppress(OSError):
         ctypes.CDLL("libcuda.so.1").cuInit(0)
@@ -96,7 +96,7 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
         found = _found(item, report)
         problems = found["problems"] if isinstance(found, dict) and "problems" in found else ()
         if line["outcome"] == "passed" and (found is None or problems):
-            line["outcome"] = "failed"  # the item reported nothing, or a failed part
+            line["outcome"] = "failed"  # the item reported nothing, or reported a problem
         elif found is not None:
             line["tests" if item.tests else "result"] = found
         if line["outcome"] != "passed":
@@ -108,9 +108,9 @@ def run(item: Item, *, quick: bool = False, real: bool = True) -> dict[str, Any]
 
 def _command(item: Item, report: Path, *, quick: bool, real: bool) -> list[str]:
     if item.tests:
-        # pytest ends a hung test before the runner ends the whole file. The time-out of the first
-        # test includes the start of kernels that serve the whole file. Warnings from packages of
-        # the GPU's machine are not failures.
+        # Each test has a time-out of two thirds of the bound. So pytest ends a hung test before
+        # the runner ends the whole file. The first test needs time to start the kernels that serve
+        # the whole file. Warnings from packages of the GPU's machine are not failures.
         bound = item.bound * 2 // 3
         options = ["-q", "-p", "no:cacheprovider", f"--timeout={bound}", "-W", "default"]
         which = ["-m", "" if real else "not gpu"]
@@ -129,7 +129,7 @@ def _found(item: Item, report: Path) -> Any:
 
 
 def end_descendants(before: Sequence[psutil.Process]) -> list[str]:
-    """Kill all processes that an item has left; describe those that did not end.
+    """Kill all processes that an item has left; describe the processes that did not end.
 
     The children in ``before`` existed before the item. They and their own children belong to other
     programs.

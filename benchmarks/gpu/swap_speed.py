@@ -42,8 +42,8 @@ QUICK = ((GiB // 2, 2), (2 * GiB, 2), (8 * GiB, 2))
 #: On an emulated device, one byte stands for this many bytes on a real device.
 SCALE = 64
 
-#: The copy of a state takes slightly more host memory than its size. So the host must have FACTOR
-#: times the size plus ROOM free.
+#: The copy of a state takes slightly more host memory than its size. So the benchmark needs free
+#: host memory of FACTOR times the size plus ROOM.
 FACTOR, ROOM = 1.3, 8 * GiB
 
 #: Device bytes that a process needs beside its state: its context.
@@ -56,8 +56,8 @@ COPY, COPIES = GiB, 5
 #: ``suspend_overhead``.
 BUDGET_MS = 50.0
 
-#: If one operation takes longer than this many seconds, the benchmark skips the rest. The bound is
-#: about the time of 48 GiB at 0.6 GB/s.
+#: If a suspend or a resume takes longer than this many seconds, the benchmark skips all later
+#: sizes. The bound is about the time of 48 GiB at 0.6 GB/s.
 LONGEST = 80.0
 
 CALLS = ("lock", "checkpoint", "restore", "unlock")
@@ -100,7 +100,7 @@ async def measure(here: Machine, plan: Sequence[tuple[int, int]], end: float) ->
             try:
                 row = await one_size(here, service, device, size, repetitions, end)
             except Exception as error:
-                # The figures so far are still useful.
+                # Continue: the figures of the other sizes are still useful.
                 problems.append(f"{size / GiB:g} GiB: {type(error).__name__}: {error}")
                 print(problems[-1], flush=True)
                 if isinstance(error, asyncio.TimeoutError):
@@ -149,7 +149,7 @@ async def why_not(
     here: Machine, service: DeviceService, device: Device, size: int, repetitions: int,
     rows: Sequence[Mapping[str, Any]], end: float,
 ) -> str:  # fmt: skip
-    """Return why a size is left out; "" if it can be measured."""
+    """Return the reason to leave out a size; "" if there is no reason."""
     need = size * FACTOR + (ROOM if here.real else GiB)
     there = cgroups.available()
     if there < need:
@@ -191,12 +191,12 @@ async def one_size(
 async def swap(
     service: DeviceService, uuid: str, process: Remote, longest: float = LONGEST
 ) -> dict[str, Any]:
-    """Suspend and resume a process once; return the seconds, in all and of each driver call.
+    """Suspend and resume a process once; return the seconds in total and of each driver call.
 
     Raises
     ------
     RuntimeError
-        If the suspend or the resume is refused.
+        If the suspend or the resume fails.
     asyncio.TimeoutError
         If the suspend or the resume takes longer than ``longest`` seconds.
     """
@@ -233,7 +233,7 @@ async def swap(
 
 
 def timed_calls(taken: dict[str, float]) -> Any:
-    """Add to ``taken`` the seconds of each kind of driver call, as the worker measures them."""
+    """Return a patch that adds the worker's seconds of each kind of driver call to ``taken``."""
     original = SessionCalls.call
 
     async def call(self: SessionCalls, op: str, process: ProcessId, **fields: Any) -> DriverAnswer:
@@ -253,7 +253,7 @@ def resident(process: ProcessId) -> int:
 
 
 def summarise(size: int, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the medians, the GB/s and the time beyond the driver's own."""
+    """Return the medians, the GB/s, and the time beyond the driver's own time."""
     row: dict[str, Any] = {"bytes": size, "repetitions": len(rounds), "rounds": list(rounds)}
     names = [*(f"{name}_seconds" for name in CALLS)]
     names += [f"{way}{part}_seconds" for way in ("suspend", "resume") for part in ("", "_driver")]
@@ -271,7 +271,7 @@ def summarise(size: int, rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def against(row: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, float]:
-    """Return the ratios to the baseline: 1 is as fast as a copy."""
+    """Return the speed as a ratio to the baseline; 1 means as fast as a copy."""
     found = {}
     for way, copy in (("suspend", "to_host"), ("resume", "to_device")):
         for kind in ("pinned", "pageable"):
@@ -281,7 +281,10 @@ def against(row: Mapping[str, Any], copies: Mapping[str, Any]) -> dict[str, floa
 
 
 def fit(rows: Sequence[Mapping[str, Any]], way: str) -> dict[str, float] | None:
-    """Return the line through the medians: fixed seconds, and GB/s; None if it has no slope."""
+    """Return the fixed seconds and the GB/s of the best line through the medians.
+
+    Return None if all rows have the same size.
+    """
     sizes = [row["bytes"] / 1e9 for row in rows]
     seconds = [row[f"{way}_seconds_p50"] for row in rows]
     middle = sum(sizes) / len(sizes)

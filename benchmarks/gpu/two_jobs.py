@@ -39,13 +39,13 @@ from jupyter_gpupool.emulation import real_driver_present
 
 GiB, MiB = 1 << 30, 1 << 20
 
-#: What nvshare reports for its case.
+#: The ratio to serial that nvshare reports for its case.
 NVSHARE = 0.74
 
 #: Device bytes of a context.
 CONTEXT = GiB
 
-#: Bytes of state of the first case: a phase is long enough to exchange them.
+#: Bytes of state of the first case. A phase is long enough to exchange two states of this size.
 STATE = 8 * GiB
 
 #: Host memory that stays free.
@@ -102,13 +102,13 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     rounds = 2
     with ExitStack() as stack:
         pool: dict[str, Any] = {
-            # A waiting job gets the other job's slice as soon as the other job waits for data,
-            # because both are batch jobs without a user.
+            # Both jobs are batch jobs without a user. So a job gets the other job's slice as soon
+            # as the other job waits for data.
             "quiet_after": 0.2,
             "reclaim_after": 0.0,
             "max_swap_overhead": 0.0,
             "host_memory": "95%",
-            # Sample often: until a sample measures a state, the pool counts its requested size.
+            # Sample often: before the first sample, the pool counts the requested size of a state.
             "sample_interval": 0.25,
         }
         if not real:
@@ -162,12 +162,12 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         case(0.4, call, size, serial, max(30.0, end - time.monotonic()))
         large = larger(cases, size, largest, rounds, phase, end) if not options.quick else 0
         if large:
-            # With fewer passes over the larger state, the total of bytes stays the same. So a
-            # phase takes as long as with the small state.
+            # A phase must take as long as with the small state. So the job makes fewer passes over
+            # the larger state, and processes the same number of bytes.
             few = max(1, passes * size // large)
             slow = f"job({large}, {rounds}, {few}, {max(1, batch * size // large)}, {phase})"
-            # The serial time of the small state is valid here, too, because the phases take as
-            # long.
+            # The phases take as long as with the small state. So the serial time of the small state
+            # is the baseline here, too.
             case(0.9, slow, large, serial, max(30.0, end + 25 - time.monotonic()))
     if not cases:
         raise RuntimeError(f"No two jobs have run: {problems}")
@@ -203,7 +203,10 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 def larger(
     cases: Sequence[dict[str, Any]], size: int, largest: int, rounds: int, phase: float, end: float
 ) -> int:
-    """Return the bytes of the largest state that two jobs can exchange in the time left; or 0."""
+    """Return the bytes of the largest state that two jobs can exchange in the time left.
+
+    Return 0 if this state is not clearly larger than ``size``.
+    """
     if not cases or not cases[0]["moves"]:
         return 0
     seconds = cases[0]["moving_seconds"] / cases[0]["moves"]

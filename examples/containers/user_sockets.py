@@ -1,4 +1,4 @@
-"""For the machine's broker: kernels run in containers, and each user has their own socket."""
+"""Settings of the machine's broker for kernels in containers: each user has a separate socket."""
 
 c = get_config()
 

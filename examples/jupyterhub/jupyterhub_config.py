@@ -11,9 +11,9 @@ from pathlib import Path
 
 c = get_config()
 
-# This spawner runs the server and the kernels of a user under the user's account, by which the
-# broker identifies the user. SystemdSpawner and SudoSpawner do the same. If the Hub already has one
-# of them, as The Littlest JupyterHub has, leave this line out.
+# This spawner runs the server and the kernels of a user under the user's account. The broker
+# identifies the user by this account. SystemdSpawner and SudoSpawner do the same. If the Hub
+# already uses one of them (The Littlest JupyterHub does), leave this line out.
 c.JupyterHub.spawner_class = "jupyterhub.spawner.LocalProcessSpawner"
 
 # A user may have several servers. For the pool they belong to one user, and share one quota.

@@ -1,4 +1,4 @@
-# For each broker, each agent and the ledger: the same lines on all machines.
+# Each broker, each agent and the ledger reads these lines. They are the same on all machines.
 import os
 
 c = get_config()

@@ -38,7 +38,7 @@ from ..units import format_bytes, format_seconds, parse_bytes
 from . import config_report
 from .status import style_for
 
-#: A half-life should be at least this many time slices long. Then the pool remembers usage until
+#: A half-life should be at least this many time slices long, so that the pool remembers usage until
 #: each session has had a time slice.
 HALF_LIVES = 4
 

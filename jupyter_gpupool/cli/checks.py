@@ -62,7 +62,7 @@ def configuration(settings: BrokerSettings) -> list[Finding]:
 
 
 def groups(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether the GPUs have room for the guarantees of all groups, and all members exist."""
+    """Whether the GPUs have room for the guarantees of all groups, and whether members exist."""
     tree = settings.pool.groups
     if not tree:
         return []
@@ -279,7 +279,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
-    """Where a broker at the socket ``path`` would write its journal, if none runs now."""
+    """Where a broker at the socket ``path`` would write its journal, if no broker runs now."""
     from ..broker.store.journal_file import place
 
     try:
@@ -388,8 +388,8 @@ def stanzas() -> list[Finding]:
         options = stanza.get("config", {})
         try:
             check_options(options, kernel.name, options_of(stanza["provisioner_name"]))
-            # The remote provisioner has the same options and PLACEMENT_OPTIONS; this check does not
-            # import it, because it needs pyzmq with CurveZMQ.
+            # The remote provisioner has these options and PLACEMENT_OPTIONS. This check does not
+            # import the remote provisioner, because that import needs pyzmq with CurveZMQ.
             GPUPoolProvisioner(**{k: v for k, v in options.items() if k not in PLACEMENT_OPTIONS})
         except (GPUPoolError, TraitError, TypeError) as error:
             todo = f"Correct {path}: its kernels do not start."

@@ -46,7 +46,7 @@ def _node(options: Options) -> int:
             code=Code.BAD_REQUEST,
             next_step="Use --head to begin one, or --join with the address of its head.",
         )
-    import asyncio  # imported here, because these modules would slow down all other commands
+    import asyncio  # here, because these imports would slow down every other command
     import logging
 
     from ..cluster.node import run_node
@@ -60,7 +60,8 @@ def _node(options: Options) -> int:
     )  # fmt: skip
 
 
-#: Each order, and the state of the machine after it. "": the command does not wait for a state.
+#: For each order, the state in which the machine is when the order is done. "" means that the
+#: command does not wait for a state.
 ORDERS = {"drain": "left", "resume": "present", "fence": ""}
 
 

@@ -78,8 +78,7 @@ def _figures(summary: Mapping[str, Any] | None) -> tuple[str, ...]:
     devices, out = summary["devices"], summary["out"]
     return (
         f"{devices} ({out} out of service)" if out else str(devices),
-        # These are the models of the GPUs in service; the ledger does not know the models of the
-        # others.
+        # The ledger knows the models of the GPUs in service only.
         models(summary["gpus"] or ()) or "-",
         format_bytes(summary["granted"]),
         format_bytes(summary["free"], rounding="down"),

@@ -434,7 +434,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. An error prints one sentence on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        # These arguments have no command, but options of the program, such as --help.
+        # These arguments name no command; they are options of the program, such as --help.
         if arguments[:1] == ["broker"]:
             options = Options(command="broker", arguments=arguments[1:])
         else:

@@ -77,8 +77,8 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     try:
         settings = load_settings(config_files)
     except WrongConfiguration as error:
-        # The other checks are left out: with the default options, they would report on a
-        # configuration that nobody has written.
+        # The other checks need a valid configuration. With the default options they would report on
+        # a configuration that nobody has written.
         found += [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
         return found
     found += checks.configuration(settings)

@@ -32,7 +32,7 @@ from .service_files import (
     stamped,
 )
 
-#: For each service manager, a folder that exists while it runs; for systemd see sd_booted(3).
+#: A folder that exists while the service manager runs; for systemd see sd_booted(3).
 _RUNNING = {"systemd": Path("/run/systemd/system"), "openrc": Path("/run/openrc")}
 
 #: The journal's folder if the configuration names no other folder.
@@ -114,7 +114,7 @@ def _found(manager: Manager, base: Path) -> dict[Path, Path]:
 
     Each key is a path on the machine; the value is the path of the same file in ``base``.
     """
-    # A layout changes only the contents of the files. Their paths are the same for every layout.
+    # The layout affects only the contents of the files, so any layout gives the right paths.
     places = [file.path for file in manager.files(Layout(Path("/"), (), MACHINE_SOCKET, _STATE))]
     found = {place: base / place.relative_to("/") for place in places}
     return {place: path for place, path in found.items() if path.exists()}
@@ -187,10 +187,10 @@ def _check_ours(path: Path) -> None:
 
 
 def _check_programs(layout: Layout) -> None:
-    """Refuse a service if another user could change a program that it would run as root."""
+    """Refuse to install if a user who is not root can change a program that root would run."""
     package = Path(__file__).resolve().parents[1]
     # The broker starts in another folder than this process, and without this process's PYTHONPATH.
-    # So folders that are in sys.path only for one of these two reasons are not checked.
+    # So this check skips the folders that sys.path has from the present folder and PYTHONPATH.
     here = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     imported = [Path(folder) for folder in sys.path if folder and folder not in here]
     programs = [layout.python, package, *imported, *layout.config]
@@ -207,7 +207,7 @@ def _check_programs(layout: Layout) -> None:
 
 
 def _check_free(layout: Layout) -> None:
-    """Refuse while another broker uses the socket: the service would need the same socket."""
+    """Refuse to install while another broker listens at the socket that the service needs."""
     from ..endpoint import journal_name
 
     lock = layout.state / f"{journal_name(layout.socket)}.lock"

@@ -16,8 +16,8 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: In these states the machine does not follow the order: a ledger that has restarted has
-#: forgotten it. The command then gives the order again.
+#: A machine in one of these states does not follow the order, because the ledger has restarted and
+#: lost the order. The command then sends the order again.
 UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
 
 _NEXT = (
@@ -53,7 +53,7 @@ def carry_out(
     look: Callable[[], Mapping[str, Any]],
     order: Callable[[], None],
 ) -> int:
-    """Order a machine to drain or come back, and wait until it has.
+    """Order a machine to drain or come back, and wait until the order is done.
 
     Return 0, or 130 if interrupted.
     """
@@ -114,7 +114,7 @@ def _waits_for(found: Mapping[str, Any]) -> str:
 
 
 class _Printer:
-    """Prints a text only if it differs from the last one."""
+    """Prints a text only if it differs from the text that it printed before."""
 
     def __init__(self) -> None:
         self._last = ""

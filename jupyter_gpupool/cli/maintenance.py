@@ -65,7 +65,7 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
         answer = client.call("maintain", action=action, device=device, reason=reason)
         try:
             return _wait(client, str(answer["device"]), str(answer["note"]))
-        except KeyboardInterrupt:  # the order is in force even if its note was not printed
+        except KeyboardInterrupt:  # the order is already in force
             target = f" --device {device}" if device else ""
             print(
                 f"\nNot finished, and the {action} stays in force: kernels leave when they are "
@@ -148,7 +148,7 @@ def _process(row: Mapping[str, Any]) -> str:
 
 
 def _outside(order: Mapping[str, Any]) -> Sequence[str]:
-    """Return the other processes with open device files; the admin must end them."""
+    """Return lines about processes outside the pool that have device files open."""
     lines = []
     files = [row for row in order.get("files") or () if not row["session"]]
     if files:

@@ -196,7 +196,7 @@ def _device(
     ]
     if device.get("memory_foreign"):
         parts.append(("foreign", int(device["memory_foreign"]), ""))
-    # The pool grants no memory of a device that is out of service, so the bar shows none as free.
+    # The pool grants no memory of a device out of service, so the bar shows no free memory.
     rest = " " if device.get("drained_reason") else style.fill("free")
     wide = style.width >= 72
     room = style.width - 2 - (beside + 1 if wide else 0)
@@ -387,7 +387,7 @@ def _others_wait(session: Snapshot, now: float) -> str:
 
 
 def _standing(snapshot: Snapshot, sessions: Sequence[Snapshot], style: Style) -> list[str]:
-    """Return the viewer's guarantees, shares and daily budgets; no sentence appears twice."""
+    """Return lines with the viewer's guarantees, shares and daily budgets, without duplicates."""
     found = [*(snapshot.get("standing") or ())]
     for session in sessions:
         found += session.get("standing") or ()

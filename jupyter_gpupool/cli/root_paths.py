@@ -40,7 +40,7 @@ def changeable(path: Path) -> str:
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """Yield every folder and every link that the system passes to find ``path``, and its target."""
+    """Yield each folder and link through which the system finds ``path``, and the file itself."""
     at, links = Path("/"), 0
     yield at
     left = [*reversed(path.absolute().parts[1:])]

@@ -18,10 +18,10 @@ from typing import Callable, Sequence
 
 MARK = "Written by `jupyter gpupool install-service`; checksum"
 
-#: The capabilities that the broker keeps as root. ``CAP_SYS_PTRACE``: it reads data of all users'
-#: processes, and suspends them. ``CAP_KILL``: it ends processes, by the option ``overuse`` or by an
-#: admin's order. ``CAP_CHOWN``, ``CAP_FOWNER``, ``CAP_DAC_OVERRIDE``: it creates each session's
-#: page for the session's user.
+#: The capabilities that the broker keeps as root. With ``CAP_SYS_PTRACE`` it reads data of all
+#: users' processes, and suspends the processes. With ``CAP_KILL`` it ends processes, if the option
+#: ``overuse`` or an admin requires this. With ``CAP_CHOWN``, ``CAP_FOWNER`` and
+#: ``CAP_DAC_OVERRIDE`` it creates each session's page for the session's user.
 CAPABILITIES = ("CAP_SYS_PTRACE", "CAP_KILL", "CAP_CHOWN", "CAP_FOWNER", "CAP_DAC_OVERRIDE")
 
 
@@ -75,7 +75,7 @@ class Layout:
 class Manager:
     """A service manager: its files, and the commands that start and end the service.
 
-    ``begin`` and ``upgrade`` run after the files are written, ``end`` before they are removed. Each
+    ``begin`` and ``upgrade`` run after the files are written, ``end`` before their removal. Each
     command may run a second time, because an earlier installation may have stopped halfway.
     """
 
@@ -230,7 +230,7 @@ def _words_of_unit(text: str) -> list[str]:
 
 
 def _unit_words(words: Sequence[str]) -> str:
-    """Return words quoted for systemd, which expands variables in all words but the program."""
+    """Return quoted words for a unit. systemd expands variables in each word after the first."""
     quoted = []
     for number, word in enumerate(words):
         plain = word.replace("%", "%%").replace("$", "$$" if number else "$")

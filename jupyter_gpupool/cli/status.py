@@ -22,7 +22,7 @@ from ..errors import BrokerUnavailable, Code, ConfigError, RefusedError
 from .picture import Style, draw, printable
 
 #: xterm control sequences that enter or leave the terminal's second screen, and hide or show the
-#: cursor. With them, watching leaves no lines in the scrollback.
+#: cursor. On the second screen, the repeated pictures leave no lines in the scrollback.
 _ENTER = "\x1b[?1049h\x1b[?25l"
 _LEAVE = "\x1b[?25h\x1b[?1049l"
 
@@ -34,15 +34,15 @@ def socket_path(given: str) -> Path:
     try:
         configured = load_settings().socket
     except ConfigError as error:
-        # The configuration now has mistakes, but a broker may be running with an earlier, valid
-        # one.
+        # The configuration has mistakes now, but a broker may still run with an earlier, valid
+        # configuration.
         print(f"Warning: {error}", file=sys.stderr)
         configured = ""
     return find_socket(configured)
 
 
 def style_for(stream: TextIO, environ: Mapping[str, str] = os.environ) -> Style:
-    """Return how to draw on ``stream``, with colour only on a terminal and without ``NO_COLOR``."""
+    """Return how to draw on ``stream``. Colour needs a terminal; ``NO_COLOR`` turns colour off."""
     terminal = stream.isatty()
     width = shutil.get_terminal_size((100, 24)).columns or 100
     colour = terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
@@ -144,8 +144,8 @@ def _frame(lines: Sequence[str], *, screen: bool) -> None:
     shown = list(lines[: height - 1])
     if len(shown) < len(lines):
         shown[-1] = f"({len(lines) - len(shown) + 1} more lines; make the window higher)"
-    # One write avoids flicker. Each line is cleared only behind its text, and the screen only below
-    # the last line, so no part of the picture is blank for a moment.
+    # To avoid flicker, one write draws the whole picture. It clears each line only after the line's
+    # text, and the screen only below the last line. So no part of the picture is ever blank.
     sys.stdout.write("\x1b[H" + "".join(line + "\x1b[K\n" for line in shown) + "\x1b[J")
     sys.stdout.flush()
 
@@ -198,7 +198,7 @@ def why_lines(answer: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _refuse_ended(name: str) -> None:
-    """Raise an error if ``name`` is a detached program that has ended, and so has no session."""
+    """Raise an error if ``name`` is a detached program that has ended: it has no session."""
     from ..programs import runfiles
 
     found = runfiles.read(name) if runfiles.is_name(name) else None

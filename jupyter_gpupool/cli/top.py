@@ -90,6 +90,6 @@ def _draw(screen: Any, top: Top) -> None:
     screen.erase()
     for number, line in enumerate(found[:height]):
         look = curses.A_REVERSE if number == selected else curses.A_NORMAL
-        with suppress(curses.error):  # curses raises this for the last column of the last line
+        with suppress(curses.error):  # an error after the last column of the last line is normal
             screen.addnstr(number, 0, line, width - 1, look)
     screen.refresh()

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What the keys of ``jupyter gpupool top`` do: they select, sort, and give orders. Pure.
 
-Where htop and nvitop have the same function, the keys are the same as theirs. No key gives an order
-at once: the program asks for the order's values, and then for a ``y``.
+A function that htop or nvitop also has uses the same key here. After a key for an order, the
+program asks for the order's values, and then for a ``y``. It sends the order after the ``y``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Snapshot = Mapping[str, Any]
 #: Columns that a table can be sorted by, in the order of the keys ``<`` and ``>``.
 SORTS = ("waste", "slice", "used", "busy", "unused", "idle", "waits", "owner")
 
-#: The table shows no figures of use for a session that has had a slice for fewer seconds than this.
+#: After a session has had a slice for this many seconds, the table shows figures of its use.
 LEAST = 1.0
 
 

@@ -8,7 +8,7 @@
 ``ledger_events``     the events for a ledger, and the actions that it returns (pure)
 ``ledger_nodes``      what the ledger knows about each node (pure)
 ``ledger_counts``     the sums over all nodes of each key (pure)
-``ledger_gone``       GPU-seconds that nodes used that are gone (pure)
+``ledger_gone``       GPU-seconds that gone nodes have used (pure)
 ``ledger_usage``      what users have used on all nodes, for fair shares (pure)
 ``queues``            which nodes wait for which key (pure)
 ``budgets``           a node's side: what its broker may grant without a message (pure)
@@ -21,8 +21,8 @@
 ``hub_tokens``        credentials by tokens of a JupyterHub
 ``authenticators``    chooses between these two
 ``placing``           on which machine a kernel starts (pure)
-``considering``       explains a kernel's wait by what other machines have (pure)
-``kernel_host``       becomes a kernel for a server on another machine, as the kernel's user
+``considering``       tells users what other machines have while a kernel waits (pure)
+``kernel_host``       starts a kernel, as its user, for a server on another machine
 ``mail``              carries orders between brokers, and their results
 ``ledger_service``    a ledger as a process behind a unix socket
 ``agent_service``     an agent as a process, which uses such a ledger
@@ -33,5 +33,5 @@
 ``ray_agent``         an agent as a process, which uses the ledger in Ray
 ====================  ==========================================================================
 
-Nothing here is imported on a machine that is in no cluster.
+A machine that is in no cluster imports no module of this package.
 """

@@ -38,7 +38,7 @@ class BrokerCalls:
         if self._task.done():
             raise ConnectionResetError("The broker has closed the connection.")
         self._last += 1
-        number = self._last  # keep it: another call may begin before this call ends
+        number = self._last  # a copy, because another call may begin before this call ends
         line = encode({"type": kind, "id": number, **fields})
         if len(line) > MAX_REQUEST:
             raise RefusedError(

@@ -19,8 +19,8 @@ from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, Spen
 #: number of nodes.
 OnLoss = Literal["closed", "min_share"]
 
-#: The most waiting sessions that one report names. Once these sessions have been served, later
-#: reports name the next ones.
+#: Maximum number of waiting sessions in one report. When these sessions have got their slices,
+#: later reports name the next sessions.
 MOST_WAITS = 16
 
 
@@ -77,9 +77,9 @@ class Budgets:
     #: report or a later one, each report contains ``spent``.
     _first: int = 1
     _told: bool = False
-    #: The number of the last report that the node sent before it began to drain. If an order comes
-    #: with an answer to this report or to an earlier one, the ledger gave the order before it knew
-    #: that the node drains.
+    #: The number of the last report that the node sent before it began to drain. The node ignores
+    #: an order in an answer to this report or to an earlier one: when the ledger sent the order, it
+    #: did not know that the node drains.
     _changed: int = -1
     #: A report of this life has said that the node has no session and leaves.
     _leaves: bool = False
@@ -103,8 +103,8 @@ class Budgets:
         While the ledger is silent, the ceilings of GPU-seconds and guarantees stay in force: see
         :attr:`Key.lasts`.
         """
-        # A node that leaves claims no guarantee: other nodes may have the guarantee before this
-        # node learns of it.
+        # A node that drains claims no guarantee: the ledger may already have given the guarantee to
+        # other nodes.
         if key.lasts and not (self.drains and key.resource == GUARANTEE):
             most = self.ceilings.get(key, 0)
             return min(most, self._used(key)) if self._leaves and key.is_seconds else most
@@ -139,7 +139,7 @@ class Budgets:
         ):
             self.due = True  # a session needs more
         if self.waits and not new:
-            self.due = True  # other nodes may wait behind this one
+            self.due = True  # nodes behind this node in the queues may get their turn
         for key, use in uses.items():
             if use.keep > max(self.ceilings.get(key, 0), self.uses.get(key, Demand()).keep):
                 self.due = True
@@ -150,7 +150,7 @@ class Budgets:
                 self.due = True
 
     def hurry(self) -> None:
-        """Make the next report go out at once."""
+        """Request that the next report is sent at once."""
         self.due = True
 
     def drain(self, drains: bool) -> None:
@@ -161,7 +161,7 @@ class Budgets:
         if drains:
             self._changed = self._number
         else:
-            # The ledger may have lent to other nodes what this node could use before.
+            # The old ceilings are void: the ledger may have lent these amounts to other nodes.
             self._begin_life()
 
     def _begin_life(self) -> None:
@@ -202,7 +202,7 @@ class Budgets:
         self.has_left = self.drains and loan.gone
         self.wanted, self.used_up = loan.wanted, loan.used_up
         if loan.spent is not None and self._told:
-            # The ledger knows what this node knew, so its copy replaces this one.
+            # The ledger has read this node's copy of ``spent``, so the ledger's copy replaces it.
             self._spent, self._version = loan.spent, loan.version
         for key, amount in loan.ceilings.items():
             had = self.ceilings.get(key, 0)
@@ -217,15 +217,15 @@ class Budgets:
                 self.ceilings.pop(key, None)
 
     def report(self, now: float) -> Report:
-        """Return the next report; the caller must store :meth:`parts` and send it now."""
+        """Return the next report; the caller must store :meth:`parts`, then send the report."""
         self._number += 1
         self._sent[self._number] = now
         if len(self._sent) > 64:
             del self._sent[min(self._sent)]
         self.due = False
         if self.drains and self.is_empty:
-            # The ledger will lend to other nodes the GPU-seconds that this node has not used. So
-            # the node uses no more of them.
+            # Use no more GPU-seconds from now on: the ledger will lend to other nodes those that
+            # this node has not used.
             self._leaves = True
             for key in [key for key in self.ceilings if key.is_seconds]:
                 self.ceilings[key] = min(self.ceilings[key], self._used(key))
@@ -242,6 +242,6 @@ class Budgets:
 
     def _holding(self, key: Key) -> Holding:
         use = self.uses.get(key, Demand())
-        # GPU-seconds that were used up come back even while the node drains.
+        # A draining node keeps only its part of the refill: used GPU-seconds still come back.
         keep = 0 if self.drains and key.resource != REFILL else use.keep
         return Holding(self.ceilings.get(key, 0), use.used, keep)

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Why a kernel waits, as far as other machines are concerned: sentences for people. Pure.
+"""Sentences for the user of a waiting kernel: what other machines have. Pure.
 
-A kernel stays on the machine where it has started, so free GPUs of other machines only help the
-user's next kernel. But if a kernel waits because of a limit, it waits for the part of the limit
-that other machines have.
+A kernel stays on the machine where it has started, so free GPUs of other machines help only the
+user's next kernel. But if a kernel waits because of a limit, other machines may have borrowed the
+part of the limit that it waits for.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _lack(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
 
 
 def _place_of_data(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
-    """Return which of the kernel's folders are on the machine's disks; '' if it names none."""
+    """Return which of the kernel's folders are on the machine's disks; '' without folders."""
     own = (node["summary"] or {}).get("data")
     if not wanted.data or own is None:
         return ""

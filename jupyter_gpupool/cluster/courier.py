@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent of one machine: carries reports from its broker to the ledger, and answers back.
+"""The agent of one machine: carries its broker's reports to the ledger, and the answers back.
 
 The agent decides nothing and keeps nothing, so it may be killed at any time. If the broker or the
 ledger does not answer, the agent tries again. The broker itself notices when no answer of the
@@ -25,7 +25,7 @@ from .mail import Mail, PassOn, letter_in
 INTERVAL = 2.0
 #: Seconds until the next attempt if a broker or a ledger does not answer.
 AGAIN = 0.5
-#: Seconds in which a broker must answer, in addition to the waiting time that the request allows.
+#: Time-out in seconds for a broker's answer, after the waiting time that the request allows.
 PATIENCE = 10.0
 
 _LOG = logging.getLogger(__name__)

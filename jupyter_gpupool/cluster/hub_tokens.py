@@ -34,9 +34,9 @@ _MOST_BYTES = 1 << 20
 TOKEN_VARIABLE = "JUPYTERHUB_API_TOKEN"
 
 
-#: A scope that the Hub always gives to the token of a user's own server. If the user's browser has
-#: given a token to another user's server, or to a service, the token lacks this scope. Such a token
-#: only names the user.
+#: A scope that the Hub always gives to the token of a user's own server. The browser of a user may
+#: give another user's server, or a service, a token that names the user. Such a token lacks this
+#: scope, so it is refused.
 _OWN = "users:activity"
 
 

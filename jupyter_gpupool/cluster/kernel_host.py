@@ -38,8 +38,8 @@ from ..protocol import encode, error_message
 
 PORTS = ("shell_port", "iopub_port", "stdin_port", "control_port", "hb_port")
 
-#: The most bytes of a log that an answer contains; and the size of a log above which the next start
-#: of the kernel empties the log.
+#: ``LAST``: maximum bytes of a log in an answer. ``MOST``: if a log has more bytes than this, the
+#: next start of the kernel empties the log.
 LAST, MOST = 16 << 10, 4 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -212,7 +212,7 @@ _SECRETS = ("key", "signature_scheme", "curve_publickey", "curve_secretkey")
 
 
 def perform(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Carry out an order that ends at once; return the answer."""
+    """Execute an order that does not start a kernel; return the answer."""
     order = message["order"]
     if order["do"] == "tell":
         # The broker sees this process's user id, and checks that the session belongs to this user.

@@ -6,44 +6,43 @@ Why no quota is ever exceeded
 -----------------------------
 A node uses no more of a key than its ceiling. So it is enough that the ceilings of all nodes
 together never exceed the limit. The ledger cannot know a node's ceiling exactly, because messages
-take time. So it counts the largest value that the ceiling can have. This value is the maximum of
-three: the ceiling in the last report, the amount in use in that report, and the largest ceiling
-that the ledger has offered and the node has not confirmed. A node applies answers only in the order
-of their serial numbers. So when a node confirms an offer, all earlier offers are void. A smaller
-ceiling counts as soon as the node reports it.
+take time. So the ledger counts the largest value that the ceiling can have. This value is the
+maximum of three numbers: the ceiling in the last report, the amount in use in that report, and the
+largest ceiling that the ledger has offered and the node has not confirmed. A node applies answers
+only in the order of their serial numbers. So when a node confirms an offer, all earlier offers are
+void. A smaller ceiling counts as soon as the node reports it.
 
 What a ledger forgets
 ---------------------
 A ledger forgets everything when it ends, because it writes nothing to a disk. A new ledger learns
-from the reports of the nodes. It lends nothing before every member has reported. The list of
-members comes from the admin or from the engine. If the ledger only counted the nodes that report,
-it would lend again what an unreachable node has. Each life of a ledger has a fencing token. A node
-that has reported to a ledger ignores every ledger with a smaller token. So when the new ledger
-begins to lend, no node obeys an earlier ledger. (This is the first phase of Paxos: L. Lamport,
-"Paxos Made Simple", 2001.)
+from the reports of the nodes. It lends nothing before every member has reported: otherwise it would
+lend again what an unreachable node has. The list of members comes from the admin or from the
+engine. Each life of a ledger has a fencing token. A node that has reported to a ledger ignores
+every ledger with a smaller token. So when the new ledger begins to lend, no node obeys an earlier
+ledger. (This is the first phase of Paxos: L. Lamport, "Paxos Made Simple", 2001.)
 
 A node that is silent
 ---------------------
 The kernels of a silent node probably still run: Ray declares a machine dead after only a few
 seconds without a heartbeat. So the node's ceilings count until it reports again, leaves, or is
-fenced. Fenced means that an admin says that no kernel runs there any more, or removes the node from
-the list. Even then the ceilings count until the node itself has stopped granting. The node stops at
-the latest ``ttl`` seconds after the last answer that it can have seen. The ledger waits ``margin``
-seconds more, because the node's clock may be slow.
+fenced. An admin fences a node by an order, which says that no kernel runs on the node any more, or
+by removing the node from the list. The ceilings of a fenced node count until the node has certainly
+stopped granting: ``ttl`` seconds after the last answer that it can have seen. The ledger waits
+``margin`` seconds more, because the node's clock may be slow.
 
 A node that leaves
 ------------------
-A node that leaves drains first: it grants nothing more. The amounts that its sessions have count
-until the sessions have given them back. A node that comes back begins a new life, because the
-ledger may have lent to other nodes what this node could use before.
+A node that leaves drains first: it grants nothing more. The amounts that its sessions hold count
+until the sessions have given them back. A node that comes back begins a new life, because its old
+ceilings are void: the ledger may have lent these amounts to other nodes.
 
 Which node gets a free amount
 ---------------------
 A session gets all its keys or none. If sessions of several nodes wait, the ledger serves the node
-that began to wait first; this order is the same for all keys. The ledger reserves for the first
-nodes what they need, so the first node always gets it in the end. If no session needs an amount,
-the nodes divide it in proportion to what their sessions would use. If a node waits, the nodes with
-the largest unused amounts give up what the waiting node lacks.
+that began to wait first; this order is the same for all keys. The ledger reserves what a node needs
+before it serves the nodes behind it, so every node gets its turn. If no session waits for an
+amount, the nodes divide it in proportion to what their sessions would use. If a node waits, the
+nodes with the largest unused amounts give up what the waiting node lacks.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ from .ledger_usage import AllUsage
 from .messages import GUARANTEE, NOTHING, Epoch, Key, Loan, Report
 from .queues import Queues
 
-#: The most limits that the ledger remembers. There are new keys for each day and for each new user.
+#: Maximum size of the cache of limits. Each day and each new user bring new keys.
 MOST_KNOWN = 100_000
 
 
@@ -115,7 +114,7 @@ class Ledger:
         self.stopped = False
         self.ttl, self.margin = ttl, margin
         self._limits = limits
-        #: Limits that were looked up since the limits last changed.
+        #: A cache of limits by key. It is empty after a change of the limits.
         self._known: dict[Key, int | None] = {}
         self._now = now
         self._serving = False
@@ -165,10 +164,10 @@ class Ledger:
 
     @property
     def serving(self) -> bool:
-        """Whether the ledger lends: a member has reported, and all others have or are gone.
+        """Whether the ledger lends: every member has reported or is gone, and one has reported.
 
-        Once it lends, the ledger does not wait for a member that is added later: such a member has
-        borrowed nothing from an earlier ledger.
+        When the ledger lends, it does not wait for a new member: a new member has borrowed nothing
+        from an earlier ledger.
         """
         if not self._serving:
             nodes = self.nodes.values()
@@ -245,13 +244,14 @@ class Ledger:
             return [*self._forget(node, drained=True), Send(self._answer(node))]
         if not self.serving:
             return [Send(self._answer(node))]
-        # The nodes that have waited longest come first.
+        # The order of these two steps does not matter: :meth:`_lend` reserves amounts for the nodes
+        # that have waited for longer than this node.
         return [*self._lend(node), *self._push_all(freed, but=node.name)]
 
     def _begin(self, number: int) -> None:
         """Begin again with a greater token: another ledger may have changed the nodes' ceilings.
 
-        A member that was fenced may have come back and obeyed the other ledger.
+        A fenced member may have come back and obeyed the other ledger, so wait for it, too.
         """
         self.epoch = Epoch(number, self.epoch.ledger)
         for node in self.nodes.values():
@@ -264,8 +264,8 @@ class Ledger:
     def _wait_for_fenced(self) -> None:
         """Wait for the members that were fenced before they reported to this ledger.
 
-        While the nodes obeyed another ledger, such a member may have come back and borrowed there.
-        An admin who knows better fences it again.
+        While the nodes obeyed another ledger, such a member may have come back and borrowed from
+        that ledger. If the member is dead, the admin must fence it again.
         """
         for node in self.nodes.values():
             if not node.heard and node.name in self._members:
@@ -274,9 +274,9 @@ class Ledger:
                 node.gone = False
 
     def _new_life(self, node: Node, life: int) -> None:
-        """Begin a node's new life; drop the offers to its earlier life, which it no longer applies.
+        """Begin a node's new life, and drop the offers to its earlier life, which are void now.
 
-        The amounts that count for the node stay until the ledger counts its next report.
+        The ledger counts the same amounts for the node until it counts the node's next report.
         """
         node.life, node.number, node.serial, node.version = life, 0, 0, -1
         node.order_serial = 0
@@ -284,9 +284,9 @@ class Ledger:
         node.offers.clear()
 
     def _recognise(self, node: Node, report: Report) -> list[Key]:
-        """Stop counting what the node used before: its report contains it. Return the keys."""
+        """Stop counting the node's earlier use, which its report contains; return the keys."""
         if node.journal not in ("", report.journal):
-            # The node's journal is lost, so the node never reports again what it used before.
+            # The node has lost its journal, so its reports will never contain its earlier use.
             self._gone.left(node.name, node.journal, node.counted, self._now)
         node.journal, node.is_new = report.journal, False
         return self._gone.drop(node.name, report.journal)
@@ -420,34 +420,35 @@ class Ledger:
         return min(need, max(1, self._left_of_budget(key)))
 
     def _left_of_budget(self, key: Key) -> int:
-        """Return how many GPU-seconds of a budget are not used up yet by the nodes."""
+        """Return how many GPU-seconds of a budget the nodes have not used up yet."""
         used = self._counts.used.get(key, 0) + self._gone.amount(key)
         return (self.limit_of(key) or 0) - used
 
     def _left(self, node: Node, key: Key) -> int:
         """Return the most of a key that the sessions of a node may use."""
-        # The node keeps an amount that it was just offered for a session. Otherwise two nodes would
-        # take the amount from each other again and again.
+        # The node keeps an amount that the ledger has just offered it for a session. Otherwise two
+        # nodes would take the amount from each other again and again.
         kept = min(self._free(node, key), node.last_offer(key))
         return max(self._unused(node, key), kept)
 
     def _unused(self, node: Node, key: Key) -> int:
-        """Return the most of a key that a node may keep, without what nodes before it wait for.
+        """Return the most of a key that a node may keep.
 
-        Nodes before it are those that have waited for longer.
+        This is what no other node has, without what is reserved for nodes that have waited for
+        longer.
         """
         free = self._free(node, key)
         return free - self._queues.before(key, node.name, free)
 
     def _free(self, node: Node, key: Key) -> int:
-        """Return how much of a key no other node has."""
+        """Return how much of a key no other node may use."""
         return (self.limit_of(key) or 0) - self.counted(key) + node.counted.get(key, 0)
 
     def _push_all(self, keys: Iterable[Key], but: str = "") -> list[Action]:
         """Offer the free amounts of ``keys`` to the nodes that wait for them.
 
-        A queue may be long. So only the first nodes of the queue get an offer: as many as the free
-        amount suffices for.
+        A queue may be long, so only its first nodes get an offer: those that the free amount is
+        enough for.
         """
         reached = dict.fromkeys(
             name
@@ -510,7 +511,10 @@ class Ledger:
     # ------------------------------------------------------------------ nodes that are gone
 
     def _order(self, event: DrainAsked) -> list[Action]:
-        """Order a node to drain or to come back; repeat it until the node's reports confirm it."""
+        """Order a node to drain or to come back.
+
+        The answers repeat the order until the node's reports confirm it.
+        """
         node = self.nodes.get(event.node)
         if node is None or (node.heard and node.drains == event.drains and node.order is None):
             return []

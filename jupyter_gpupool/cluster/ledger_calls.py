@@ -21,11 +21,11 @@ from typing import Any
 
 from ..errors import Code, GPUPoolError, RefusedError
 
-#: Three time-outs in seconds: to connect to the head's port; to join the cluster and get the first
-#: answer; to get each later answer.
+#: Time-outs in seconds. ``PROBE``: to connect to the head's port. ``JOIN``: to join the cluster and
+#: get the first answer. ``ANSWER``: to get a later answer.
 PROBE, JOIN, ANSWER = 3.0, 20.0, 10.0
 
-#: Attempts of Ray to reach its head, one each second. Ray's default is 20.
+#: Number of Ray's attempts to reach its head, one per second. Ray's default is 20.
 TRIES = "6"
 
 _PROGRAM = (sys.executable, "-m", "jupyter_gpupool.cluster.ledger_calls")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The sums over all nodes that a ledger keeps of each key. Pure."""
+"""A ledger's sums of each key over all nodes. Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Sums(dict[Key, int]):
 
 
 class Counts:
-    """How much of each key counts, and for which nodes."""
+    """The amounts of each key that the ledger counts, and the nodes for which it counts them."""
 
     def __init__(self) -> None:
-        #: How much of each key counts for all nodes, plus what gone nodes have used.
+        #: By key: the sum of what counts for each node, plus what gone nodes have used.
         self.totals = Sums()
-        #: How much of each key all nodes together would keep.
+        #: By key: the sum of :attr:`.messages.Holding.keep` over all nodes.
         self.keeps = Sums()
         #: For keys of GPU-seconds: how much the sessions of all nodes have used up.
         self.used = Sums()

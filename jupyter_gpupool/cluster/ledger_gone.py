@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""GPU-seconds that were used by nodes that have left, were fenced or lost their journal. Pure.
+"""GPU-seconds used by nodes that have left, were fenced, or have lost their journal. Pure.
 
 GPU-seconds of a budget with a window count until the window ends. GPU-seconds of a budget that
 refills count until they would have come back on that node.
@@ -33,8 +33,8 @@ class Leak(NamedTuple):
     at: float
     what: Spent
     amount: float
-    #: The part of the refill that brings these GPU-seconds back, and the part that the ledger wants
-    #: for them.
+    #: ``part``: the part of the refill that brings these GPU-seconds back. ``wish``: the part that
+    #: the ledger wants for them.
     part: int
     wish: int
 
@@ -76,7 +76,7 @@ class UsedByGone:
         return iter(self._leaks)
 
     def amount(self, key: Key) -> int:
-        """Return how many GPU-seconds of a key nodes that are gone have used."""
+        """Return how many GPU-seconds of a key the gone nodes have used."""
         return self._sums.get(key, 0)
 
     def next_wakeup(self) -> float:
@@ -84,7 +84,7 @@ class UsedByGone:
         return min((leak.at for leak in self._leaks), default=math.inf)
 
     def learn(self, spent: Mapping[Spent, int]) -> None:
-        """Count the amounts that an earlier ledger counted, as a node reports them."""
+        """Count the amounts of an earlier ledger, from a node's copy."""
         self._spend({
             what: amount
             for what, amount in spent.items()
@@ -92,14 +92,14 @@ class UsedByGone:
         })  # fmt: skip
 
     def left(self, node: str, journal: str, counted: Mapping[Key, int], now: float) -> None:
-        """Count what a node may have used, until it reports again with this journal."""
+        """Count what a node may have used, until the node reports again with this journal."""
         self._spend({
             Spent(node, journal, key): amount for key, amount in counted.items() if key.window
         })  # fmt: skip
         for key, amount in counted.items():
             if key.is_seconds and not key.window and amount:
-                # These GPU-seconds come back as fast as they did on that node: its part of the
-                # refill stays counted.
+                # The node's part of the refill stays counted, so these GPU-seconds come back as
+                # fast as they did on the node.
                 part = counted.get(key._replace(resource=REFILL), 0)
                 self._leak(Spent(node, journal, key), amount, part, now)
 
@@ -117,7 +117,7 @@ class UsedByGone:
         return keys
 
     def refilled(self, now: float) -> list[Key]:
-        """Count less for GPU-seconds that have come back; return keys that may have more free."""
+        """Stop counting GPU-seconds that have come back; return keys that may have more free."""
         over = [leak for leak in self._leaks if leak.at <= now]
         self._leaks = [leak for leak in self._leaks if leak.at > now]
         for leak in over:
@@ -142,7 +142,7 @@ class UsedByGone:
             self._add(old.key, -every[old])
 
     def _leak(self, what: Spent, amount: float, part: int, now: float) -> None:
-        """Count GPU-seconds that come back, while ``part`` of the refill is theirs."""
+        """Count GPU-seconds that come back at the rate of ``part`` of the refill."""
         refill = what.key._replace(resource=REFILL)
         wish = self._limit_of(refill) or 0
         self._add(what.key, math.ceil(amount))

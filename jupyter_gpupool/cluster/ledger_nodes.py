@@ -64,14 +64,14 @@ class Node:
     drains: bool = False
     order: bool | None = None
     order_serial: int = 0
-    #: The journal of the last report that was counted; "" before the first. ``is_new``: the next
-    #: report that is counted may be from another life or with another journal, or the node may have
-    #: obeyed another ledger since the last one.
+    #: ``journal``: the journal of the last report that the ledger counted; "" before the first.
+    #: ``is_new``: since that report, the node may have begun a new life, lost its journal, or
+    #: obeyed another ledger.
     journal: str = ""
     is_new: bool = True
-    #: The usage of the node's users and groups in the last report that contained it, and the time
-    #: of that report. ``asks``: the next answer must contain what these users and groups have used
-    #: on other nodes.
+    #: ``usage``: the last usage that the node has reported, by user and group. ``usage_at``: the
+    #: time of that report. ``asks``: the next answer must contain what these users and groups have
+    #: used on other nodes.
     usage: Usages = field(default_factory=dict)
     usage_at: float = 0.0
     asks: bool = False
@@ -86,9 +86,9 @@ class Node:
         """Store whether the node drains and has executed the admin's order, and its summary."""
         self.summary = report.summary
         self.drains = report.drains
-        # Check that the node has read this order. A report from before that may show the ordered
-        # state by chance, and an earlier order that the node reads afterwards may change the state
-        # again.
+        # The state alone is no proof that the node has executed the order. The node may have been
+        # in this state before, and then read an earlier order, which changes the state. So also
+        # check that the node has applied the answer with this order.
         if report.drains == self.order and report.applied >= self.order_serial:
             self.order = None
 

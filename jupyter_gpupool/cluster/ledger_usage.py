@@ -11,8 +11,8 @@ from __future__ import annotations
 from .ledger_nodes import Node
 from .messages import HolderKind, Report, Usages
 
-#: If there are more than ``MOST`` users and groups, the ledger forgets sums of at most ``NOTHING``
-#: GPU-seconds.
+#: If the ledger has sums of more than ``MOST`` users and groups, it forgets those of at most
+#: ``NOTHING`` GPU-seconds.
 NOTHING, MOST = 0.1, 100_000
 
 

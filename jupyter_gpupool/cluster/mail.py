@@ -23,7 +23,8 @@ from .broker_calls import BrokerCalls
 
 #: Seconds in which this machine's broker must execute an order.
 PATIENCE = 60.0
-#: Seconds that the broker may wait for an order, and additional seconds for its answer.
+#: ``WAIT``: seconds that the broker may wait for an order. ``GRACE``: additional seconds for the
+#: broker's answer.
 WAIT, GRACE = 5.0, 10.0
 
 _LOG = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ class Mail:
     async def _send_order(self, order: dict[str, Any]) -> None:
         """Send an order; if the ledger does not accept it, give the broker an error at once."""
         if not await self._send(order["node"], order):
-            # The order may have reached the other machine nevertheless. The error code says that
-            # this is unknown.
+            # The other machine may have received the order even so. The error code says that this
+            # is unknown.
             lost = RefusedError(
                 f"{order['node']} cannot be reached: the ledger, which passes orders on, does not "
                 "answer.",

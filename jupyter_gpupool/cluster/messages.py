@@ -20,7 +20,8 @@ HolderKind = Literal["user", "group"]
 #: The GPU-seconds of a budget. The key of a budget that is renewed once a day has a window. The key
 #: of a budget that refills has no window: its amount in use decreases continuously.
 GPU_SECONDS = "gpu-seconds"
-#: For a budget that refills: the GPU-seconds that come back in a day. Each node has a part of them.
+#: For a budget that refills: the GPU-seconds that come back in a day. The ledger divides them among
+#: the nodes.
 REFILL = "refill"
 #: The bytes of a group's guarantee.
 GUARANTEE = "guarantee"
@@ -37,7 +38,7 @@ class Key(NamedTuple):
     name: str
     #: ``memory``, ``devices``, ``leases``, ``gpu-seconds``, ``refill`` or ``guarantee``.
     resource: str
-    #: The day, for an amount that is used up; "" for an amount that comes back.
+    #: The day, for GPU-seconds of a budget with windows; "" for all other amounts.
     window: str = ""
 
     @property
@@ -49,8 +50,8 @@ class Key(NamedTuple):
     def lasts(self) -> bool:
         """Whether a node's ceiling stays in force while the ledger is silent.
 
-        The other ceilings limit amounts that sessions hold and give back. ``on_ledger_loss``
-        applies to these ceilings.
+        Ceilings of memory, devices and leases do not stay in force: sessions hold these amounts and
+        give them back, and ``on_ledger_loss`` says what the node may grant of them.
         """
         return self.resource in (GPU_SECONDS, REFILL, GUARANTEE)
 
@@ -59,7 +60,7 @@ class Spent(NamedTuple):
     """GPU-seconds that a node used in a window before it was gone."""
 
     node: str
-    #: The name of the node's journal, which said what the node used.
+    #: The name of the journal in which the node recorded its use.
     journal: str
     key: Key
 
@@ -72,7 +73,7 @@ class Epoch(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """What a node has of one key, and what it would like to have."""
+    """How much of one key a node may use, uses, and would keep."""
 
     #: Sessions may use this much without a message.
     ceiling: int = 0
@@ -91,8 +92,8 @@ class Summary(NamedTuple):
     #: The number of its GPUs, and the number of GPUs that are out of service.
     devices: int
     out: int
-    #: What the pool can grant there at most, what it has granted, and what it could grant without a
-    #: preemption.
+    #: The bytes that the node's pool can grant at most, those that it has granted, and those that
+    #: it could grant now without a preemption.
     capacity: int
     granted: int
     free: int
@@ -109,35 +110,36 @@ class Summary(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that a node has: a message from the node to the ledger."""
+    """A message from a node to the ledger, with all that the node has and waits for."""
 
     node: str
     #: Grows with each start of the node's broker. Offers to an earlier life are void.
     life: int
     #: Grows with each report of this life.
     number: int
-    #: The ledger that the node obeys, and the last answer of that ledger that took effect.
+    #: ``epoch``: the ledger that the node obeys. ``applied``: the serial number of the last answer
+    #: of this ledger that the node has applied.
     epoch: Epoch
     applied: int
     holdings: Mapping[Key, Holding] = field(default_factory=dict)
-    #: What waiting sessions need in addition, the longest wait first. A session needs all its keys
-    #: at once: two nodes that each get one of them would wait for each other.
+    #: What each waiting session needs in addition, the longest wait first. A session gets all its
+    #: keys at once: if two sessions each got one of two keys, they would wait for each other.
     waits: tuple[Mapping[Key, int], ...] = ()
-    #: ``spent`` is what nodes that are gone have used up of budgets with a window. A node sends it
-    #: only to a ledger that has just started, else None. ``version`` is the version of ``spent``
-    #: that the node knows.
+    #: ``spent``: what gone nodes have used up of budgets with a window. The node sends ``spent``
+    #: only to a ledger that has just started; it is None in other reports. ``version``: the version
+    #: of ``spent`` that the node knows.
     version: int = -1
     spent: Mapping[Spent, int] | None = None
-    #: ``drains``: the node grants nothing more. ``leaves``: it has drained, no session there has a
-    #: slice, and it leaves.
+    #: ``drains``: the node grants nothing more. ``leaves``: the node has drained, its sessions have
+    #: no slice, and it leaves.
     drains: bool = False
     leaves: bool = False
     summary: Summary | None = None
-    #: A user of that node looks at the cluster, so the ledger sends it what all nodes have.
+    #: A user of this node looks at the cluster, so the ledger sends the node what all nodes have.
     looks: bool = False
-    #: Only in some reports: what users and groups have used on this node; 0 for users and groups
-    #: that only have a session. The second field is the half-life of a usage in seconds, from the
-    #: rules.
+    #: ``usage``: what users and groups have used on this node, in some reports only; 0 for users
+    #: and groups that have a session and have used nothing. ``half_life``: the half-life of a usage
+    #: in seconds, from the rules.
     usage: Usages | None = None
     half_life: float = 0.0
     #: The name of the node's journal. A node that has lost its journal reports another name, and
@@ -146,7 +148,10 @@ class Report:
 
 
 def recent(spent: Mapping[Spent, int]) -> dict[Spent, int]:
-    """Return the last two windows of each user and group: a wrong clock may have caused one."""
+    """Return the last two windows of each user and group.
+
+    One window is not enough: a node with a wrong clock may have reported a window in the future.
+    """
     windows: dict[tuple[str, str, str], set[str]] = {}
     for _, _, key in spent:
         windows.setdefault(key[:3], set()).add(key.window)
@@ -160,25 +165,26 @@ class Loan:
 
     node: str
     life: int
-    #: The last report that the ledger has read.
+    #: The number of the last report that the ledger has read.
     number: int
     epoch: Epoch
-    #: Grows with each answer to this life. A node ignores an answer that comes after a later one.
+    #: Grows with each answer to this life. A node ignores an answer if it has already applied one
+    #: with a larger number.
     serial: int
     ceilings: Mapping[Key, int] = field(default_factory=dict)
     #: Keys that other nodes wait for: the node must report at once when it frees some of them.
     wanted: frozenset[Key] = frozenset()
-    #: Seconds in which the node may grant from its ceilings, from when it sent report ``number``.
+    #: Seconds, counted from report ``number``, in which the node may grant from its ceilings.
     ttl: float = 0.0
-    #: What nodes that are gone have used up, and its version; None if the node has this version.
+    #: ``spent``: what gone nodes have used up; None if the node already has this ``version``.
     version: int = 0
     spent: Mapping[Spent, int] | None = None
-    #: The ledger counts nothing of this life any more. If the node has not asked to leave, an admin
-    #: has declared it dead, and it begins a new life.
+    #: The ledger no longer counts anything of this life. If the node did not ask to leave, an admin
+    #: has fenced it. The node then begins a new life.
     gone: bool = False
-    #: The order of an admin, until the node has executed it: True to drain, False to come back.
+    #: An admin's order that the node has not executed yet: True to drain, False to come back.
     drains: bool | None = None
-    #: The node's keys of GPU-seconds whose whole budget all nodes together have used up.
+    #: Keys of this node whose budgets of GPU-seconds all nodes together have used up.
     used_up: frozenset[Key] = frozenset()
     #: What the users and groups of a report's ``usage`` have used on other nodes.
     elsewhere: Usages | None = None
@@ -274,7 +280,7 @@ def epoch_from_json(values: Any) -> Epoch:
     Raises
     ------
     ValueError
-        If it is not a token. A node keeps the token that it reads, so a wrong token would stay.
+        If it is not a token. A node would keep a wrong token, and ignore the right ledger.
     """
     if (
         not isinstance(values, list)

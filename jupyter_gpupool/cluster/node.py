@@ -159,8 +159,9 @@ async def run_node(
 def _die_with_parent() -> None:
     """Make this process end when its parent ends, even if the parent was killed.
 
-    Otherwise the old raylet and the old agent would continue beside the new ones. If two agents ask
-    one broker for reports, the broker refuses the request of the first.
+    Otherwise, after a restart, the old raylet and the old agent would continue beside the new ones.
+    If two agents request reports from one broker, the broker refuses the request of the first
+    agent.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 

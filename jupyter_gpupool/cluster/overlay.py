@@ -17,9 +17,9 @@ from .messages import GPU_SECONDS, GUARANTEE, REFILL, HolderKind, Key
 #: The limits on slices that machines share.
 RESOURCES = ("memory", "devices", "leases")
 
-#: A report of usage leaves out users and groups with at most ``LEAST_USAGE`` GPU-seconds. In
-#: addition to the users and groups that have a session, it names at most ``MOST_USAGES`` users and
-#: ``MOST_USAGES`` groups.
+#: A report of usage names all users and groups that have a session. It also names up to
+#: ``MOST_USAGES`` other users, and as many other groups, with more than ``LEAST_USAGE``
+#: GPU-seconds.
 LEAST_USAGE, MOST_USAGES = 1.0, 200
 
 #: A function that returns how much of a key this machine may have.
@@ -30,7 +30,7 @@ DRAINS = "this machine is leaving the cluster and can borrow no more"
 
 
 class Elsewhere(dict[str, Charge]):
-    """What other machines have, by user; a user without an entry has the value ``rest``."""
+    """What other machines have of each user's quota; ``rest`` for a user without an entry."""
 
     def __init__(self, rest: Charge) -> None:
         super().__init__()
@@ -91,10 +91,10 @@ def guarantees_of(settings: PoolSettings, owner: Owner) -> list[Key]:
 
 
 def refills_of(settings: PoolSettings, spent: Mapping[Key, int]) -> dict[Key, int]:
-    """Return how many GPU-seconds should come back here in a day, of each budget that refills.
+    """Return the refill per day that this machine wants, for each budget that refills.
 
-    The result is the whole budget. If other machines have used the budget too, the ledger divides
-    the refill. ``spent`` is what is used up here.
+    The machine wants the whole budget. If other machines have also used the budget, the ledger
+    divides the refill. ``spent`` is what is used up here.
     """
     found = {}
     for key in spent:
@@ -120,7 +120,7 @@ def keys_of(settings: PoolSettings, owner: Owner) -> list[Key]:
 
 
 def budgets_of(settings: PoolSettings, owner: Owner, now: float) -> dict[Key, Daily]:
-    """Return the shared budgets of an owner by their keys; ``now`` is the time of day."""
+    """Return the shared budgets of an owner by their keys; ``now`` is seconds since the epoch."""
     found = {}
     if (daily := settings.quota_of(owner.name).daily) is not None:
         found[_seconds_key("user", owner.name, daily, now)] = daily
@@ -182,7 +182,7 @@ def windows(settings: PoolSettings, now: float) -> tuple[float, float] | None:
 
 
 def _seconds_key(kind: HolderKind, name: str, daily: Daily, now: float) -> Key:
-    """Return the key of a budget; the date of its window is the day (UTC) on which it began."""
+    """Return the key of a budget. A window is named by the date (UTC) on which it began."""
     if daily.rule == "refill":
         return Key(kind, name, GPU_SECONDS)
     began = datetime.fromtimestamp(window_began(now, daily.renews), timezone.utc)
@@ -199,7 +199,7 @@ def overlay(
     now: float = 0.0,
     used_up: Container[Key] = (),
 ) -> PoolSettings:
-    """Return the rules; amounts that this machine may not have now count as used elsewhere in them.
+    """Return the rules, in which shared amounts that this machine may not use count as used.
 
     ``owners`` are the users of this machine. ``now`` is the time in seconds since the epoch, which
     determines the windows of budgets. ``used_up`` are the keys of budgets that all machines

@@ -36,7 +36,7 @@ class Queues:
         return self._waiting.get(name, {})
 
     def put(self, name: str, needs: Mapping[Key, int]) -> None:
-        """Let a node wait for these amounts ({}: none); with the same keys it keeps its place."""
+        """Set what a node waits for ({}: nothing); with the same keys the node keeps its place."""
         if needs.keys() != self.of(name).keys():
             self.drop(name)
         if needs:

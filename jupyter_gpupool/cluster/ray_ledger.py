@@ -3,8 +3,8 @@
 """The ledger as a Ray actor, and an agent's connection to it.
 
 Ray carries messages, and restarts the ledger on Ray's head when the ledger dies. Ray has no other
-task. So a program that can talk to Ray can only falsify how much of the limits each machine may
-use. No cell and no broker uses Ray.
+task, and no cell and no broker uses Ray. So a hostile program that can talk to Ray can do one harm:
+it can change how much of the limits each machine may use.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _LOG = logging.getLogger(__name__)
 
 NAMESPACE, NAME = "gpupool", "ledger"
 
-#: Seconds that a call waits in the ledger for an answer to a node; and the time-out of every call,
-#: in seconds.
+#: ``POLL``: seconds that a call waits in the ledger for an answer to a node. ``PATIENCE``: the
+#: time-out of every call, in seconds.
 POLL, PATIENCE = 10.0, 15.0
-#: Seconds without an answer after which an agent ends, so that `node` starts a new agent, which
-#: connects again. If Ray's head has ended and started again, a driver of Ray from before may never
-#: find the new ledger.
+#: Seconds without an answer after which an agent ends. ``node`` then starts a new agent, which
+#: connects to Ray again. This is necessary after a restart of Ray's head: a process that connected
+#: before the restart may never find the new ledger.
 SILENT = 30.0
 #: The most answers and letters that the ledger keeps for a node that does not fetch them. Only the
 #: last answers matter, and a lost letter only means that an order failed.

@@ -30,8 +30,8 @@ NAMES = ("gpu1", "gpu2", "gpu3")
 #: Slices that each user may have on all machines together.
 QUOTA = 2
 
-#: Seconds between two checks of the processes; the time-out for the start of the whole cluster; and
-#: the time-out for the end of a process.
+#: In seconds: the pause between two checks of the processes, the time-out for the start of the
+#: whole cluster, and the time-out for the end of a process.
 LOOK, START, PATIENCE = 0.5, 180.0, 20.0
 
 #: The number of lines of a process's log that the program prints when the process has ended.
@@ -56,8 +56,8 @@ class TrialCluster:
     def __init__(self, folder: Path, head: str, program: Sequence[str]) -> None:
         self.folder, self.head, self.token = folder, head, folder / "token"
         self._program = [*program]
-        #: Ray's folders of the machines are in this one, because the path ``folder`` may be too
-        #: long for the names of sockets.
+        #: The parent of each machine's Ray folder. It has a short path, because ``folder`` may be
+        #: too long for the names of sockets.
         self._ray = tempfile.TemporaryDirectory(
             prefix="gpupool-ray-", dir="/tmp", ignore_cleanup_errors=True
         )

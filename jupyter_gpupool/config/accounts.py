@@ -59,9 +59,9 @@ def knows_everybody(path: Path = NSSWITCH) -> bool:
 
 
 def doubly_in(settings: BrokerSettings) -> Iterator[tuple[str, str, str]]:
-    """Yield (user, group, group) for each user who is in two groups of equal order.
+    """Yield (user, group, group) for each user whose Unix groups lead to two groups of equal order.
 
-    No group names such a user: the user is in the two groups only through Unix groups.
+    It leaves out users whom a group names.
     """
     claims: dict[float | None, dict[str, str]] = {}
     named = {user for rule in settings.members.values() for user in rule.users}

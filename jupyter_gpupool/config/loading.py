@@ -127,8 +127,8 @@ def load_timetable(
         new: dict[str, Any] = {}
         for index in rules:
             for name, value in base.schedules[index].values.items():
-                # The old value comes from ``chosen``. The section may contain, in place of a value,
-                # only a change of it, such as ``append``.
+                # The old value comes from ``chosen``, because the section may contain a change of
+                # the value (such as ``append``) instead of the value.
                 new[name] = with_value(new.get(name, getattr(chosen, name)), value)
         config = Config({"GPUPool": {**merged.get("GPUPool", {}), **new}})
         found = wrong_values(config)

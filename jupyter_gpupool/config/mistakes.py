@@ -51,14 +51,18 @@ class Fault:
         return f"{self.text} {self.next_step}".rstrip()
 
     def inside(self, *keys: OptionKey) -> Fault:
-        """Return the fault of a part as a fault of the whole value; ``keys`` lead to the part."""
+        """Return this fault of a part of a value as a fault of the whole value.
+
+        ``keys`` lead from the whole value to the part.
+        """
         return replace(self, keys=(*keys, *self.keys))
 
     def at(self, origins: Sequence[str]) -> Fault:
         """Return the fault with its file and line.
 
-        This is the file of ``origins`` that contains the most of the fault's keys, and among equal
-        files the last. If no file contains any of them, the last of ``origins`` is the origin.
+        The file is the one in ``origins`` that contains the most of the fault's keys. If several
+        files contain equally many keys, the last of these files counts. If no file contains any of
+        the keys, the last of ``origins`` counts.
         """
         if self.origin or not origins:
             return self

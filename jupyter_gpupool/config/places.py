@@ -12,7 +12,7 @@ import ast
 from pathlib import Path
 from typing import Iterator, Mapping, Sequence
 
-#: How many names of :func:`line_of` a place in the file matches, and the line of this place.
+#: A place in the file: how many of the names of :func:`line_of` match there, and its line.
 _DepthAndLine = tuple[int, int | None]
 
 

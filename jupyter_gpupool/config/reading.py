@@ -33,8 +33,8 @@ QUOTA_KEYS = tuple(
     {field: key for key, field in _QUOTA_FIELDS.items()}.get(f.name, f.name) for f in fields(Quota)
 )
 
-#: A reserve given as a share is at least this many bytes. For a small limit, this minimum is only
-#: this part (one fourth) of the limit.
+#: A reserve that is given as a share is at least LEAST_RESERVE bytes, or a fourth of the limit if
+#: that is less.
 LEAST_RESERVE, MOST_RESERVE_PART = 1 << 30, 4
 
 
@@ -53,9 +53,9 @@ class HostReserve:
     def of(self, limit: int, *, machine: bool) -> int:
         """Return how many bytes of a machine's or control group's ``limit`` stay free.
 
-        A share above 0 leaves at least 1 GiB free, but this minimum is at most a quarter of the
-        limit. In a control group, a fixed size also counts only up to a quarter of the limit. So a
-        small control group has room for suspended state.
+        A share above 0 leaves at least 1 GiB free, or a quarter of the limit if that is less. In a
+        control group, a fixed size is reduced to a quarter of the limit. So a small control group
+        still has room for suspended state.
         """
         scaled = limit // MOST_RESERVE_PART
         if self.size is not None:

@@ -73,7 +73,7 @@ class BrokerSettings:
     members: Mapping[str, Members] = field(default_factory=dict)
     #: The function that returns a user's Hub groups; None means that no user is in a Hub group.
     hub_groups: HubGroups | None = None
-    #: Messages for the admin's log about settings that do not have the effect that they promise.
+    #: Messages for the admin's log about settings without the effect that an admin expects.
     notes: tuple[str, ...] = ()
     #: The configuration files that were read, lowest precedence first.
     files: tuple[Path, ...] = ()

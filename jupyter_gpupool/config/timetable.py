@@ -11,7 +11,7 @@ from .calendar import HORIZON, changes, in_force, next_change
 from .mistakes import Fault, OptionKey, WrongConfiguration
 from .settings import BrokerSettings
 
-#: For this many seconds ahead, the settings under all schedules are checked.
+#: The checks of the settings under all schedules cover this many seconds from now.
 YEAR = 366 * 86400.0
 
 #: The indices of the rules that are in force at the same time.

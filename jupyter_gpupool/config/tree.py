@@ -100,8 +100,8 @@ def children(tree: Mapping[str, Group], parent: str) -> list[str]:
 class _Scale:
     """How to compare portions.
 
-    ``size`` returns the size of a portion, None if it has no size on this scale. ``text`` returns a
-    size as text.
+    ``size`` returns the size of a portion in the unit of this scale; None if the portion has no
+    size in this unit. ``text`` returns a size as text.
     """
 
     size: Callable[[Portion], float | None]

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What containers find in the machine's folder that they mount.
+"""The files that a container finds in the machine's folder, which it mounts.
 
 - ``content``: puts this package, the guard and a kernelspec into the folder; the broker calls it
 - ``start``: starts the kernel of that kernelspec, even in images that cannot use a GPU

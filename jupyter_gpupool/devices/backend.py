@@ -43,7 +43,7 @@ class DeviceOptions:
     #: The whole environment of child processes; it decides which driver library they load. None:
     #: the broker's environment.
     env: Mapping[str, str] | None = None
-    #: Variables by which a batch system or an admin gave this user some of the GPUs.
+    #: Environment variables in which a batch system or an admin lists the GPUs of this user.
     given: Mapping[str, str] = field(default_factory=dict)
     #: ``c.GPUPool.devices``: indices or beginnings of UUIDs; None: all GPUs that this user was
     #: given.
@@ -132,10 +132,10 @@ class Devices(Protocol):
         """Return the bytes that the first context of a process takes on a device."""
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
-        """Return the environment variables that show a new program these devices, in this order,
-        and no others.
+        """Return environment variables for a new program, which then sees only these devices.
 
-        They also make frameworks use only memory that the driver can suspend.
+        The program sees them in this order. The variables also make frameworks use only memory
+        that the driver can suspend.
         """
 
     # ------------------------------------------------------------------ move the state of a session
@@ -148,7 +148,7 @@ class Devices(Protocol):
         session: str,
         on_kept: Callable[[str], None] = _nothing,
     ) -> SuspendOutcome:
-        """Move a session's device state to host memory: all of its processes, or none.
+        """Move the device state of all processes of a session to host memory, or of none.
 
         The session's processes are ``root``, its descendants, and processes of the same user with
         ``GPUPOOL_SESSION=session`` in their environment. ``devices`` are the devices of its lease.
@@ -169,9 +169,9 @@ class Devices(Protocol):
     ) -> ResumeOutcome:
         """Move a suspended session's state back: from ``origin[i]`` to ``devices[i]``.
 
-        ``need`` is the free memory that the resume needs, by device; with less, it does not begin.
-        The broker has reserved this memory. ``known`` are the processes of the session's last
-        suspend.
+        ``need`` is the free memory that the resume needs, by device. If less memory is free, the
+        resume does not begin. The broker has reserved this memory. ``known`` are the processes of
+        the session's last suspend.
         """
 
     async def driver_state(self, root: ProcessId, *, session: str) -> SessionState:
@@ -210,12 +210,12 @@ class Devices(Protocol):
         """
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
-        """Find the devices again; test ``uuids`` (None: all) and new ones; return all.
+        """Find the devices again, test ``uuids`` (None: all) and new devices, and return all.
 
         Raises
         ------
         DriverError
-            If the driver does not start or shows no device. Then nothing has changed.
+            If the driver does not start or shows no device. The method then changes nothing.
         """
 
     async def retest(self, uuid: str) -> Device:
@@ -228,9 +228,10 @@ class Devices(Protocol):
         """
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether :meth:`stand_down` has released this device, and not the whole driver.
+        """Return whether a :meth:`stand_down` that names this device has released the device.
 
-        :meth:`stand_down` releases it; :meth:`renew` uses it again.
+        A :meth:`stand_down` of the whole driver does not count. After :meth:`renew` this method
+        returns False.
         """
 
     def has_file(self, uuid: str) -> bool:
@@ -248,15 +249,15 @@ class Devices(Protocol):
         """
 
     async def close(self, grace: float = 10.0) -> None:
-        """End all child processes, after at most ``grace`` seconds for operations under way."""
+        """Wait at most ``grace`` seconds for operations under way, then end all child processes."""
 
 
 class GuardedDevices(Devices, Protocol):
     """Further functions of the devices, for kernels under the guard.
 
-    A guarded process may initialise the driver without a lease. Then it is bound to the devices
-    that it saw at that moment. When its session has a lease, the process *lands*: the broker moves
-    only this process to the devices of its session.
+    A guarded process may initialise the driver before its session has a lease. The driver binds the
+    process to the devices that it sees at that moment. When the session gets a lease, the process
+    *lands*: the broker moves only this process to the devices of the lease.
     """
 
     @property
@@ -278,8 +279,8 @@ class GuardedDevices(Devices, Protocol):
     ) -> ResumeOutcome:
         """Move one process from ``origin[i]`` to ``devices[i]``: a suspend and a resume.
 
-        The method calls ``restoring`` between the two. After a refusal the process continues to run
-        where it was.
+        The method calls ``restoring`` after the suspend and before the resume. After a refusal the
+        process continues to run on its old devices.
         """
 
     async def landed(self, process: ProcessId, *, session: str) -> tuple[str, str]:

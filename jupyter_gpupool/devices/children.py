@@ -34,8 +34,8 @@ _REAP_TIMEOUT = 5.0
 #: Seconds between the death of a child and the repetition of the call.
 RETRY_PAUSE = 0.05
 
-#: The most bytes that one line from a child may have. A sample of 64 devices with a thousand
-#: processes fits.
+#: Maximum bytes of one line from a child: enough for a sample of 64 devices with a thousand
+#: processes.
 _MAX_LINE = 1 << 24
 
 
@@ -104,8 +104,8 @@ class Child:
         self._started = 0
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
-        #: The readers of all processes that have not ended (lost ones included), and the tasks that
-        #: end a process whose start was cancelled.
+        #: Tasks. For each process that has not ended, even a process that was replaced, one task
+        #: reads the answers. Other tasks end processes whose start was cancelled.
         self._readers: set[asyncio.Task[None]] = set()
         self._waiting: dict[int, _PendingCall] = {}
         self._ready: asyncio.Future[dict[str, Any]] | None = None
@@ -130,9 +130,9 @@ class Child:
         Raises
         ------
         ChildLost
-            If it does not start within the time-out.
+            If the program does not start within the time-out.
         DriverError
-            If it reports that it cannot work, with its reason.
+            If the program reports that it cannot work. The error has the program's reason.
         """
         async with self._lock:
             if self._held:
@@ -198,7 +198,7 @@ class Child:
             self.current = ""
             self._waiting.pop(request_id, None)
             if future.done():
-                future.exception()  # else asyncio logs the error if this call was cancelled
+                future.exception()  # prevents a log entry of asyncio if this call was cancelled
         if "error" in answer:
             raise DriverError(str(answer["error"]), code=Code.of(answer.get("code"), Code.DRIVER))
         return answer
@@ -212,12 +212,11 @@ class Child:
         more: Callable[[], float] = float,
         **fields: Any,
     ) -> dict[str, Any]:
-        """Make a :meth:`call` that changes nothing; if the child dies during it, repeat it with a
-        new child.
+        """Make a :meth:`call` that changes nothing, and repeat it if the child dies during it.
 
-        The repetitions last for one call's time-out, because the broker may end a kernel if it gets
-        no answer. If the child hung, this method does not repeat the call, because the whole
-        time-out is used up.
+        A new child makes the repeated call. The repetitions end after the time-out of one call,
+        because the broker may end a kernel if it gets no answer. If the child hung, this method
+        does not repeat the call, because the whole time-out has passed.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -239,7 +238,7 @@ class Child:
             await self.kill()
 
     async def hold(self, reason: str) -> None:
-        """End the process; start none until a call with ``reason`` "" allows starts again."""
+        """End the process, and block further starts; with ``reason`` "", allow starts again."""
         self._held = reason
         if reason:
             await self.replace()
@@ -254,7 +253,7 @@ class Child:
     async def _end_late(self) -> None:
         """End a process that is being started, and wait for all earlier processes.
 
-        An earlier process may not have ended yet, and its pipes are open until then.
+        An earlier process may still be running, and its pipes stay open until it ends.
         """
         await self.replace()
         if others := self._readers - {asyncio.current_task()}:
@@ -343,9 +342,9 @@ class Child:
         lost = ChildLost(f"The {self.program} process {process.pid} ended.", hung=False)
         if not ready.done():
             ready.set_exception(lost)
-            ready.exception()  # else asyncio logs the error if no call waits
+            ready.exception()  # prevents a log entry of asyncio if no call waits
         for call in self._waiting.values():
-            # Other calls wait for the process that replaced this one.
+            # A newer process may already run. The calls that wait for it continue to wait.
             if call.process is process and not call.answer.done():
                 call.answer.set_exception(lost)
         await self._reap(process)
@@ -385,12 +384,12 @@ class Child:
 
 
 class Children:
-    """Creates and ends the children of one service, even children that no object refers to now.
+    """Creates all children of one service, and ends them all.
 
-    A self-test has a separate child, and so has an operation that waits for a late lock. Such an
+    A self-test starts a separate child. An operation that waits for a late lock does so, too. This
     operation continues when its caller is cancelled, so it may start a child while the service
-    ends. An event loop that closes before it has noticed the end of a process cannot close the
-    pipes of that process any more.
+    ends. :meth:`close` ends these children, too, and waits for their processes: if the event loop
+    closed earlier, the pipes of the processes would stay open.
 
     Parameters
     ----------
@@ -416,7 +415,7 @@ class Children:
         on_event: Callable[[dict[str, Any]], None] | None = None,
         restart: bool = True,
     ) -> Child:
-        """Return a new child; ``env`` is its whole environment, None: that of the service."""
+        """Return a new child; ``env`` is its whole environment (None: the service's)."""
         child = Child(
             program, *arguments, module=self._module, env=self._env if env is None else env,
             log=self._log, on_event=on_event, restart=restart, python=self._python,
@@ -426,6 +425,6 @@ class Children:
         return child
 
     async def close(self) -> None:
-        """End all processes, also processes that are being started, and start no more."""
+        """End all processes, even processes that are starting, and start no more."""
         self._closed = True
         await asyncio.gather(*(child.close() for child in self._made))

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Results that the devices return: frozen values, in bytes and seconds, devices by UUID."""
+"""Results that the devices return, as frozen values.
+
+Sizes are bytes, durations are seconds, and devices are named by UUID.
+"""
 
 from __future__ import annotations
 
@@ -81,22 +84,24 @@ class SuspendOutcome:
     ``drain``      not possible now: its work did not drain in time, a process is stopped (SIGSTOP),
                    or the operation could not begin; nothing changed, and a retry is possible
     ``kept``       the driver refused, and a part of the session is not back on its GPU yet; the
-                   driver has the state. (Only a single operation returns this: the service retries
-                   until the status changes.)
+                   driver has the state. (The service never returns ``kept``: it retries until the
+                   status changes.)
     ``gone``       the root process has ended
-    ``failed``     the driver lost the session's state: end it to free its memory
-    ``hung``       not even a fresh worker could read the state: treat as ``failed``
+    ``failed``     the driver lost the session's state: end the session to free its memory
+    ``hung``       even a new worker could not read the state: treat as ``failed``
     =============  ================================================================================
     """
 
     status: SuspendStatus
     message: str = ""
-    #: Freed device bytes, by device. A resume must reserve them. NVML's process lists give the
-    #: bytes, if the lists show the session's processes. Otherwise the bytes are the increase of
-    #: free memory, which is too small if other processes took memory meanwhile: a resume must then
-    #: reserve the grant, if the grant is larger. The mapping is empty if NVML did not answer, or if
-    #: an earlier broker had suspended a process, whose memory is therefore unknown. In these two
-    #: cases a resume must reserve the grant.
+    #: Freed bytes, by device. A resume must reserve them.
+    #:
+    #: - If NVML's lists show the session's processes, the bytes come from these lists.
+    #: - If the lists do not show them, the bytes are the increase of free memory. This number is
+    #:   too small if other processes took memory meanwhile, so a resume must reserve the grant if
+    #:   the grant is larger.
+    #: - The mapping is empty if NVML did not answer, or if an earlier broker had suspended a
+    #:   process (its memory is unknown). A resume must then reserve the grant.
     freed: Mapping[str, int] = field(default_factory=dict)
     #: Whether the session has called cuInit and is bound to its devices; None: unknown.
     cuda: bool | None = None
@@ -116,12 +121,12 @@ class ResumeOutcome:
     ===========  ==================================================================================
     ``resumed``  every process runs, on the new devices
     ``no-room``  it did not begin: NVML shows too little free memory or does not answer, or a
-                 process is stopped (SIGSTOP); ``message`` says which
+                 process is stopped (SIGSTOP); ``message`` gives the reason
     ``refused``  the driver refused, and reports that the state is intact: a retry is possible;
-                 if ``stay``, only on the devices that the state came from
+                 if ``stay`` is True, it is possible only on the devices that the state came from
     ``gone``     the root process has ended
-    ``failed``   the driver lost the session's state: end it to free its memory
-    ``hung``     not even a fresh worker could read the state: treat as ``failed``
+    ``failed``   the driver lost the session's state: end the session to free its memory
+    ``hung``     even a new worker could not read the state: treat as ``failed``
     ===========  ==================================================================================
     """
 
@@ -135,9 +140,9 @@ class ResumeOutcome:
     stay: bool = False
 
 
-#: Assumed bytes of a context that was not measured. On a small (emulated) device, at most a
-#: sixteenth of the device counts. With current drivers, contexts take 300 to 600 MiB on data-centre
-#: GPUs.
+#: Assumed bytes of a context that was not measured. With current drivers, a context takes 300 to
+#: 600 MiB on a data-centre GPU. On a small (emulated) device, the assumed size is at most a
+#: sixteenth of the device.
 _CONTEXT = 512 << 20
 _CONTEXT_PART = 16
 

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Generate the guard's entry points from ``entries.txt``: assembly, and tables for the C parts.
 
-The package build imports this module by its path, so it uses only the standard library and nothing
-from this package.
+The package build imports this module by its path. So the module uses only the standard library, and
+no other module of this package.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Collection, Mapping, Sequence
 
-#: Entry points for functions that ``cuGetProcAddress`` returns and ``entries.txt`` does not have.
+#: Number of spare entry points. They serve functions that ``cuGetProcAddress`` returns and that
+#: ``entries.txt`` does not list.
 SPARES = 256
 
 _NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
@@ -98,7 +99,7 @@ def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, s
     Raises
     ------
     EntriesError
-        If an entry has no function, or a function no entry.
+        If an entry has no function, or a function has no entry.
     """
     wanted = {entry.symbol for entry in entries if entry.kind in ("wrap", "peek", "launch")}
     if set(wraps) != wanted:
@@ -111,8 +112,8 @@ def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, s
 
 def header(entries: Sequence[Entry]) -> str:
     """Return the indices and names of the entries, in C."""
-    # All names are in one string, and the addresses are offsets. A table of pointers would have to
-    # be relocated in every process that inherits LD_PRELOAD.
+    # All names are in one string, and the table has offsets into this string. The loader would have
+    # to relocate a table of pointers in every process that inherits LD_PRELOAD.
     lines = ["/* Generated from entries.txt by _generate.py. */", "enum guard_entry {"]
     lines += [f"    E_{entry.symbol} = {i}," for i, entry in enumerate(entries)]
     lines += [f"    E_COUNT = {len(entries)},", f"    E_SPARES = {SPARES},", "};"]

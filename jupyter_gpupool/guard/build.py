@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Compile the guard: ``python -m jupyter_gpupool.guard.build``.
 
-It needs only a C compiler (``$CC``, or ``cc``), libc's headers and Python's standard library: the
-package build runs it before the package's dependencies are installed.
+The package build runs this module before it installs the package's dependencies. So the module
+needs only a C compiler (``$CC``, or ``cc``), libc's headers and Python's standard library.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ NVML_ENTRIES = _HERE / "nvml_entries.txt"
 #: Where the installed package looks for the libraries.
 DEFAULT_OUT = _HERE / "lib"
 
-# initial-exec: with this model a call reads the thread's count of nested calls without a call of
-# __tls_get_addr.
+# -ftls-model=initial-exec: each guarded call reads a counter of its thread. With this model, the
+# read needs no call of __tls_get_addr.
 _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread", "-ftls-model=initial-exec"),
 )
-# -Bsymbolic: another library may define the same names, but the guard must call its own functions.
-# nodelete: a wait at the gate, a signal handler and the driver still need the library after a
-# dlclose(). lazy: a process that never calls CUDA resolves no symbol.
+# -Bsymbolic: another library may define the same names, and the guard must call its own functions.
+# nodelete: after a dlclose(), the library must stay loaded for waits at the gate, for the signal
+# handler and for the driver. lazy: a process that never calls CUDA resolves no symbol.
 _LINK = (
     "-shared",
     "-Wl,-Bsymbolic",
@@ -101,8 +101,7 @@ def _generate(soname: str, sources: Sequence[Path], folder: Path) -> Sequence[st
             (folder / name).write_text(text, encoding="ascii")
         return [*include, str(folder / "nvml_gen.S")]
     entries = generator.read(ENTRIES)
-    # Write the header first, because the preprocessor needs it; the header does not depend on the
-    # set of functions.
+    # Write the header first, because the preprocessor needs it to find the C functions.
     (folder / "entries_gen.h").write_text(generator.header(entries), encoding="ascii")
     wraps = _wraps(compiler(), sources, folder)
     for name, text in generator.generate(entries, wraps).items():
@@ -118,16 +117,16 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
 ) -> None:
     """Compile each library in ``out_dir`` that is missing or older than its sources.
 
-    ``sanitize`` is ``"address"`` or ``"thread"``: the libraries are then instrumented, and a
-    program that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors:
-    developers want this, but users may have a newer compiler with new warnings.
+    ``sanitize`` may be ``"address"`` or ``"thread"`` to instrument the libraries. A program that
+    loads instrumented libraries must preload the sanitizer's runtime. ``strict`` makes warnings
+    errors. It is for developers: a user may have a newer compiler with new warnings.
 
     Raises
     ------
     CompilerMissing
         If this machine has no C compiler, or is not x86-64.
     subprocess.CalledProcessError
-        If compiling fails; the compiler has written why to standard error.
+        If compiling fails. The compiler has written the reason to standard error.
     """
     command = [*compiler(), *_FLAGS, *(["-Werror"] if strict else [])]
     if sanitize:
@@ -136,7 +135,7 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # only one of several test runs compiles
+        fcntl.flock(directory, fcntl.LOCK_EX)  # several test runs may start at once
         for soname, sources in libraries().items():
             _compile(out / soname, sources, command)
     finally:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Where the compiled guard is, and the environment that makes a session's processes use it.
+"""Finds the compiled guard, and makes the environment in which a session's processes use it.
 
 This module builds nothing (see ``build``). It uses only the standard library, because provisioners
 also import it.
@@ -35,13 +35,12 @@ VARIABLES = (
     "GPUPOOL_NO_SESSION",
 )
 
-#: The variable with the earlier value of CUDA_VISIBLE_DEVICES, in an environment whose devices are
-#: hidden.
+#: The variable in which :func:`hide_devices` saves the user's value of CUDA_VISIBLE_DEVICES.
 _HIDDEN = "GPUPOOL_HIDDEN"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: The value of that variable if CUDA_VISIBLE_DEVICES was not set. It cannot be "", because "" hides
-#: every device.
+#: The saved value if the user has not set CUDA_VISIBLE_DEVICES. It cannot be "", because a user may
+#: set "" to hide every device.
 _NONE = "unset"
 
 _LIB = Path(__file__).resolve().parent / "lib"
@@ -82,9 +81,11 @@ def guard_directory(base: Path) -> Path:
 
     Frameworks ask for the driver as ``libcuda.so.1`` or ``libcuda.so``. The dynamic loader finds
     both names in this folder. They are links to the preloaded file, so the loader does not load the
-    file again. The folder is not in the package, because a wheel cannot hold links. If the package
-    was installed again in another place, links point to the old place. This function replaces them
-    one at a time, so that a process that starts always finds either the old or the new link.
+    file again. The folder is not in the package, because a wheel cannot hold links.
+
+    After a new installation in another place, old links point to the old place, and this function
+    replaces them. A process may start meanwhile. So the function replaces each link in one step,
+    and the process finds either the old link or the new link.
 
     Raises
     ------
@@ -98,14 +99,14 @@ def guard_directory(base: Path) -> Path:
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o755)
-            folder.chmod(0o755)  # independent of the umask: every user's kernels read the folder
+            folder.chmod(0o755)  # despite the umask, because all users' kernels read the folder
         for path in (base, folder):
             _check(path)
         for soname in LIBRARIES:
             for name in (soname, soname.removesuffix(".1")):
                 if (target / soname).is_file():
                     _link(folder / name, target / soname)
-                else:  # a dead link would hide the driver's NVML from programs
+                else:  # a link to a missing file would hide the driver's NVML from programs
                     (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise GuardFolderError(
@@ -176,8 +177,8 @@ def remember_devices(env: MutableMapping[str, str]) -> None:
 def hide_devices(env: MutableMapping[str, str]) -> None:
     """Hide every CUDA device from processes with this environment, and from their children.
 
-    The function keeps the old value for a Jupyter server or a broker that this process starts
-    (:func:`without_guard`).
+    The function saves the old value. A Jupyter server or a broker that this process starts gets the
+    old value back from :func:`without_guard`.
     """
     remember_devices(env)
     env[_VISIBLE] = "-1"
@@ -186,8 +187,8 @@ def hide_devices(env: MutableMapping[str, str]) -> None:
 def without_guard(env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env`` for a process that must not run under the guard of the present session.
 
-    A user may start a broker, or a Jupyter server that has pooled kernels, from within a pooled
-    kernel. The children of that process must not use the outer session's page.
+    A user may start a broker, or a Jupyter server with pooled kernels, in a pooled kernel. The
+    children of this broker or server must not use the page of that kernel's session.
     """
     found = {name: value for name, value in env.items() if name not in VARIABLES}
     before = found.pop(_HIDDEN, None)

@@ -36,8 +36,8 @@ OPEN, UNUSED, CLOSED, PAUSED = range(4)
 #: each process asks the broker for the page (``page.c``).
 PASSED = "passed"
 
-#: Flags with which the broker opens a page. O_NONBLOCK: root in a container may hold a file lease
-#: of the page (F_SETLEASE). Without this flag the lease could delay all other sessions by 45 s.
+#: Flags with which the broker opens a page. Root in a container may hold a file lease of the page
+#: (F_SETLEASE). Without O_NONBLOCK, this lease could delay all other sessions by 45 s.
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 
 #: The values of ``enum page_pins``, in words for people.
@@ -53,7 +53,7 @@ SLOT_CUDA, SLOT_CONTEXT = 1, 2
 #: Values of a slot's ``sees`` that are not the name of a device.
 SEES_NONE, SEES_SLICE = 0, 1
 
-#: The progress of a process that moves to the slice (``enum slot_landing``).
+#: The steps of a process that moves to the slice (``enum slot_landing``).
 LANDING_NONE, LANDING_BEGUN, LANDING_MOVES, LANDING_RESTORE, LANDING_ASIDE = range(5)
 
 _FIXED = struct.Struct("<IIBBxxI6Q")
@@ -91,10 +91,10 @@ class PageError(GPUPoolError):
 class Slot:
     """One process of the session. ``used`` and ``context`` are bytes by device.
 
-    ``sees`` has, for each device of the session, the name of the device that the process sees in
-    its place (see :func:`device_name`). ``nvml`` counts NVML calls: a suspend waits for them, but
-    they are not a use of a device. ``held`` is 1 if an interrupt has not ended the wait of a
-    library's own thread. ``at`` is the place of the slot in the page.
+    Item i of ``sees`` is the name of the device that the process sees as the session's device i
+    (see :func:`device_name`). ``nvml`` counts NVML calls. A suspend waits for these calls, but they
+    do not count as use of a device. ``held`` is 1 if an interrupt has left a thread of a library
+    waiting. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -115,7 +115,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The content of a page. The parts may be of different moments: the session runs meanwhile."""
+    """The content of a page. The session may change some values during the read."""
 
     gate: int
     devices: int
@@ -147,12 +147,12 @@ class Reading:
 
     @property
     def cuda(self) -> bool:
-        """Whether a process has called cuInit. Then the session's visible devices are fixed."""
+        """Whether a process has called cuInit, which fixes the devices that the process sees."""
         return any(slot.flags & SLOT_CUDA for slot in self.slots)
 
     @property
     def pins(self) -> str:
-        """Why the session cannot be suspended, in words; empty if no reason is known."""
+        """The reasons why the driver cannot suspend the session, in words; "" if there are none."""
         found = 0
         for slot in self.slots:
             found |= slot.pins
@@ -168,7 +168,7 @@ class Page:
 
     @classmethod
     def create(cls, path: Path, session: str, uid: int) -> Page:
-        """Make the file for a new session, with a closed gate, owned by user ``uid``.
+        """Make the page of a new session. User ``uid`` owns the file, and the gate is closed.
 
         Processes of a container cannot open the page by its path, so the broker passes them a
         descriptor.
@@ -180,15 +180,15 @@ class Page:
         """
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Allocate the whole file now: if shared memory is full, a write to a hole ends the
-            # process (SIGBUS).
+            # Allocate the whole file now. Otherwise a write to the page could end the process
+            # (SIGBUS) when shared memory is full.
             os.posix_fallocate(descriptor, 0, SIZE)
             if uid != os.geteuid():
                 os.fchown(descriptor, uid, -1)
             page = cls(path, descriptor)
             page._write(SESSION_AT, session.encode()[:63])
             page._write(GATE_AT, bytes([CLOSED]))
-            # Write the magic last: a process that finds the magic also finds all other values.
+            # Write the magic last. A process that finds the magic can then use all other values.
             page._write(0, struct.pack("<II", MAGIC, VERSION))
         except BaseException:
             os.close(descriptor)
@@ -203,7 +203,7 @@ class Page:
         Raises
         ------
         PageError
-            If it is missing or not a page of this version.
+            If the file is missing, or is not a page of this version.
         """
         try:
             descriptor = os.open(path, _FLAGS | os.O_NOFOLLOW)
@@ -219,10 +219,10 @@ class Page:
 
     @classmethod
     def find(cls, path: Path, session: str) -> Page | None:
-        """Return the page of a session whose file has no name.
+        """Return the page of a session if somebody has deleted the file; None if no process has it.
 
-        The page comes from a process that has it open: the guard keeps a descriptor of the page for
-        this purpose. None if no process of this user has such a descriptor.
+        The function looks for a process of this user that has the page open. The guard keeps a
+        descriptor of the page open for this purpose.
         """
         gone = f"{path} (deleted)"
         for pid in procfs.all_pids():
@@ -243,7 +243,7 @@ class Page:
         return None
 
     def _is_of(self, session: str) -> bool:
-        """Return whether this is a page of that session."""
+        """Return whether this is the page of ``session``."""
         try:
             self.read()
         except (OSError, PageError):
@@ -271,9 +271,9 @@ class Page:
     def open_again(self) -> int:
         """Return a descriptor for another process, which the caller closes.
 
-        The new descriptor shares no flags with this object's descriptor. Any process may set
-        O_APPEND on its own descriptor. Linux then ignores the offset of ``pwrite``, and with a
-        shared flag the broker could not close the gate.
+        The new descriptor has its own flags, because the other process may set O_APPEND. With this
+        flag, Linux ignores the offset of ``pwrite``. If the broker's descriptor got the flag, too,
+        the broker could not close the gate.
 
         Raises
         ------
@@ -283,17 +283,20 @@ class Page:
         return os.open(self._link(), _FLAGS)
 
     def is_lost(self) -> bool:
-        """Return whether the file has lost its name. Children could then not find the page."""
+        """Return whether the path leads to no file or to a different file.
+
+        In this case a new child process of the session cannot find the page.
+        """
         try:
             return not os.path.samestat(os.fstat(self._fd), self.path.stat())
         except OSError:
             return True
 
     def restore(self) -> None:
-        """Give the file its name again, as a link to this process's descriptor.
+        """Put a link to this process's descriptor at the path of the deleted file.
 
-        Linux cannot give a new name to a file that has none, and a copy would be a second page with
-        separate accounts.
+        Linux cannot give a deleted file a name again. A copy of the file does not help, because it
+        would be a second page with its own accounts.
 
         Raises
         ------
@@ -311,12 +314,13 @@ class Page:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
-        """Close this object's descriptor; the session's processes keep theirs.
+        """Close this object's descriptor, and remove a link that :meth:`restore` made.
 
-        Also removes a link that :meth:`restore` made: another file may get the descriptor's number.
+        The link must go, because another file may get the number of this descriptor. The session's
+        processes keep their descriptors.
         """
         if self._fd >= 0:
-            with contextlib.suppress(OSError):  # usually the path is not a link
+            with contextlib.suppress(OSError):  # usually the path is a file
                 if str(self.path.readlink()) == self._link():
                     self.path.unlink()
             os.close(self._fd)
@@ -352,14 +356,14 @@ class Page:
             raise PageError(f"The page {self.path} is not one of version {VERSION}.")
         granted = struct.unpack_from(f"<{DEVICES}Q", data, GRANTED_AT)[:devices]
         slots = []
-        # One search covers all 256 slots, because nearly all slots are empty on nearly every page.
+        # Find the used slots in one step: on nearly every page, nearly all 256 slots are empty.
         taken = data[HEADER_BYTES::SLOT_BYTES]
         last = len(taken.rstrip(b"\0"))
         for place in range(last):
             if taken[place]:
                 at = HEADER_BYTES + SLOT_BYTES * place
                 _, pid, start, inflight, waiting, flags, pins, *rest = _SLOT.unpack_from(data, at)
-                inflight += rest[2 * DEVICES + 1]  # add the word of the thread that has its own
+                inflight += rest[2 * DEVICES + 1]  # ``first``: one thread counts its calls there
                 slots.append(
                     Slot(
                         pid, start, inflight, waiting, flags, pins,
@@ -405,14 +409,14 @@ class Page:
         self._write(EPOCH_AT, struct.pack("<Q", epoch))
 
     def set_room(self, room: Sequence[int]) -> None:
-        """Write by how many bytes the grant could grow now on each device; []: unknown."""
+        """Write for each device how many bytes the grant could grow by now; [] means unknown."""
         values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
         self._write(ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_vain(self, totals: Sequence[int], until: int) -> None:
-        """Write for each device the total size from which the broker refuses growth; []: for none.
+        """Write for each device the smallest total size that the broker refuses; [] clears all.
 
-        Processes ask again after ``until`` (CLOCK_MONOTONIC, nanoseconds).
+        A process may ask for these sizes again after ``until`` (CLOCK_MONOTONIC, nanoseconds).
         """
         values = [*totals, *[0] * (DEVICES - len(totals))]
         self._write(VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))
@@ -423,16 +427,16 @@ class Page:
         self._write(CONTEXT_AT, struct.pack("<Q", context_bytes))
 
     def set_contended(self, contended: bool) -> None:
-        """Write whether another session waits for memory that this one holds."""
+        """Write whether another session waits for memory of this session."""
         self._write(CONTENDED_AT, bytes([contended]))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
-        """Write which device the process of a slot sees after the broker has moved the process."""
+        """Write the names of the devices that a process sees after the broker has moved it."""
         values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
         self._write(_at(slot) + SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_landing(self, slot: Slot, landing: int) -> None:
-        """Write the progress of a slot's process on its way to the slice."""
+        """Write the step of a slot's process that moves to the slice (``enum slot_landing``)."""
         self._write(_at(slot) + LANDING_AT, struct.pack("<Q", landing))
 
     def _write(self, at: int, data: bytes) -> None:

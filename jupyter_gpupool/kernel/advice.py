@@ -199,7 +199,7 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
 
 
 def log_hint(link: SessionLink) -> str:
-    """Return a sentence that names the broker's log: it explains why the broker does not answer."""
+    """Return a sentence that names the broker's log, which shows why the broker does not answer."""
     if link.path == MACHINE_SOCKET:
         return ""
     return f"The broker's log is {link.path.with_suffix('.log')}, if it was started for you."

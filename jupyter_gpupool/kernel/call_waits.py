@@ -4,8 +4,7 @@
 
 The cell may have printed output before the wait, and ``clear_output`` would remove that output,
 too. So the agent sends ``clear_output`` only if the line about the wait is the only output of the
-request. Otherwise the agent replaces the line by an empty one. The text about a preemption stays
-visible.
+request. Otherwise the agent makes the line empty. The text about a preemption stays visible.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ class RunningRequest:
         self.begun = time.monotonic()
         self.parent = parent
         self.silent = silent
-        #: The number of outputs that this kernel had published when the cell's output was last
-        #: empty.
+        #: How many outputs this kernel had published when the cell's output area was last empty.
         self.before = before
         self.display: WaitDisplay | None = None
         #: Whether a CUDA call of this request has waited, and the kernel has got no slice since
@@ -72,7 +70,7 @@ class RunningRequest:
             self.away_since = 0.0
 
     def story(self, back: bool) -> str:
-        """Return a text about the preemption; ``back``: the kernel has got a slice again."""
+        """Return a text about the preemption; ``back``: the kernel has a slice again."""
         away = f"for {format_seconds(max(1.0, self.away))}"
         if self.times > 1:
             away = f"{self.times} times, {away} in all"
@@ -136,8 +134,8 @@ class CallWaits:
     def end(self, key: int) -> bool:
         """Note the end of a request, before its reply is sent.
 
-        Return whether a CUDA call of the request has waited for a slice and the kernel has none
-        now.
+        Return whether a CUDA call of the request has waited for a slice, and the kernel has no
+        slice now.
         """
         running = self._running.pop(key)
         waits = running.waits and not self._link.attached

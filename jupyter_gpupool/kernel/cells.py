@@ -199,7 +199,7 @@ class CellGate:
     async def _run(
         self, code: str, silent: bool, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Run the code of a request; its wait, if any, has ended."""
+        """Run the code of a request. The request has already waited, if a wait was necessary."""
         self._before_cell(silent)
         calls, refusals = self.calls, self.link.refusals
         self.jax.before()
@@ -237,9 +237,9 @@ class CellGate:
         """Answer a tooltip without touching device memory that is in host memory now.
 
         To inspect an object, IPython may compute its text; for a tensor this needs a copy from the
-        device. While the state is in host memory, that copy would block the kernel, or crash it if
-        the driver cannot wait. At best it would move the whole state back to the device only for a
-        tooltip.
+        device. While the device state is in host memory, this copy would block the kernel, or crash
+        the kernel if the driver cannot wait. In the best case, the whole state would move back to
+        the device for one tooltip.
         """
         if not self._away():
             return await _result(self._originals["do_inspect"](*args, **kwargs))
@@ -327,7 +327,7 @@ class CellGate:
                 display.clear()
 
     def _without_broker(self, explicit: bool) -> GPUPoolError | None:
-        """Return None if a cell may run without broker and slice; else an error that says why."""
+        """Return None if a cell may run without broker and slice, else an error with the reason."""
         error = no_broker(self.link, self.link.unavailable())
         if self.link.suspended or explicit:
             why = (
@@ -365,14 +365,14 @@ class CellGate:
             try:
                 return self.link.drop(hold)
             except KeyboardInterrupt:
-                continue  # try again: the cell has ended, and its hold would keep the slice
+                continue  # try again: otherwise the hold of an ended cell keeps the slice
 
     def _over(self, key: object) -> None:
         while True:
             try:
                 return self.link.end_request(key)
             except KeyboardInterrupt:
-                continue  # try again: the kernel would look busy without an end of the request
+                continue  # try again: otherwise the kernel looks busy
 
     def settle(self) -> None:
         """Set the visible devices and the framework caps for the session's present lease."""
@@ -418,7 +418,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 
     async def _word(self, refusals: int) -> None:
-        """Wait at most WORD seconds for the broker to say why it refused a CUDA call."""
+        """Wait at most WORD seconds for the broker's reason for refusing a CUDA call."""
         alarm = Alarm()
         deadline = time.monotonic() + WORD
         with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop
@@ -493,8 +493,8 @@ class RequestForOneCell:
     async def ask_for(self, asked: CellRequest, before: dict[str, Any]) -> None:
         """Change the request for one cell; put the old values of its fields into ``before``."""
         old = {name: self._link.request.get(name) for name in asked.fields}
-        # Store the old values before the broker answers, because it may change the request and then
-        # die.
+        # Store the old values before the broker answers, because the broker may change the request
+        # and then die.
         before.update({name: value for name, value in old.items() if value is not None})
         try:
             answer = await self._call("request", asked.fields)
@@ -537,7 +537,7 @@ class RequestForOneCell:
             self._link.note_request(answer)
 
     async def broker_expected(self, at_least: float = 0.0) -> None:
-        """Wait for a broker that will return, or that has not yet answered a new kernel's hello."""
+        """Wait while a broker is expected back, or has not yet answered a new kernel's hello."""
         alarm = Alarm()
         begun = time.monotonic()
         with self._interrupts.watch(alarm.interrupt):
@@ -554,8 +554,8 @@ class RequestForOneCell:
     ) -> Mapping[str, Any]:
         """Send a request that the broker answers at once, and return the answer.
 
-        If the broker dies before it answers, this method sends the request to the next broker,
-        unless ``repeat`` is False.
+        If the broker dies before it answers, and ``repeat`` is True, this method sends the request
+        to the next broker.
         """
         give_up = time.monotonic() + REPEAT
         while True:

@@ -46,7 +46,7 @@ _GPU_LINE = re.compile(r"^(\?{0,2}%{1,2}gpu\?{0,2}(\s|$)|%gpu\?)")
 _HEADER = re.compile(r"^%%gpu(\s+[^?]*)?$")
 
 
-#: The ``%%gpu`` line that the gate has carried out for the cell now running.
+#: The ``%%gpu`` line of the running cell, which the gate has executed.
 current_header: ContextVar[str] = ContextVar("gpupool_current_header", default="")
 
 

@@ -7,9 +7,9 @@ on the CPU needs no context.
 
 The guard corrects ``CUDA_VISIBLE_DEVICES`` at cuInit, in every language. But Python libraries also
 read the variable themselves, to count devices through NVML (``torch.cuda.device_count``), and child
-processes inherit ``os.environ``. So the agent checks each assignment to the variable. If it names a
-GPU outside the session, the agent corrects it at once by the guard's rules (``choose`` in
-``guard/src/init.c``), and prints a line.
+processes inherit ``os.environ``. So the agent checks each assignment to the variable. If the new
+value names a GPU outside the session, the agent corrects the value at once by the guard's rules
+(``choose`` in ``guard/src/init.c``), and prints a line.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.
 
     Before cuInit, ``CUDA_VISIBLE_DEVICES`` decides which devices the process gets. After cuInit the
     driver no longer reads it, but child processes do, and they must see the session's present
-    devices. This function replaces only the pool's own list, of which OURS_VARIABLE has a copy. A
-    list that the user has set stays.
+    devices. This function replaces only a list that the pool has set (OURS_VARIABLE has a copy of
+    that list). It does not change a list that the user has set.
     """
     if not devices:
         return
@@ -117,8 +117,8 @@ class FrameworkCaps:
             if module is None or self._set.get(name) == wanted:
                 continue
             if name == "cupy" and self._probe() is not True:
-                # CuPy's call would initialise CUDA, but torch stores the cap until its own
-                # initialisation.
+                # CuPy's call would initialise CUDA, so wait until the process has done so. Torch
+                # needs no wait: it stores the cap until its own initialisation.
                 continue
             try:
                 if setter(module, wanted):
@@ -180,7 +180,7 @@ def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
         if place < 0:
             others = True
         elif str(place) in kept:
-            return None  # then the driver hides all devices, because the list names one twice
+            return None  # the list names one device twice: the driver then hides all devices
         else:
             kept.append(str(place))
     if not others:
@@ -222,8 +222,8 @@ class Visible:
     def install(self) -> None:
         """Begin to watch.
 
-        This method does not check the present value: the guard checks a value that the pool has not
-        set.
+        This method does not check the present value. If the pool has not set that value, the guard
+        checks it.
         """
         plain = type(os.environ)
         watcher = self

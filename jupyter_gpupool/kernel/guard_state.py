@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether the guard is in this process, and the figures of the session's page, read only.
+"""Find out whether the guard is in this process, and read the figures on the session's page.
 
 The guard itself counts the memory that a process takes and frees, in every language. No call here
 reaches the driver, which would block while the session is suspended.
@@ -32,7 +32,7 @@ NO_GUARD = "the broker does not guard this kernel"
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes on the session's device with the least free memory; threads that wait at the gate."""
+    """Bytes on the device with the least free memory; ``waiting``: threads at the gate."""
 
     used: int
     granted: int
@@ -135,10 +135,9 @@ class Guard:
         return reading is not None and any(slot.held for slot in reading.slots)
 
     def away(self) -> bool:
-        """Return whether a CUDA call would wait for this process's state, now in host memory.
+        """Return whether this process's device state is in host memory, or will soon move there.
 
-        This is also True if the state is about to move there: the gate is closed, and the process
-        has a context.
+        A CUDA call would then wait. The signs are a closed gate, and a context of the process.
         """
         reading = self.reading()
         if reading is None or reading.gate != CLOSED:

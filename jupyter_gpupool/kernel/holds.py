@@ -4,9 +4,9 @@
 
 Most cells end within milliseconds. Two messages to the broker for each cell would cost more than
 the cell gate itself. While the session is attached, the agent alone decides whether to give up the
-slice (in its answer to a ``yield``), so it may report its holds late. It reports a hold once the
-hold has lasted for :data:`BRIEF` seconds. It reports all shorter holds of that time together, as if
-they were one.
+slice (in its answer to a ``yield``), so it may report its holds late. The agent looks at its holds
+after :data:`BRIEF` seconds: it reports each hold that still lasts. If all have ended, it reports
+them together, as one hold.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..errors import GPUPoolError
 from ..protocol import Message
 from ..units import format_wait
 
-#: Seconds until the agent reports a hold. People do not notice such a short delay, and it is
-#: shorter than the idle time-outs that start with the report. It is long enough that the agent
-#: reports a notebook's many short cells in a few messages.
+#: Seconds until the agent reports a hold. People do not notice such a short delay, and the idle
+#: time-outs, which start with the report, are longer. If a notebook runs many short cells, this
+#: delay is long enough to report them in a few messages.
 BRIEF = 0.05
 
 
@@ -55,9 +55,10 @@ class HoldWait:
 
 
 class QueuePlace(NamedTuple):
-    """A waiting session's place; ``position`` 1 is next. Times are on the monotonic clock.
+    """A waiting session's place; ``position`` 1 is next.
 
-    ``since`` is the beginning of the wait; ``expected`` is the range of times for its probable end.
+    ``since`` is the beginning of the wait. ``expected`` is the earliest and the latest time at
+    which the wait will probably end. Both are times of ``time.monotonic()``.
     """
 
     position: int
@@ -96,8 +97,8 @@ class LateReports:
     Parameters
     ----------
     lock:
-        The link's lock. The caller of every method except :meth:`close` holds this lock. The thread
-        holds it while ``lasting`` and ``over`` run.
+        The link's lock. Hold this lock to call any method except :meth:`close`. The reporting
+        thread holds the lock while ``lasting`` and ``over`` run.
     lasting, over:
         Functions that get a hold's id and kind: ``lasting`` reports a hold that continues, ``over``
         reports a hold that has ended.
@@ -131,7 +132,7 @@ class LateReports:
                 self._thread.start()
 
     def end(self, hold: str) -> bool:
-        """Record that a hold ends; return True if the broker has had no report of it."""
+        """Record that a hold ends; return True if the broker does not know this hold yet."""
         kind = self._holds.pop(hold, None)
         if kind is None:
             return False

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Keeps JAX from computing on the CPU after its first wait for a slice has failed.
 
-JAX opens the CPU and the GPU at its first use, and keeps the devices that it could open. The wait
-for a slice may end without a slice, because the user interrupts the cell or no broker answers. Then
-JAX has only the CPU: each later cell computes on the CPU, and only JAX's log reports this (JAX
-0.11.2 on an H200).
+JAX opens the CPU and the GPU at its first use, and keeps the devices that it could open. If the
+user interrupts the cell at that moment, or no broker answers, the wait ends without a slice, and
+JAX opens only the CPU. Each later cell then computes on the CPU, and only JAX's log reports this
+(JAX 0.11.2 on an H200).
 """
 
 from __future__ import annotations

@@ -53,9 +53,10 @@ class SessionLink:
     attach:
         The policy until the broker has confirmed it: ``cell``, ``manual`` or ``lazy``.
     cuda:
-        Returns whether this process has called cuInit (None: unknown). With ``cuda_blocks`` it is
-        called only while the session is attached, because it makes a driver call, which would block
-        in a suspended process.
+        Returns whether this process has called cuInit (None: unknown).
+    cuda_blocks:
+        Whether ``cuda`` makes a driver call, which would block in a suspended process. If True,
+        this class calls ``cuda`` only while the session is attached.
     on_lost:
         Called in the reader thread if the driver has lost this session's device state.
     environ:
@@ -92,8 +93,8 @@ class SessionLink:
         self._on_lost = on_lost
         self._on_notice = on_notice
         self._on_news = on_news
-        # The agent runs from the start of its process, so the process has not used CUDA before. A
-        # member may start later, so it must check.
+        # The agent starts with its process, before the process can use CUDA. A member may start
+        # later, so it must check.
         self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
         self._client: Client | None = None
@@ -117,8 +118,8 @@ class SessionLink:
         #: When this agent sent the hello that the connected broker has not yet answered.
         self._greeting_since: float | None = None
         self._failures = 0
-        #: Why there is no connection; None while there is one, and during the first attempt to
-        #: connect.
+        #: Why there is no connection. None while the agent is connected, and during its first
+        #: attempt to connect.
         self.down: GPUPoolError | None = None
         self.state = "detached"
         self.attached = False
@@ -137,9 +138,9 @@ class SessionLink:
         self.queue: QueuePlace | None = None
         self.reason = ""
         self.pinned_reason = ""
-        #: Why the pool preempted this session; "" if it did not, or if the session has a slice
-        #: again. ``remedy`` is a sentence of advice; ``preempted_at`` is the time of the preemption
-        #: (``time.monotonic()``).
+        #: ``preempted``: why the pool took this session's slice; "" if the pool did not take it, or
+        #: if the session has a slice again. ``remedy``: a sentence of advice. ``preempted_at``: the
+        #: time of the preemption (``time.monotonic()``).
         self.preempted = self.remedy = ""
         self.preempted_at = 0.0
         #: The pool's last refusal of a CUDA call of this session, and the number of refusals.
@@ -231,9 +232,9 @@ class SessionLink:
             return True
 
     def wait(self, hold: str, kind: str, on_change: Callable[[], None]) -> HoldWait:
-        """Ask for the slice; return the wait.
+        """Ask for the slice; return an object that shows the state of this wait.
 
-        The caller watches it and ends it with :meth:`drop`.
+        The caller watches the object, and ends the wait with :meth:`drop`.
         """
         wait = HoldWait(hold, kind, on_change)
         with self._lock:
@@ -302,7 +303,7 @@ class SessionLink:
             except BrokerUnavailable:
                 if not self.expected_back(give_up):
                     raise
-                # The reader thread may not have noticed the end of the connection yet.
+                # The reader thread may not know yet that the connection has ended.
                 time.sleep(FIRST_PAUSE)
         self.note_request(answer)
         if isinstance(answer.get("devices"), list):
@@ -590,8 +591,9 @@ class SessionLink:
     def _yield(self, epoch: int) -> None:
         """Give up the lease if nothing uses it.
 
-        An epoch that is older than the agent's own belongs to a lease that has ended: refuse. A
-        newer epoch does no harm: if there is no hold, this kernel does not use the slice.
+        If the epoch is older than the agent's own, the message is about a lease that has ended, and
+        the agent refuses. If the epoch is newer, the agent may agree: a kernel without a hold does
+        not use its slice.
         """
         with self._lock:
             if epoch >= self.epoch:
@@ -624,7 +626,7 @@ class SessionLink:
             self.remedy = str(message.get("remedy") or "")
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
-        elif self.state != "detaching":  # the agent's answer to a yield has already set that state
+        elif self.state != "detaching":  # set by the agent itself, in its answer to a yield
             if self.attached:
                 seen = self._cuda_seen if self._cuda_blocks else self._probe()
                 self.suspended = seen is not False

@@ -39,7 +39,7 @@ _NOT_POOLED = (
 
 @magics_class
 class GPUMagics(Magics):  # type: ignore[misc]
-    """The line magic ``%gpu``, and the refusal of a ``%%gpu`` that the gate has not carried out."""
+    """The line magic ``%gpu``. It also refuses a ``%%gpu`` line that the gate has not executed."""
 
     def __init__(
         self, shell: Any, link: SessionLink | None, gate: CellGate | None, no_session: str = ""
@@ -123,8 +123,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
-            # The agent's own values are still right. The error explains why the broker's values are
-            # missing.
+            # Show the agent's own values, which are still right, and the error: it explains why
+            # the broker's values are missing.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
             problem = str(no_broker(link, error))

@@ -177,7 +177,7 @@ def session_rows(
     return rows
 
 
-#: How a session without a slice gets one, by policy. With other policies the next cell gets it.
+#: By policy: how a session without a slice gets one. In policy ``cell``, the next cell gets it.
 _DETACHED = {
     "manual": "no slice now; type %gpu attach to get one",
     "lazy": "no slice now; the next CUDA call gets it",

@@ -40,9 +40,10 @@ class Reviver:
         self._next = 0.0
         #: Whether some process is starting the broker, or will start it soon.
         self.expected = self._service
-        #: Seconds without a broker after which a cell stops waiting for it. For the machine's
-        #: socket this time is long from the start. That socket may accept connections while no
-        #: broker runs, so possibly no attempt to connect fails that could prolong the time.
+        #: Seconds without a broker after which a cell stops waiting for it. A failed attempt to
+        #: connect may prolong this time (:meth:`away`). For the machine's socket it is long from
+        #: the start: that socket may accept connections while no broker runs, so that no attempt
+        #: fails.
         self.patience = START_TIMEOUT if self._service else GRACE
 
     def away(self, error: GPUPoolError) -> GPUPoolError:

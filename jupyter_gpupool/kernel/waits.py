@@ -7,10 +7,10 @@ one ``clear_output`` removes it from the notebook and from the saved file. ``cal
 cells that wait while they run.
 
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
-cells. A wait therefore sets its own signal handler. On the main thread, the handler is set during
-the whole wait. A subshell thread cannot set handlers, so the main thread's event loop sets one for
-it, and only while the signal would otherwise be ignored. While a cell runs on the main thread, an
-interrupt ends that cell and not the wait, and the line about the wait says so.
+cells. A wait therefore sets its own signal handler. A wait on the main thread sets the handler for
+its whole time. A subshell thread cannot set handlers. For a wait there, the main thread's event
+loop sets the handler, but only while SIGINT would otherwise be ignored. While a cell runs on the
+main thread, an interrupt ends that cell and not the wait, and the line about the wait says so.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ class Alarm:
         self.ring()
 
     async def wait(self, tick: float = TICK) -> None:
-        """Return when the alarm has rung since the last call, or after ``tick`` seconds."""
+        """Wait at most ``tick`` seconds until the alarm rings.
+
+        If it has rung since the last call, return at once.
+        """
         try:
             await within(self._rung.wait(), tick)
         except asyncio.TimeoutError:
@@ -84,7 +87,7 @@ class Interrupts:
     def watch(self, wake: Callable[[], None]) -> Iterator[None]:
         """Call ``wake`` for each interrupt.
 
-        The signal handler calls it, so it must only set flags.
+        The signal handler calls ``wake``, so ``wake`` must do no more than set flags.
         """
         key = object()
         on_main = threading.current_thread() is threading.main_thread()
@@ -164,8 +167,8 @@ HOW_TO_STOP_BESIDE = (
 HOW_TO_STOP_MAGIC = "Interrupt the kernel to stop waiting; the cell ends here."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
 
-#: This text replaces HOW_TO_STOP_CALL and HOW_TO_STOP_PREEMPTED after an interrupt that has not
-#: ended the wait (``guard/src/wait.c``).
+#: This text replaces HOW_TO_STOP_CALL and HOW_TO_STOP_PREEMPTED if the user interrupts the kernel
+#: and the wait continues (``guard/src/wait.c``).
 HOW_TO_STOP_HELD = (
     "The call that waits is one of a library's own thread, as JAX has. To end it now can destroy "
     "arrays that the call may reuse (donated arguments), so the interrupt changed nothing. "

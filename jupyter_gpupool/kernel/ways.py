@@ -16,8 +16,8 @@ from ..protocol import Message
 from ..units import format_bytes, typed_bytes
 from .link import SessionLink
 
-#: Seconds between two questions to the broker: AGAIN if the kernel's place in the queue has not
-#: changed, SOON if it has changed.
+#: Seconds between two requests for advice: SOON after a change of the kernel's place in the queue,
+#: AGAIN without a change.
 AGAIN = 10.0
 SOON = 1.0
 
@@ -26,7 +26,7 @@ MOST_NAMED = 3
 
 
 class Ways:
-    """Asks the broker repeatedly, without waiting for its answer."""
+    """Requests the advice again and again, and never blocks to wait for an answer."""
 
     def __init__(self, link: SessionLink) -> None:
         self._link = link

@@ -38,15 +38,15 @@ DRAIN = 0.5
 #: Seconds that the broker may take to make a command safe to kill.
 RETIRE_TIMEOUT = 12.0
 
-#: Seconds that ``run`` waits at most until the broker has started and has opened the session.
+#: Most seconds that ``run`` waits until the broker has started and has opened the session.
 OPEN_TIMEOUT = 60.0
 
 
 def start(command: Sequence[str], options: RunOptions, name: str) -> str:
     """Start ``command`` in the background; return its name when the pool has accepted it.
 
-    When this returns, the command's session is open. A command that holds its slice from start to
-    end then has the slice, or waits for it in the queue.
+    When this returns, the command's session is open. If the command holds its slice from start to
+    end, it also has the slice by then, or a place in the queue.
 
     Raises
     ------

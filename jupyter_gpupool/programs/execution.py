@@ -269,7 +269,7 @@ class Run:
             self._refuse(refusal)
 
     def _refuse(self, error: GPUPoolError) -> None:
-        """End the command for this reason; if it has not started, do not start it."""
+        """End the command for this reason, or prevent its start."""
         self.refused = error
         self._progress.over(say=False)
         self._kill_at = time.monotonic() + LAST

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter_gpupool.slice``: a block of a Python program that holds a slice.
 
-A process that is already in a session joins that session: a command of ``jupyter gpupool run``, a
-kernel, or a child of either. Any other process gets its own session. Such a process was started
-without the guard, so it loads the guard now. The dynamic loader then uses the guard in place of the
-driver's library. If the process has already loaded the driver, it is too late to load the guard:
-the process runs without the guard, if the pool allows that. The module refuses a process that has
-called cuInit, because the process would stay on the GPU that it has seen.
+A command of ``jupyter gpupool run``, a kernel and their children already have a session. In these
+processes, the block joins that session. Any other process gets its own session. Such a process was
+started without the guard, so the module loads the guard now. The dynamic loader then uses the guard
+in place of the driver's library. If the process has already loaded the driver, it is too late to
+load the guard: the process runs without the guard, if the pool allows that. The module refuses a
+process that has called cuInit, because the process would stay on the GPU that it has seen.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..units import format_bytes, parse_seconds
 from .opening import Asked, open_session, own_environment, read_size
 from .progress import Progress, too_long, waiting_for
 
-#: Seconds to wait until the pool has taken a slice that is too small. Then the wait for a larger
-#: slice begins.
+#: Most seconds until the pool has taken back a slice that is too small. The wait for a larger slice
+#: begins after that.
 LEAVE = 30.0
 
 _SESSION = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")

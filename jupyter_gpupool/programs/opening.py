@@ -23,7 +23,7 @@ from ..units import LEAST_BYTES, parse_bytes
 NAME_VARIABLE = "GPUPOOL_NAME"
 
 #: Variables in which a service manager writes the process id of its service. The program gets its
-#: own process id in them, not the one of ``jupyter gpupool run``.
+#: own process id in these variables, instead of the id of ``jupyter gpupool run``.
 _OWN_NUMBER = ("LISTEN_PID", "WATCHDOG_PID")
 
 

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Shows on standard error what a program waits for: one line that changes, or several lines.
 
-On a terminal one line is drawn again in its place, and disappears at the end of the wait. It is
+On a terminal, one line is redrawn in its place, and disappears at the end of the wait. This line is
 drawn only while the program is in the foreground, because the terminal may stop a background job
 that writes. Without a terminal, a new line is written from time to time.
 """

@@ -3,8 +3,8 @@
 """Records and logs of detached commands, in a folder of this user for this machine.
 
 Each command has a folder with the command's name, which contains ``record.json``, ``log`` and
-``log.1``. The command's supervisor writes these files. Other processes only read the files. They
-look at the processes in a record to check whether the record is still true.
+``log.1``. The command's supervisor writes these files. Other processes only read the files. To
+check whether a record is still true, they look at the processes that the record names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FOLDER_VARIABLE = "GPUPOOL_RUNS"
 #: Seconds in which the supervisor of a new command writes its first record.
 FIRST_RECORD = 60.0
 
-#: The most bytes of a log. Then a new log begins, and the previous log is kept.
+#: The most bytes of a log. A full log is kept as ``log.1``, and a new log begins.
 MAX_LOG = 8 << 20
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -87,8 +87,8 @@ class RunRecord:
         """Return the record, corrected by a look at its processes."""
         if not self.lives or self.supervised:
             return self
-        # Since this record was read, the supervisor may have written the end of the command, and
-        # ended.
+        # The supervisor may have written the end of the command, and ended, after this record was
+        # read.
         latest = read(self.name)
         if latest is not None and not latest.lives:
             return latest
@@ -334,7 +334,7 @@ def follow_log(name: str) -> Iterator[bytes]:
                 continue
             if not replaced(file.fileno(), log_path(name)):
                 break
-            yield file.read()  # the bytes that the old log got after the last read
+            yield file.read()  # what the old log got after the last read
             file.close()
             file = None
             with suppress(OSError):

@@ -45,12 +45,12 @@ AWAITED = FORWARDED | {signal.SIGCHLD}
 #: process (stty tostop).
 _BLOCKED = AWAITED | {signal.SIGTTOU}
 
-#: The exit codes that a shell also uses: the first if the file of the command is no program, the
-#: second if there is no such command.
+#: The exit codes if the file of the command is not a program, and if the command does not exist. A
+#: shell uses the same codes.
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
-#: The exit code if the pool has not started the command, or has ended it; docker run(1) uses the
-#: same code.
+#: The exit code if the pool has not started the command, or has ended the command. docker run(1)
+#: uses the same code.
 NOT_RUN = 125
 
 #: Signals whose default action Python changes for itself. The command gets the default again.
@@ -191,7 +191,7 @@ class CommandProcess:
             os.kill(self.pid, number)
 
     def look(self) -> int | None:
-        """Return the signal that has stopped the command since the last look, and note its end.
+        """Return the signal that stopped the command since the last look; note the command's end.
 
         This never waits.
         """
@@ -200,11 +200,11 @@ class CommandProcess:
         return number
 
     def wake(self) -> None:
-        """Continue the command if it is still stopped as at the last look.
+        """Continue the command if it is stopped, and no new stop has come since the last look.
 
-        A shell's ``fg`` sends SIGCONT to all processes of the group. A SIGCONT from this process
-        would come after the one of ``fg``. So it could wake a command that a second Ctrl-Z has
-        stopped meanwhile.
+        A shell's ``fg`` sends SIGCONT to all processes of the group. The SIGCONT of this process
+        comes later. Without the check, it could continue a command that a second Ctrl-Z has stopped
+        in between.
         """
         self._note_states()
         if self._stopped and self._stopped_by is None:
@@ -221,10 +221,10 @@ class CommandProcess:
                 self.status = status
 
     def stop_as_it_did(self, number: int) -> None:
-        """Stop this process by the same signal as the command, until somebody wakes both."""
+        """Stop this process with the signal that stopped the command, until both are continued."""
         # This process sends the signal to itself while the signal is blocked, and then unblocks it.
         # Ctrl-Z has already sent the same signal to this process, and two pending signals of one
-        # number arrive as one. The signal stops no process in a group that no shell watches.
+        # number arrive as one. In a group that no shell watches, the signal has no effect.
         os.kill(os.getpid(), number)
         mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.Signals(number)})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

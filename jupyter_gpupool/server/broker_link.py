@@ -15,9 +15,8 @@ from ..endpoint import check_path, check_socket
 from ..errors import BrokerUnavailable, Code, RefusedError
 from ..protocol import Message
 
-#: The most calls at once. A hung broker reads nothing, so all calls must fit into the socket's
-#: buffer; otherwise the server would hang, too. The buffer has 212,992 bytes on Linux, and a call
-#: has a few hundred bytes.
+#: The most calls at once. A hung broker reads nothing, and a full socket buffer would then make the
+#: server hang, too. The buffer has 212,992 bytes on Linux, and a call has a few hundred bytes.
 MAX_CALLS = 64
 
 
@@ -52,8 +51,8 @@ class BrokerLink:
         self._client: Client | None = None
         #: The connection on which the broker pushes rows.
         self._watched: Client | None = None
-        #: The last error message that was not an answer to a call. The broker sends such a message
-        #: before it closes the connection, and says why.
+        #: The last error message that was not an answer to a call. With such a message, the broker
+        #: says why it closes the connection.
         self._said: RefusedError | None = None
         self._connecting = asyncio.Lock()
         self._calls = asyncio.Semaphore(MAX_CALLS)

@@ -86,7 +86,7 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     #: The broker's last known configuration, and the notice about it.
     _in_force: Any = None
     _told = ""
-    #: The broker's last known journal; the copy of the start record is beside it.
+    #: The broker's last known journal. The copy of the start record is beside the journal.
     _journal = ""
 
     def initialize_settings(self) -> None:

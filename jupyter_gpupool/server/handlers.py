@@ -72,7 +72,7 @@ class Route(APIHandler):  # type: ignore[misc]
         self.finish(json.dumps(answer))
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """Log faults but no refusals, because a refusal is an ordinary answer.
+        """Log faults. Refusals are not logged, because a refusal is an ordinary answer.
 
         Called by tornado.
         """

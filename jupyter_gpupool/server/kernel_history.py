@@ -6,10 +6,10 @@
 in the snapshots it adds a point of nulls, so that the line of a chart breaks there.
 
 :class:`KernelUsage` counts how long this server's kernels were open, and how long they had a slice.
-Both totals only grow, and a kernel that has ended still counts. If the broker dies and then finds a
-kernel's session again, the kernel counts as open for all of that time. The seconds of its slice
-during that time count only as far as the broker's own total contains them. After a kill of the
-broker, this total lacks some of them.
+Both totals only grow, and a kernel that has ended still counts. A restarted broker may find a
+kernel's session again. In that case, the kernel also counts as open for the time without a broker.
+For the same time, the seconds with a slice are those in the broker's own total. If the broker was
+killed, its total lacks some of these seconds.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class KernelRing(Ring):
             self._before = None
             return None
         before, self._before = self._before, (session["id"], now, seconds)
-        # Without these checks the share could be wrong, because another process or another broker
-        # counts from zero.
+        # A new process and a new broker count the busy seconds from zero. These checks prevent a
+        # wrong share.
         if broken or before is None or before[0] != session["id"] or seconds < before[2]:
             return None
         # The broker reads the guard four times a second, so the computed share may be slightly
@@ -118,7 +118,7 @@ class KernelHistory:
         """Add the points of a snapshot."""
         now, broken = float(view["now"]), self._broken
         if now < self._now:
-            # This happens if the broker has lost its journal and the machine's clock was set back.
+            # The broker has lost its journal, and the machine's clock was set back.
             self._kernels, self._devices = {}, {}
         self._now, self._broken = now, False
         here = {s["kernel_id"]: s for s in view["sessions"] if s["here"]}
@@ -193,7 +193,7 @@ class KernelUsage:
             del self._seen[name]
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Count one row. This is needed because no snapshot shows the last seconds of a session."""
+        """Count one row: only the rows show the last seconds of a session that has ended."""
         seen, at = self._seen.get(str(row.get("session"))), float(row["time"])
         if seen is None or seen.ended or at < seen.at:
             return

@@ -60,7 +60,7 @@ def _machine(node: Mapping[str, Any], here: str, user: str) -> View:
     return {
         "name": node["name"],
         "here": is_here,
-        # This server reaches its own machine, even if the ledger has had no report from it lately.
+        # This server reaches its own machine, even if the ledger gets no reports from the machine.
         "state": "reachable"
         if is_here and STATES.get(state, "unreachable") == "unreachable"
         else STATES.get(state, state),

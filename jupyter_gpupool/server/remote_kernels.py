@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Kernels of this server on other machines: their sessions, as those machines' brokers report them.
 
-Each question goes through the brokers and agents of both machines. So the server asks a machine at
-most once a second, and not before the last question to it has ended. If a machine does not answer,
-the server still shows its last sessions, marked as unreachable, because the kernels there probably
-still run.
+Each question goes through the broker and the agent of this machine and of the other machine. So the
+server asks a machine at most once a second, and waits for the end of each question before the next
+question. If a machine does not answer, its kernels probably still run. The server then shows the
+last known sessions of that machine, marked as unreachable.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .views import View
 #: Least seconds between two questions to a machine.
 LEAST = 1.0
 
-#: Seconds to wait for an answer. If the answer is lost on its way, this machine's broker waits for
-#: it longer than this.
+#: Seconds that this server waits for an answer. If the answer is lost on its way, this machine's
+#: broker waits longer than this server.
 PATIENCE = 10.0
 
 #: A machine's clock counts as changed if it seems to have moved by more than this many seconds.
@@ -76,7 +76,7 @@ class _MachineAnswers:
         self.question: asyncio.Task[None] | None = None
 
     def ask(self, kernels: Mapping[str, RemoteKernel]) -> None:
-        """Ask the machine about these kernels, unless it was asked less than LEAST seconds ago."""
+        """Ask the machine about these kernels, at most once in :data:`LEAST` seconds."""
         if self.question is None and time.monotonic() - self._asked >= LEAST:
             self._asked = time.monotonic()
             self.question = asyncio.get_running_loop().create_task(self._ask(kernels))
@@ -123,7 +123,7 @@ class _MachineAnswers:
         except asyncio.TimeoutError:
             self._silent = f"{self._node} has not answered for {PATIENCE:g} s."
         except GPUPoolError as error:
-            # A machine that is too busy to answer counts as silent only if this lasts for long.
+            # A busy machine counts as silent after PATIENCE seconds without an answer.
             if error.code is not Code.TOO_MANY or time.monotonic() - self._heard > PATIENCE:
                 self._silent = error.message
         except Exception:
@@ -151,8 +151,8 @@ class _MachineAnswers:
             **session,
             **times,
             "queue_length": session.get("queue_length") if queued else None,
-            # From these seconds, the history computes a share of time. This needs the exact time of
-            # each count on one clock, which the server does not know for another machine.
+            # The history computes a share of time from these seconds. For another machine, the
+            # server does not know the exact time of each count, so it cannot compute the share.
             "busy_seconds": None,
             "mine": True,
             "here": True,

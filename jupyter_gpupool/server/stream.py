@@ -51,7 +51,7 @@ class EventSocket(WebSocketMixin, websocket.WebSocketHandler, JupyterHandler):  
         """Do not set the headers that pages have; called by tornado."""
 
     def get_compression_options(self) -> dict[str, Any]:
-        """Turn on compression: the names of fields are most of a snapshot. Called by tornado."""
+        """Turn on compression: a snapshot consists mostly of field names. Called by tornado."""
         return {}
 
     def open(self, *args: Any, **kwargs: Any) -> None:

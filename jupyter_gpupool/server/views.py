@@ -76,7 +76,8 @@ def visible(
     view["sessions"] = [
         {
             **session,
-            # This value changes for all sessions at once, but only queued sessions need it.
+            # Only queued sessions need this value. The other sessions do not have it, so that they
+            # do not change each time the queue does.
             "queue_length": (
                 session.get("queue_length") if session.get("queue_position") is not None else None
             ),

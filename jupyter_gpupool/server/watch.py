@@ -4,8 +4,8 @@
 
 The view is needed while this server has a Pooled GPU kernel or a client of the websocket. During
 that time, each push from the broker leads to one ``status`` request. A slow poll adds requests for
-changes that the broker does not push (others' waits, sizes in use). Differences between two answers
-become events. At other times the server sends the broker nothing.
+changes that the broker does not push (the waits of other kernels, sizes in use). Differences
+between two answers become events. While nobody needs the view, the server sends the broker nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Watch:
         Returns the notice that the broker has another configuration than this server; "" if their
         configurations are the same.
     remote:
-        Returns those of this server's kernels that run on other machines, by id.
+        Returns this server's kernels on other machines, by id.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Watch:
         #: The sessions from which the pool soon takes an idle slice. The value is True if the
         #: session's user was warned.
         self._warned: dict[str, bool] = {}
-        #: The free memory of the machine that was last published.
+        #: The machine's free memory, as it was last published.
         self._available: int | None = None
         self._history = KernelHistory()
         self._usage = KernelUsage(time.time())
@@ -153,7 +153,7 @@ class Watch:
             self._news.set()
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Publish a snapshot to a client, or why there is none, and then each change."""
+        """Publish a snapshot (or the reason why there is none) to a client, then each change."""
         self._subscribers.add(subscriber)
         self._unserved.add(subscriber)
         if self._away is not None:
@@ -335,8 +335,8 @@ class Watch:
             pause = min(pause, LIVELY_INTERVAL)
         settles = self._stirred + LIVELY_INTERVAL - last["now"]
         if settles > 0:
-            # One more snapshot follows soon, because the history shows the state of this one until
-            # then.
+            # The history shows the state of this snapshot until the next snapshot, so the next one
+            # must follow soon.
             pause = min(pause, settles + LEAST_INTERVAL)
         for session in last["sessions"]:
             if not session["here"]:
@@ -362,7 +362,7 @@ class Watch:
     def _take(self, view: View) -> None:
         last = self._last
         if last is not None and view["now"] < last["now"] and self._away is None:
-            return  # two requests were under way, and this snapshot is the older one
+            return  # two requests were under way, and this snapshot is the older of the two
         self._last, came_back = view, self._away is not None
         self._away = None
         server_metrics.UP.set(1)
@@ -414,8 +414,8 @@ class Watch:
     def _warn(self, view: View, newcomers: Collection[Subscriber]) -> None:
         """Warn users before the pool takes an idle slice, if a resume is slow or its speed unknown.
 
-        There is one warning for each slice. Each client in ``newcomers`` gets it again, because it
-        may have missed the warning.
+        There is one warning for each slice. The clients in ``newcomers`` get the warning again,
+        because they may have missed it.
         """
         soon: dict[str, bool] = {}
         for session in view["sessions"]:

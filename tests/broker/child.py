@@ -112,7 +112,7 @@ def do_call(command):
 
 
 def do_alloc(command):
-    """Allocate device memory on the slice's device, and fill it with a byte unless that is None."""
+    """Allocate device memory on the slice's device, and fill it with ``byte`` if there is one."""
     from cuda.core import Device
 
     if STATE["device"] is None:

@@ -6,7 +6,7 @@ import pytest
 
 from . import forks, kit
 
-#: For each test: whether each phase so far (setup, call) failed.
+#: For each finished phase of a test (setup, call): whether the phase failed.
 FAILED = pytest.StashKey[list[bool]]()
 
 
@@ -25,7 +25,7 @@ def parts():
 
 @pytest.fixture
 def forked():
-    """Fork the brokers that this process launches: for tests that are not about the launch."""
+    """Fork the brokers that this process launches, for tests that do not test the launch."""
     with forks.instead_of_launches():
         yield
 
@@ -48,7 +48,7 @@ def make_broker(folder, parts):
 
 @pytest.fixture(scope="module")
 def rested():
-    """Yield a list of brokers that earlier tests of this file have left as good as new."""
+    """Yield the brokers of earlier tests of this file that are still as good as new."""
     brokers = []
     yield brokers
     for broker in brokers:

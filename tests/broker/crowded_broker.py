@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose shared memory is full, in a mount namespace of its own."""
+"""A broker in its own mount namespace, in which the shared memory is full."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ The imports are most of the CPU time of a start, and the tests start hundreds of
 several children each. The process that forks brokers is called the server. It has no thread, no
 event loop and no configuration. A forked broker gets its own arguments, environment, working folder
 and standard streams before any of the broker's code runs. It runs its module as ``python -m`` does,
-and ``/proc`` shows its own command line and environment. Only its parent is different: the server.
+and ``/proc`` shows its own command line and environment. Only its parent differs: it is the server.
 Other programs of tests are forked in the same way (:func:`run`).
 
 Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the agent, numpy and
-cuda.bindings. One of these servers has the guard preloaded, as kernels have: the guard reads a
-process's variables at the first CUDA call of the process.
+cuda.bindings. One of these servers has the guard preloaded, like a kernel of the pool. A forked
+kernel can still set the guard's variables, because the guard reads them at the first CUDA call.
 
 Two more servers (:func:`program`) fork processes like kernels, see ``child.py``. They have imported
 cuda.core, which does not load the driver yet. One more server forks Jupyter Servers, and one forks
@@ -67,7 +67,8 @@ EMULATED = str(library_dir())
 #: A word in the arguments that stands for the number of the last descriptor in the broker.
 DESCRIPTOR = "{descriptor}"
 
-#: Bytes that the server's command line and environment reserve for those of a forked process.
+#: Bytes of the server's command line and environment. A forked process writes its own command line
+#: and environment into these bytes.
 _ROOM = {"arguments": 600, "environment": 16_000}
 
 #: Size in bytes of the longest request, with its arguments and its environment.
@@ -200,7 +201,8 @@ class _Server:
 #: The servers that this process uses, by name.
 _servers: dict[str, _Server] = {}
 
-#: The servers that this process has started. They may serve other processes after its end.
+#: The servers that this process has started. They may still serve other processes when this process
+#: has ended.
 _started: list[subprocess.Popen] = []
 
 
@@ -229,7 +231,7 @@ def _programs(guarded):
 
 
 def _folder():
-    """Return the folder of the servers' sockets: the test run's folder, or one of this process."""
+    """Return the folder of the servers' sockets: that of the test run, or that of this process."""
     return Path(os.environ.get("TESTS_FORKS") or _own_folder())
 
 
@@ -240,12 +242,13 @@ def _own_folder():
 
 @atexit.register
 def _leave():
-    """Close the connections to servers; wait for the end of servers that only this process used."""
+    """Close the connections to the servers. Wait until the servers of this process have ended."""
     for server in _servers.values():
         server.close()
     for process in _started:
         if os.environ.get("TESTS_FORKS"):
-            process.returncode = process.poll() or 0  # otherwise Python warns that it still runs
+            # With a return code, Python does not warn that the server is still running.
+            process.returncode = process.poll() or 0
         else:
             process.wait(60)
     if _own_folder.cache_info().currsize:
@@ -254,7 +257,7 @@ def _leave():
 
 @contextmanager
 def own():
-    """Use servers that only this process uses; it is then an ancestor of all forked processes."""
+    """Use servers of this process only. All forked processes then descend from this process."""
     started = len(_started)
     with (
         tempfile.TemporaryDirectory(prefix="gpupool-") as folder,  # short enough for a socket
@@ -271,7 +274,7 @@ def own():
 
 @contextmanager
 def _alone(path):
-    """Hold the lock of a server's name: nobody else starts the server, and it does not end."""
+    """Hold the lock of a server's name: meanwhile, no server of this name starts or ends."""
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -321,7 +324,7 @@ def _environment():
     return {
         **{k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))},
         "PYTHONPATH": os.pathsep.join((str(ROOT), light)),
-        "OPENBLAS_NUM_THREADS": "1",  # a fork would lose numpy's threads
+        "OPENBLAS_NUM_THREADS": "1",  # a forked process would not have the threads of numpy
         "ROOM": "-" * _ROOM["environment"],
     }
 
@@ -380,7 +383,7 @@ def kernels(command, *, env, stdin=None, stdout=None, stderr=None, cwd=None, **o
 
 
 def jupyter_server(command, *, env, log, folder=str(ROOT)):
-    """Start a Jupyter Server that writes into the file ``log``; execute what cannot be forked."""
+    """Start a Jupyter Server that logs into the file ``log``; execute it if it cannot be forked."""
     plain = all(env.get(name) == os.environ.get(name) for name in _LOADER)
     if command[:3] != [sys.executable, "-m", "jupyter_server"] or not plain:
         return subprocess.Popen(
@@ -511,7 +514,7 @@ def _serve(path, listener):
             ready, its = os.pipe()
             pid = os.fork()
             if not pid:
-                os.setsid()  # no process knows the pid yet, so none sees the old group
+                os.setsid()  # before any process knows the pid, and could look up its group
                 os.close(its)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -530,7 +533,7 @@ def _serve(path, listener):
 
 
 def _last(path, listener):
-    """Return a connection that another process makes now; if there is none, end this server."""
+    """Return the connection that another process makes now; end this server if none connects."""
     with path.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -606,7 +609,7 @@ def _end(code):
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
     except OSError:
-        sys.exit(code)  # Python has its own exit code for a failed flush
+        sys.exit(code)  # after a failed flush, Python ends with another exit code
     ctypes.PyDLL(None).exit(code)
 
 
@@ -615,7 +618,8 @@ def _search(folder, env):
     own = os.environ["PYTHONPATH"].split(":")
     given = filter(None, env.get("PYTHONPATH", "").split(":"))
     installed = (entry for entry in sys.path[1:] if entry not in own)
-    sys.path[:] = dict.fromkeys([folder, *given, *installed, str(ROOT)])  # ROOT is installed, too
+    # The package in ROOT is installed, so ROOT belongs to the installed entries.
+    sys.path[:] = dict.fromkeys([folder, *given, *installed, str(ROOT)])
 
 
 def _rename(command, env, folder):
@@ -702,7 +706,7 @@ if __name__ == "__main__":
     place = Path(sys.argv[1])
     heard = _listen(place, int(sys.argv[2]))
     for name in _IMPORTS[sys.argv[3]]:
-        with suppress(ImportError):  # a broker reports the absence of NVIDIA's packages
+        with suppress(ImportError):  # the forked broker reports that NVIDIA's packages are missing
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection would copy the pages that all brokers share
@@ -712,6 +716,6 @@ if __name__ == "__main__":
         _run(line)
     except SystemExit as end:
         if not isinstance(end.code, int | None):
-            raise  # Python prints the code
+            raise  # the code is a text, which Python prints
         code = end.code or 0
     _end(code)

@@ -1,8 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose devices count as guarded: the tests write the page in place of the guard.
+"""A broker whose devices count as guarded, although no guard runs.
 
-So the tests can check what the broker does with a page, call by call and without a compiler.
+The tests write the page in place of the guard. They check the broker's answer to each change of the
+page, and need no compiler.
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ def do_calm(_):
 
 
 def do_toil(command):
-    """Start a thread that fills memory, adds to the values by kernels, and reads them back."""
+    """Start a thread that fills memory, adds to the values with GPU kernels, and reads them."""
     import numpy
 
     from tests.emulated import PTX

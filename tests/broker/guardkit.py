@@ -29,7 +29,7 @@ class GuardedBroker(kit.Broker):
 
 
 class Guarded(kit.Kernel):
-    """A kernel for which the test acts as the guard; its process has an agent only on request."""
+    """A kernel for which the test acts as the guard. With ``agent``, its process has an agent."""
 
     def __init__(self, broker, label="", *, agent=False, launch=True, attach=None, **request):
         self._attach = attach

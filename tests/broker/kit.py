@@ -30,19 +30,20 @@ from . import forks
 MiB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
-#: PYTHONPATH of the processes that tests start: the tests' modules, and those of
-#: ``light/README.md``.
+#: PYTHONPATH of the processes that tests start: the tests' modules, and the modules that
+#: ``light/README.md`` describes.
 PYTHONPATH = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
 
 #: Two small devices; a context takes memory, as on real GPUs.
 MACHINE = "2x512MiB,context=32MiB"
 
-#: The same machine with one device, for tests that need only one: a start takes a quarter less.
+#: The same machine with one device, for tests that need only one. A broker starts in three quarters
+#: of the time.
 ONE = "1x512MiB,context=32MiB"
 CAPACITY = (512 - 32) * MiB  # each device keeps room for a context
 SINGLE = 512 * MiB  # a single device keeps no room for a context
 
-#: The size that a session asks for: a device has room for one such session.
+#: Size that a session requests. A device has room for only one session of this size.
 BIG = 300 * MiB
 
 
@@ -165,8 +166,8 @@ class Broker:
     def start(self, *, wait=True, env=None):
         """Start the broker; return its report, or None without ``wait``.
 
-        A test that does not wait, or that gives the environment, is about the start: its broker is
-        executed like a user's broker. All other brokers are forked, see ``forks.py``.
+        Without ``wait``, or with ``env``, the test is about the start. Its broker is executed, like
+        a user's broker. All other brokers are forked, see ``forks.py``.
         """
         reading, writing = os.pipe()
         arguments = ["--socket", str(self.socket), "--config", str(self.config_file)]
@@ -361,7 +362,7 @@ def as_new(status):
         and all(
             d["can_suspend"]
             and not d["drained_reason"]
-            and not d["memory_used"]  # None without sessions: the broker takes no samples then
+            and not d["memory_used"]  # None if no session exists: the broker takes no samples
             and d["memory_granted"] == d["memory_foreign"] == 0
             for d in status["devices"]
         )

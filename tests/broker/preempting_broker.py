@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose pool preempts a session in use when a test asks, whatever the pool's rules are.
+"""A broker whose pool preempts a session in use when a test asks, even against the pool's rules.
 
-The test writes a session's id into ``preempt`` beside the socket. So tests of what the broker does
-after such a decision do not depend on the pool's rules.
+The test writes a session's id into ``preempt`` beside the socket. With this broker, a test of what
+follows a preemption does not depend on the pool's rules.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Compares device memory with the byte that it was filled with, in pieces of one buffer.
+"""Checks that each byte of a block of device memory has one value, piece by piece.
 
-A buffer as large as the memory causes a page fault for every 4 KiB. Together with
-a buffer of expected bytes, it causes three times as many faults. For 64 MiB this took 0.13 CPU
-seconds, and the tests check 64 MiB hundreds of times.
+All pieces use the same small buffer. A buffer as large as the block causes a page fault for every
+4 KiB. With a second buffer for the expected bytes, there are three times as many faults. For 64 MiB
+this took 0.13 CPU seconds, and the tests check 64 MiB hundreds of times.
 """
 
 from __future__ import annotations
 
-#: Bytes that are copied at once; they stay in the processor's cache.
+#: Bytes in one copy. A buffer of this size fits in the processor's cache.
 PIECE = 1 << 20
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Orders of an admin about the sessions of other users; nobody else may give such orders."""
+"""Only an admin may give orders about the sessions of other users."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def busy(kernel):
     return found
 
 
-def test_recall_moves_a_busy_kernel_out_and_tells_its_owner(broker, busy):
+def test_recall_suspends_a_busy_kernel_and_informs_its_owner(broker, busy):
     with broker.client() as client:
         answer = client.call("recall", session=busy.session, minutes=0.05, reason="a lecture")
         assert answer["note"].startswith("The pool takes the slice back in 3 s: ")
@@ -74,7 +74,7 @@ def test_invalid_recall_is_refused_and_takes_no_slice(broker, busy, fields, word
     assert broker.rows("admin") == []
 
 
-def test_recall_outlives_a_killed_broker(broker, busy):
+def test_next_broker_keeps_a_recall_after_a_kill(broker, busy):
     broker.disturbed = True
     with broker.client() as client:
         client.call("recall", session=busy.session, minutes=60)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A kernel's start survives the broker's death between any two of its steps."""
+"""A kernel's start succeeds even if the broker dies between two steps of the start."""
 
 from __future__ import annotations
 

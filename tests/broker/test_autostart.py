@@ -284,7 +284,7 @@ def test_a_full_disk_does_not_stop_the_pool(small_disk, make_broker):
         assert [r["kind"] for r in broker.rows("open", "attach")] == ["open", "attach"]
 
 
-def test_full_disk_at_a_start_is_reported_and_starts_no_broker(small_disk, make_broker, caplog):
+def test_start_on_a_full_disk_is_refused_with_the_reason(small_disk, make_broker, caplog):
     broker = make_broker().started
     broker.kill()
     with small_disk:
@@ -294,8 +294,7 @@ def test_full_disk_at_a_start_is_reported_and_starts_no_broker(small_disk, make_
         assert (answer["ok"], answer["code"]) == (False, "no-space")
         state = broker.folder / "state"
         assert answer["next_step"].startswith(f"Make room on the disk of {state}, or set c.GPUPool")
-        # The broker was killed, so a launcher starts it again only with the broker's own
-        # configuration.
+        # A launcher starts a killed broker again only with the configuration of that broker.
         other = {"GPUPool": {"emulate": "1x1GiB", "state_dir": str(broker.folder / "other")}}
         with pytest.raises(BrokerUnavailable, match="cannot be started again") as caught:
             ensure_broker(other, str(broker.socket))

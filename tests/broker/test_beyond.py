@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Driver memory beyond the guard's count: the broker learns it and charges it to the slice."""
+"""The broker learns how much driver memory the guard does not count, and charges the slice."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from . import kit
 from .kit import MiB, wait_until
 from .test_guarded import OUT_OF_MEMORY, Program
 
-#: The size of the machine's context, and of lazily loaded code. The code takes more than the
-#: watchdog tolerates on a device of 2 GiB (128 MiB), and less than the most that the broker
-#: explains for one process (256 MiB).
+#: The size of the machine's context, and of lazily loaded code. On a device of 2 GiB, the watchdog
+#: tolerates 128 MiB; the code takes more. The broker explains at most 256 MiB of one process; the
+#: code takes less.
 CONTEXT, CODE = 32 * MiB, 200 * MiB
 
 
@@ -66,7 +66,7 @@ def test_lazily_loaded_code_is_part_of_the_slice(begun):
     _broker, program = begun(600 * MiB, "loaded-code", CODE)
     program.begin(64 * MiB)
     used(program, 64 * MiB + CONTEXT + CODE)
-    # 600 - 296 MiB are left.
+    # The program can still allocate 600 - 296 MiB.
     assert program.do("alloc", bytes=320 * MiB, byte=7) == OUT_OF_MEMORY
     assert program.do("alloc", bytes=280 * MiB, byte=8) is None
 
@@ -146,7 +146,7 @@ def test_cheap_context_is_charged_less_if_the_list_is_complete(rule):
     assert look(*rule, 84, 96) == -12, "of the context, whatever is allocated beside it"
 
 
-def test_incomplete_list_makes_no_context_cheaper(rule):
+def test_context_costs_its_full_size_if_the_list_is_incomplete(rule):
     for _ in range(AGREE):
         assert look(*rule, 20, 32, listed=32) == 0
 

@@ -27,7 +27,7 @@ def test_default_larger_than_a_device_gives_all_of_it_and_warns(make_broker):
     ],
     ids=["nothing", "memory", "both"],
 )
-def test_kernel_that_names_no_limit_may_grow_to_the_whole_device(make_broker, asked, want):
+def test_kernel_without_a_limit_may_grow_to_the_whole_device(make_broker, asked, want):
     broker = make_broker(default_memory="100MiB", default_limit=None).started
     with broker.client() as client:
         answer = client.call("open", kernel_id="k", label="", request=asked)
@@ -35,14 +35,14 @@ def test_kernel_that_names_no_limit_may_grow_to_the_whole_device(make_broker, as
 
 
 def test_slice_without_the_guard_is_the_guaranteed_size(make_broker):
-    """Without the guard, nothing meters growth, and nothing could reclaim grown bytes in use."""
+    """Only the guard can measure growth, and only the guard can reclaim grown bytes in use."""
     broker = make_broker(default_memory="100MiB", default_limit=None, allow_unguarded=True).started
     with broker.client() as client:
         answer = client.call("open", kernel_id="k", label="", request={}, guarded=False)
     assert answer["request"]["memory"] == answer["request"]["limit"] == 100 * MiB
 
 
-def test_default_that_host_memory_cannot_keep_is_refused(make_broker):
+def test_default_larger_than_host_memory_is_refused(make_broker):
     from jupyter_gpupool.errors import RefusedError
 
     broker = make_broker(host_memory="64MiB").started

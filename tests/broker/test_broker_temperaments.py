@@ -71,7 +71,7 @@ def seen(broker, kernel, least):
 
 
 def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
-    """residue: the driver owns memory in use before the first session; no kernel waits for it."""
+    """residue: the driver uses memory before the first session; no kernel waits for this memory."""
     broker = ready(("residue", {"bytes": "40MiB"}))
     (capacity,) = {d["memory_capacity"] for d in broker.status()["devices"]}
     assert capacity == CAPACITY - 40 * MiB - 2 * MiB  # the margin for changes of the residue
@@ -90,7 +90,7 @@ def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
 
 
 def test_growing_residue_counts_as_outside_the_pool(ready, made):
-    """residue: growth beyond the margin counts, and the reason of the wait blames no process."""
+    """residue: growth beyond the margin counts. The reason of a wait names no process for it."""
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     capacity = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
@@ -137,7 +137,7 @@ def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
     assert one.do("check") == 32 * MiB
 
 
-def test_list_without_contexts_counts_nothing_twice(ready, made):
+def test_context_that_nvml_does_not_list_is_counted_once(ready, made):
     """nvml-less: the slice covers the context, so the context is not foreign memory."""
     broker = ready(("nvml-less", {"bytes": "30MiB"}), devices=["0"])
     kernels = [made(broker, f"k{n}", memory=CAPACITY // 4) for n in range(4)]
@@ -163,7 +163,7 @@ def test_list_without_contexts_counts_nothing_twice(ready, made):
     ],
     ids=["as before", "with nothing", "with a little"],
 )
-def test_suspended_kernel_that_nvml_still_lists_blocks_no_kernel(ready, made, temperament):
+def test_suspended_kernel_in_nvmls_list_delays_no_other_kernel(ready, made, temperament):
     """nvml-lag, suspend-keeps: other kernels get the slice, and the broker reports no overuse."""
     broker = ready(
         temperament, ("residue", {"bytes": "4MiB"}), devices=["0"], overuse="end",
@@ -202,7 +202,7 @@ def test_kernel_that_grew_in_a_restore_is_suspended_again(ready, made):
 # ------------------------------------------------------------------ time
 
 
-def test_slow_nvml_during_a_copy_only_delays_others(ready, made):
+def test_slow_nvml_during_a_copy_ends_no_kernel(ready, made):
     """nvml-waits: no device is lost, no kernel ends, and a new kernel gets its slice meanwhile."""
     broker = ready(("nvml-waits", {}))
     one, two = made(broker, "one"), made(broker, "two")
@@ -220,8 +220,8 @@ def test_slow_nvml_during_a_copy_only_delays_others(ready, made):
     assert "is killed" not in broker.tail()
 
 
-def test_lock_that_ignores_its_timeout_costs_no_kernel(ready, made):
-    """lock-ignores-timeout: the kernel keeps its slice, learns why, and is suspended later."""
+def test_kernel_survives_a_lock_that_ignores_its_timeout(ready, made):
+    """lock-ignores-timeout: the suspend is refused, and the pool suspends the kernel later."""
     broker = ready(lock_timeout=0.2)
     one = made(broker, "one")
     one.attach()
@@ -283,8 +283,10 @@ def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
 
 
 def test_kernel_that_cannot_move_waits_for_its_gpu(ready, made):
-    """The self-test could move between GPUs, but now the driver refuses to move the kernel (fault
-    migration-refused). The reason of the wait names the old GPU.
+    """The reason of the wait names the old GPU.
+
+    The driver could move the self-test's process to another GPU. Later it refuses to move the
+    kernel (fault migration-refused).
     """
     broker = ready()
     one, busy = made(broker, "one"), made(broker, "busy")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Schedules in a running broker: it applies each change once and on time, whatever the clock."""
+"""A running broker applies each change of a schedule once and on time, even if the clock jumps."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_change_is_applied_once_when_it_is_due(at):
     status = broker.status()
     assert status["settings"]["idle_timeout"] == 7200
     assert status["schedule"] == {"in_force": ["night"], "next_change": MORNING, "next": []}
-    # The broker reads the clock many more times, and applies nothing a second time.
+    # The broker reads the clock many more times. It must not apply the change a second time.
     time.sleep(1)
     assert broker.schedules() == ["In force: night"]
     assert "In force: night" in broker.log.read_text()
@@ -216,7 +216,7 @@ def test_budgets_follow_a_changed_clock(at):
 
 
 def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
-    """The broker reads the clock at the request: its next regular look is an hour away."""
+    """The broker must read the clock at the request: its next regular reading is an hour later."""
     monkeypatch.setenv("TEST_LOOK", "3600")
     daily = {"seconds": 1, "renews": "20:00", "then": "refuse"}
     broker = at(EVENING - 3600, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
@@ -226,7 +226,7 @@ def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
         wait_until(lambda: broker.session(kernel.session)["usage"]["spent"], "the budget's end")
     finally:
         kernel.close()
-    # The next broker has no lease, so it writes no usage: a write would also read the clock.
+    # The next broker has no lease, so it writes no usage. To write usage, it would read the clock.
     broker.kill()
     assert broker.start()["ok"]
     kernel = Kernel(broker, "second")

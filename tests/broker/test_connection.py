@@ -114,7 +114,7 @@ def test_a_message_in_pieces_is_one_message(folder):
         b"\n",
     ],
 )
-def test_peer_that_sends_rubbish_gets_an_error_and_stays(folder, rubbish):
+def test_rubbish_gets_an_error_and_the_peer_stays_connected(folder, rubbish):
     async def scenario(service, connect):
         reader, writer = await connect()
         writer.write(rubbish)

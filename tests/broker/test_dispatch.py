@@ -143,8 +143,8 @@ def test_expensive_requests_get_fewer_turns(folder, monkeypatch):
         his.send(flood(150))
         await messages(his, 150)
         statuses = service.handled.count((ADA, "status"))
-        # At these prices, the broker answers 150 / 8 statuses beside 150 pings. The bound is
-        # higher, because a ping that takes long costs more than its price.
+        # At these prices, the broker answers 150 / 8 statuses while it answers 150 pings. The
+        # bound is higher, because a slow ping costs more than its price.
         assert statuses < 150 / 3
 
     run(folder, monkeypatch, scenario)
@@ -253,8 +253,8 @@ def test_acts_over_the_budget_are_delayed_and_never_refused(folder, monkeypatch)
     run(folder, monkeypatch, scenario)
 
 
-def test_broker_leaves_a_flood_unread_in_the_sender(folder, monkeypatch):
-    """The broker does not read beyond the budget: it keeps a few kilobytes of each connection."""
+def test_broker_does_not_read_a_flood_beyond_the_budget(folder, monkeypatch):
+    """The broker keeps a few kilobytes of each connection; the rest stays with the sender."""
     small_budgets(monkeypatch, reads=(0.001, 1.0))
 
     async def scenario(service, connect):
@@ -299,7 +299,7 @@ def test_unfinished_requests_of_one_user_are_bounded(folder, monkeypatch):
 
 
 def test_acts_that_wait_for_the_budget_are_bounded(folder, monkeypatch):
-    """Acts used to wait in decoded form, several times as large: 100 connections cost 50 MB."""
+    """The broker once decoded acts before they waited; 100 connections then took 50 MB."""
     small_budgets(monkeypatch, acts=(0.001, 1.0))
     monkeypatch.setattr(module, "MAX_UNFINISHED", 500_000)
     holds = [{"id": f"{n:0200}", "kind": "cell"} for n in range(700)]
@@ -350,7 +350,7 @@ def test_peer_that_never_reads_is_disconnected(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_pushes_that_nobody_reads_close_the_connection(folder, monkeypatch):
+def test_unread_pushes_close_the_connection(folder, monkeypatch):
     monkeypatch.setattr(module, "MAX_UNREAD", 300_000)
 
     async def scenario(service, connect):
@@ -445,8 +445,8 @@ def test_bytes_for_silent_peers_that_read_nothing_are_bounded(monkeypatch):
         service = Service()
         made = []
         for number in range(100):
-            # The first peers leave the most unread bytes. So the broker always chooses a peer that
-            # is already closing.
+            # Each peer leaves fewer unread bytes than the peer before it. So the peer with the most
+            # unread bytes, which the broker chooses, is already closing.
             service.load = "x" * (30_000 - 10 * number)
             connection = Connection(service)
             transport = HalfClosed(connection)
@@ -467,7 +467,7 @@ def test_bytes_for_silent_peers_that_read_nothing_are_bounded(monkeypatch):
 
 
 def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch):
-    """Stalled requests once kept all places of their user: no other long request was handled."""
+    """Stalled requests once blocked all other long requests of the same user."""
     monkeypatch.setattr(module, "READER_PATIENCE", 0.5)
     part = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * (2 * module.CHUNK)
 
@@ -514,12 +514,12 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 
         long = read_on()
         assert len(long) == dispatch.MAX_LONG, "the others wait in their senders"
-        # The broker reads a long request of another user, and a short request of the same user.
+        # Meanwhile the broker reads another user's long request, and Ada's short request.
         (ben, short) = await connect(BEN), await connect(ADA)
         await loop.sock_sendall(ben, line + b'"}\n')
         await loop.sock_sendall(short, b'{"v":1,"type":"ping","id":1}\n')
         await until(lambda: {(BEN, "ping"), (ADA, "ping")} <= {*service.handled})
-        # A connection that closes makes room, like a request that is complete.
+        # When a connection closes, the broker reads the next long request of the user.
         leaver = senders[service.connections.index(long[0])]
         ends[senders.index(leaver)].cancel()
         leaver.close()

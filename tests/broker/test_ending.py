@@ -41,7 +41,7 @@ def journal_there(broker):
     return any((broker.folder / "state").glob("journal*.sqlite"))
 
 
-#: Points of a start, in order. At each of them, the broker does something different.
+#: Points of a broker's start, in order. The broker does something different at each point.
 POINTS = {
     "at once": lambda _: True,
     "lock taken": lambda broker: Path(f"{broker.socket}.lock").exists(),
@@ -67,8 +67,8 @@ def ends(broker, number=signal.SIGTERM, within=WITHIN):
     wait_until(lambda: not any(p.is_running() for p in found), "the end of its children", 60)
 
 
-#: SIGTERM at each point. SIGINT has the same handler, so two points are enough: before and after
-#: the broker sets the handler.
+#: SIGTERM at each point, and SIGINT at two points. SIGINT has the same handler, so one point before
+#: the broker sets the handler and one point after are enough.
 CASES = [
     *((point, signal.SIGTERM) for point in POINTS),
     ("at once", signal.SIGINT),
@@ -98,7 +98,7 @@ def test_signals_at_any_time_of_the_start_end_the_broker(make_broker):
 
 
 def test_signal_at_the_request_for_a_sample_is_not_lost(make_broker):
-    """If the event and the cancellation came together, the monitor's wait lost the cancellation."""
+    """The monitor's wait once lost a cancellation that came at the same moment as the event."""
     broker = make_broker(sample_interval=0.05).started
     kernels = [kit.Kernel(broker, str(n), memory=64 * kit.MiB) for n in range(2)]
     try:

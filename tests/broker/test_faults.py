@@ -101,7 +101,7 @@ def test_refused_checkpoint_pins_the_session_and_gives_a_reason(broker, three):
     assert refused[0]["session"] == one.session
 
 
-def test_work_that_does_not_drain_is_left_running(broker, three):
+def test_kernel_continues_if_its_work_does_not_drain(broker, three):
     one, two, heir = three
     broker.faults.set("lock-timeout", pid=one.process.pid, count=1)
     heir.do("ask", hold="cell")
@@ -171,8 +171,8 @@ def test_memory_accounts_are_right_without_process_lists(broker, kernel):
     assert one.do("check") == 64 * MiB
 
 
-def test_stopped_kernel_is_left_alone(broker, three):
-    """SIGSTOP makes every checkpoint call hang; no other kernel may suffer."""
+def test_stopped_kernel_delays_no_other_kernel(broker, three):
+    """After SIGSTOP, each checkpoint call for this kernel hangs."""
     one, two, heir = three
     one.do("drop", hold="cell")
     one.wait_state("idle")
@@ -192,7 +192,7 @@ def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
     two.attach()
     pushes = []
     with broker.client(on_push=pushes.append) as agent:
-        # This process is no descendant of the kernel, so it may not say hello.
+        # This process is no descendant of the kernel, so the broker refuses its hello.
         code = None
         try:
             agent.call("hello", session=one.session, token=one.token)
@@ -257,7 +257,7 @@ def test_device_that_fails_its_self_test_gets_no_session(broker, three):
     wait_until(drained, "the quarantine")
     assert "self-test" in drained()
     broker.faults.clear()
-    # Five samples a second show that the device is readable. That is no reason to trust the device.
+    # Five samples a second show that the device is readable. The broker must still not use it.
     then = broker.status()["now"]
     wait_until(lambda: broker.status()["now"] > then + 1, "five samples")
     assert "self-test" in drained()

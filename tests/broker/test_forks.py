@@ -31,7 +31,7 @@ def test_dropped_process_does_not_end_the_server(tmp_path):
     process = run(tmp_path, f"open({str(tmp_path / 'end')!r}).read()")
     ended = os.pidfd_open(process.pid)
     del process
-    (tmp_path / "end").write_text("")  # this waits until the process reads
+    (tmp_path / "end").write_text("")  # the write waits until the process reads
     assert select.select([ended], [], [], 60)[0]
     os.close(ended)
     assert run(tmp_path, "pass").wait(60) == 0

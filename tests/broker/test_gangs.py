@@ -85,7 +85,7 @@ def gang_of(make):
 
 
 def displaced(make):
-    """Return a gang that waits, and the program that has one of its devices."""
+    """Return a preempted gang that waits, and the program that uses one of the gang's devices."""
     gang, urgent = gang_of(make), make("urgent", priority="interactive")
     urgent.begin(MiB)
     urgent.do("storm")
@@ -97,8 +97,8 @@ def granted(broker):
     return [d["memory_granted"] for d in broker.status()["devices"]]
 
 
-def test_gang_gives_up_and_gets_back_all_its_devices_together(broker, make):
-    """The gang gets no device while only one is free; its wait reason names the two it needs."""
+def test_gang_loses_and_regains_all_its_devices_together(broker, make):
+    """The gang gets no device while only one is free. Its wait reason says that it needs two."""
     gang, urgent = displaced(make)
     status = gang.status()
     assert (status["devices"], status["granted_bytes"]) == ([], 0)
@@ -119,7 +119,7 @@ def test_gang_gives_up_and_gets_back_all_its_devices_together(broker, make):
 
 
 def test_gang_that_lacks_one_of_two_devices_gets_neither(make_broker):
-    """One victim is suspended, and the other one cannot be suspended yet."""
+    """One victim is suspended, and the other victim cannot be suspended yet."""
     broker = make_broker(lock_timeout=0.5).started
     with ended(broker) as make:
         one, two = make("one"), make("two")
@@ -145,7 +145,7 @@ def test_gang_that_lacks_one_of_two_devices_gets_neither(make_broker):
 
 @pytest.mark.parametrize("dies", ["the broker", "its workers", "one process", "the gang"])
 def test_deaths_while_a_gang_is_half_suspended_do_no_harm(make_broker, dies):
-    """The state of one process is in host memory, and the other's state is being copied there."""
+    """The state of one process is in host memory; the copy of the other process is under way."""
     broker = make_broker().started
     with ended(broker) as make:
         gang = gang_of(make)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker uses only the GPUs that its user was given."""
+"""A broker uses only the GPUs in its user's variables, such as ``CUDA_VISIBLE_DEVICES``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_broker_tests_and_grants_only_the_given_gpu(make_broker):
             client.call("open", kernel_id="two", request={"devices": 2})
 
 
-def test_variable_that_names_no_gpu_is_a_readable_error(make_broker):
+def test_unknown_gpu_in_a_variable_is_a_readable_error(make_broker):
     broker = make_broker(attach="cell")
     answer = broker.start(env={**kit.environment(broker.folder), "SLURM_JOB_GPUS": "5"})
     assert answer["ok"], answer

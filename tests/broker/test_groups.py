@@ -273,7 +273,7 @@ def test_a_module_of_nss_that_fails_is_logged(caplog):
     assert "The Unix groups of user id 0 cannot be read" in caplog.text
 
 
-def test_nss_is_not_asked_without_rules_about_unix_groups():
+def test_nss_is_asked_only_if_a_rule_names_a_unix_group():
     nss = Nss("x")
 
     async def run():

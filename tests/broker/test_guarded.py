@@ -14,7 +14,7 @@ from jupyter_gpupool.guard import page as layout
 from . import kit
 from .kit import MiB, wait_until
 
-#: The size that a session asks for: a device has room for one such session.
+#: Size that a session requests. A device has room for only one session of this size.
 BIG = 300 * MiB
 
 #: CUDA_ERROR_OUT_OF_MEMORY.
@@ -125,7 +125,7 @@ def test_idle_kernel_is_preempted_and_returns_with_its_bytes(broker, program):
 
 
 def test_nvml_call_of_a_suspended_kernel_brings_it_back(broker, program):
-    """The driver would block the call until a resume, and nothing else asks for the resume."""
+    """The driver would block the call until a resume, so the guard must ask for the resume."""
     p = program()
     devices = p.do("nvml")  # this call needs no slice
     assert p.state() == "detached"
@@ -200,7 +200,8 @@ def test_free_memory_excludes_a_neighbours_guarantee(broker, program):
     neighbours = [q for q in (other, third) if q.status()["slices"][0]["device"] == home]
     assert neighbours, "the machine has two devices, and the three sessions fit on no single one"
     granted = sum(q.status()["granted_bytes"] for q in neighbours)
-    # p may grow into all memory outside the neighbours' slices, however little the neighbours use.
+    # p may grow into all memory outside the neighbours' slices. Unused memory of these slices does
+    # not count as free.
     wait_until(
         lambda: p.do("info")[0] <= kit.CAPACITY - granted - CONTEXT, "the neighbour's guarantee"
     )
@@ -260,8 +261,8 @@ def test_lone_program_may_use_the_gpu_beyond_host_memory(make_broker):
     p.close()
 
 
-def test_refused_allocations_in_a_row_ask_the_broker_once(program):
-    """The guard in the process refuses the other allocations itself until something changes."""
+def test_repeated_refused_allocations_send_few_requests(program):
+    """The guard refuses the next allocations without a request until something changes."""
     p = program(memory=100 * MiB, limit=100 * MiB)
     p.begin(60 * MiB)
     before = p.status()["messages"]
@@ -316,7 +317,7 @@ def test_manual_kernel_gets_an_error_and_continues(program):
     assert p.do("context") == NOT_READY
 
 
-def test_next_broker_serves_a_call_that_waited_at_the_kill(broker, program):
+def test_next_broker_serves_a_call_that_still_waits(broker, program):
     first, second, third = program(), program(), program()
     for p in (first, second):
         p.begin(MiB)
@@ -359,10 +360,11 @@ def test_memory_allocated_past_the_guard_is_reported(make_broker):
     p.close()
 
 
-def test_slice_in_use_at_a_brokers_death_is_free_after_the_use(make_broker):
-    """A new broker once kept such a slice in use for two seconds.
+def test_slice_is_free_if_its_use_ends_without_a_broker(make_broker):
+    """The use of the slice ends after one broker has died and before the next broker starts.
 
-    A broker that was killed within these two seconds served no waiting session.
+    The next broker once counted the slice as in use for two more seconds. If this broker was also
+    killed within the two seconds, it served no waiting session.
     """
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     holder, waiting = (Program(broker, name, memory=BIG) for name in ("holder", "waiting"))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Journal pages for clients: bounded pages, turns between users, and allowed rows only."""
+"""Clients read the journal in bounded pages. Users take turns, and each reads only allowed rows."""
 
 from __future__ import annotations
 

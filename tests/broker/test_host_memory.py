@@ -98,7 +98,7 @@ def test_mounted_group_counts_in_a_container(tree, line):
     assert tree.free(7)[1:] == [("control group /", 4 * GiB, 3 * GiB)]
 
 
-def test_group_above_a_threaded_group_counts(tree):
+def test_limit_of_a_group_above_a_threaded_group_counts(tree):
     tree.process(7, "0::/job/threads")
     tree.group("job", memory__max=GiB, memory__current=0)
     tree.group("job/threads", cgroup__type="threaded")
@@ -224,7 +224,7 @@ def test_suspends_under_way_count_in_all_shared_cgroup_levels(tree):
         room.give("b")
         assert await room.take("b", 8, 8 * GiB) == ("", False)
         assert (await room.take("d", 9, 20 * GiB))[0]
-        assert await room.take("e", 9, 0) == ("", False)  # no state needs no host memory
+        assert await room.take("e", 9, 0) == ("", False)  # a state of 0 bytes needs no host memory
         room.close()
 
     asyncio.run(scenario())
@@ -292,7 +292,7 @@ def suspended(broker, one, size=64 * MiB):
 
 
 def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
-    in_group(broker, 650 * MiB)  # the reserve of 512 MiB and an eighth of it stay free
+    in_group(broker, 650 * MiB)  # a suspend leaves the reserve, 512 MiB, and one eighth more free
     one = program("one", "job")
     one.begin(64 * MiB, byte=1)
     one.wait_state("idle")
@@ -327,7 +327,7 @@ def test_note_names_a_low_limit_before_another_kernel_waits(broker, program):
 
 
 def test_limit_below_the_slice_leads_to_a_warning(make_broker):
-    """The pool could not suspend such a program in use; other kernels once waited without end."""
+    """The pool cannot suspend this program, so other kernels once waited without end."""
     broker = make_broker(
         preempt=["class"], unsuspendable="ask", unsuspendable_after=["1s", "1s", "1s"]
     ).started

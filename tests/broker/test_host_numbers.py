@@ -50,7 +50,7 @@ def bystander():
 
 
 def looked(broker, one, times=5):
-    """Wait for several samples: the kernel makes a change before each one."""
+    """Wait for several samples. The kernel changes its memory before each sample."""
 
     def seen():
         status = broker.status()

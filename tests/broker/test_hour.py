@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The last hour of the devices and the queue, by minutes."""
+"""Figures of the devices and of the queue for each minute of the last hour."""
 
 from __future__ import annotations
 

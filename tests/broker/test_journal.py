@@ -58,7 +58,7 @@ def test_record_of_a_newer_or_older_version_is_read():
     assert from_json(data) == RECORD
 
 
-def test_committed_rows_are_there_after_a_kill(path):
+def test_committed_rows_remain_after_a_kill(path):
     journal = Journal(path, LOG)
     journal.put("s1", to_json(RECORD))
     journal.append(Row(time=1.0, kind="open", session="s1", owner="ada", detail={"a": 1}))
@@ -79,7 +79,7 @@ def test_committed_rows_are_there_after_a_kill(path):
     last.close()
 
 
-def test_journal_is_readable_by_its_user_alone(path):
+def test_only_its_user_can_read_the_journal(path):
     journal = Journal(path, LOG)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -194,7 +194,7 @@ def test_memory_is_bounded_while_the_disk_takes_no_rows(path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_lock_on_a_full_disk_is_an_error_that_asks_for_room(folder, monkeypatch, number):
+def test_full_disk_at_the_lock_is_an_error_that_asks_for_room(folder, monkeypatch, number):
     def full(lock):
         raise OSError(number, os.strerror(number))
 

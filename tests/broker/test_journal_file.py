@@ -50,7 +50,7 @@ def change(path, sql, *values):
 # ---------------------------------------------------------------------- owner
 
 
-def test_name_and_content_of_a_journal_name_the_machine(broker):
+def test_journals_path_and_content_show_the_machines_id(broker):
     path = journal_of(broker)
     assert local_machine.machine_id() in path.name
     db = sqlite3.connect(path)
@@ -228,12 +228,15 @@ def test_living_broker_whose_lock_was_deleted_keeps_its_journal(folder):
 
 @pytest.mark.parametrize("boot", ["this", "another"])
 def test_older_journal_open_on_another_machine_is_left_alone(folder, monkeypatch, boot):
-    """On a network home, SQLite's locks are visible on all machines; locks of sockets are not."""
+    """All machines with a network home see SQLite's locks there.
+
+    Only the broker's own machine sees the lock of the broker's socket.
+    """
     old = older(folder)
     if boot == "another":
         change(old, "UPDATE meta SET value = 'another' WHERE name = 'boot'")
     monkeypatch.setattr(local_machine, "network_file_system", lambda _: "NFS")
-    # The kernel reports 0 for a lock that no process of this machine holds.
+    # Linux reports pid 0 if the lock's holder is on another machine or in another container.
     monkeypatch.setattr(journal_file, "_holder", lambda _: 0)
     if boot == "this":  # the holder is in a container on this machine
         with pytest.raises(BrokerUnavailable):
@@ -331,7 +334,7 @@ def test_user_has_one_journal_for_all_folders_of_sockets():
 
 
 def test_second_broker_joins_the_first_from_another_folder(clean, monkeypatch):  # noqa: F811
-    """cron and tmux have another XDG_RUNTIME_DIR than the login."""
+    """XDG_RUNTIME_DIR in cron and tmux differs from XDG_RUNTIME_DIR in the login."""
     first = ensure_broker(settings(clean))
     pid = status(first)["pid"]
     (clean / "cron").mkdir()
@@ -386,7 +389,7 @@ def test_write_ahead_log_is_bounded_under_steady_commits(folder):
     journal.close()
 
 
-def test_journal_keeps_to_its_size_and_drops_the_oldest_rows(folder):
+def test_journal_above_its_size_drops_the_oldest_rows(folder):
     path = folder / "journal.sqlite"
     journal = Journal(path, LOG, max_bytes=lambda: 2 << 20)
     for n in range(60):
@@ -429,8 +432,8 @@ def test_deleted_journal_is_written_again(folder):
     after.close()
 
 
-def test_long_log_is_moved_once_and_not_with_each_check(folder):
-    """The log's file keeps its length after SQLite has begun the log again."""
+def test_long_log_is_moved_once_and_not_at_each_check(folder):
+    """SQLite writes the log again from the begin of its file, but the file keeps its length."""
     long = []
     journal = Journal(folder / "journal.sqlite", LOG, on_long=lambda: long.append(written))
     for written in range(3000):
@@ -464,7 +467,7 @@ def test_log_is_overwritten_and_not_truncated(folder):
 
 
 def test_commit_that_starts_a_long_log_again_is_not_synced(folder):
-    """A sync would not help: the data that SQLite moved from log to file is unsynced, too."""
+    """A sync would not help: SQLite has not synced the data that it moved from log to file."""
     journal = Journal(folder / "journal.sqlite", LOG)
     unsynced = []
     for n in range(1500):

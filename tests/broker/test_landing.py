@@ -37,7 +37,7 @@ def devices(broker):
 
 
 def occupy(kernel, but=(), memory=BIG):
-    """Take every GPU except ``but``; return the computing program of each GPU."""
+    """Let a program compute on each GPU except ``but``; return the program of each GPU."""
     taken, spare = {}, []
     for _ in range(64):
         if not [u for u in devices(kernel.broker) if u not in taken and u not in but]:
@@ -107,7 +107,7 @@ def test_queries_of_a_process_and_its_children_take_no_slice(make_broker, kernel
     assert k.status()["used_bytes"] == 16 * MiB
 
 
-def test_process_stays_on_the_gpu_that_it_saw_if_that_has_room(broker, kernel):
+def test_process_stays_on_its_first_gpu_if_this_gpu_has_room(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     k.begin(MiB)
@@ -124,7 +124,7 @@ def test_landed_session_can_move_again_with_its_bytes(broker, kernel):
     k.wait_state("idle")
     k.server.call("release", session=k.session)
     k.wait_state("detached")
-    other = occupy(kernel, but=[home])  # one of them takes the GPU that k had
+    other = occupy(kernel, but=[home])  # one of these programs takes the last GPU of k
     takers[home].do("calm")
     takers[home].kill()
     assert place in other
@@ -151,7 +151,7 @@ def test_child_that_asked_before_the_slice_lands_alone(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("sub", command={"do": "ask"})
     occupy(kernel, but=[u for u in devices(broker) if u != home])
-    k.begin(16 * MiB, byte=1)  # this process did not ask, so it sees the GPU that it gets
+    k.begin(16 * MiB, byte=1)  # only the child asked, so k can get any GPU
     (place,) = k.status()["devices"]
     assert place != home
     k.do("storm")
@@ -183,8 +183,8 @@ def test_session_with_two_gpus_lands_on_two_other_gpus(make_broker, kernels):
 
 def test_eight_kernels_that_asked_share_the_only_free_gpu(make_broker, kernels):
     # Seven other programs compute and must keep their GPUs. ``quiet_after`` is long because a busy
-    # machine delays their calls. ``preempt`` is empty so that no turn ends while the eight are
-    # served.
+    # machine delays their calls. ``preempt`` is empty so that no turn ends while the pool serves
+    # the eight kernels.
     broker = make_broker(
         emulate="8x256MiB,context=16MiB", host_memory="4GiB", quiet_after=1.0, preempt=[]
     ).started
@@ -241,7 +241,7 @@ def maker(kernels, broker):
 # ---------------------------------------------------------------------- the cost of landing
 
 
-def test_gpu_keeps_room_for_a_context_only_if_others_exist(make_broker):
+def test_sole_gpu_keeps_no_room_for_a_context(make_broker):
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     (device,) = devices(broker).values()
     assert device["memory_capacity"] == 512 * MiB
@@ -250,7 +250,7 @@ def test_gpu_keeps_room_for_a_context_only_if_others_exist(make_broker):
     assert {d["memory_capacity"] for d in devices(two).values()} == {512 * MiB - CONTEXT}
 
 
-def test_process_waits_with_a_reason_if_the_driver_cannot_move(make_broker, kernels):
+def test_process_waits_with_a_reason_if_it_cannot_be_moved(make_broker, kernels):
     broker = make_broker()
     broker.faults.set("migration-refused")
     assert broker.started
@@ -360,7 +360,7 @@ def alone(broker, place, size):
 
 
 class UnmeasuredBroker(kit.Broker):
-    """A broker whose pool does not know the size of a context, so it refuses no small slice."""
+    """A broker whose pool does not know the size of a context. It also grants too small slices."""
 
     module = "tests.broker.unmeasured_broker"
 
@@ -424,7 +424,7 @@ def test_refused_or_cancelled_move_frees_its_room(broker, kernel, step):
     assert k.do("land", step=step) == ("bad-request" if step == "move" else None)
     assert k.status()["landing"] == []
     k.tell("land", step="begin")
-    assert k.answer(30) is None  # a room that was not freed would delay this by 60 s
+    assert k.answer(30) is None  # if the room were still taken, the answer would take 60 s
     assert k.do("land", step="cancel") is None
     assert k.do("context") is None
     assert broker.rows("land")
@@ -449,7 +449,7 @@ def test_refused_move_ends_after_the_contexts_are_released(broker, kernel):
     set_landing(k, LANDING_MOVES)
     broker.faults.set("migration-refused", pid=k.process.pid)
     assert k.do("land", step="move") == "not-moved"
-    # The test is now the guard, which releases the contexts that it made for the move.
+    # The test acts as the guard and releases the contexts, which exist only for the move.
     assert k.mark() == LANDING_BEGUN
     assert k.status()["landing"] == [home]
     set_landing(k, LANDING_NONE)
@@ -474,7 +474,7 @@ def mixed(folder, parts):
     print(broker.tail())
 
 
-def test_cuinit_during_a_wait_binds_the_session_to_its_model(mixed, kernels):
+def test_cuinit_during_a_wait_binds_the_session_to_one_model(mixed, kernels):
     kernel = maker(kernels, mixed)
     takers = occupy(kernel)
     k = kernel(memory=BIG)

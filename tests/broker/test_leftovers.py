@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The next broker of the user removes what killed brokers left, and nothing that is in use."""
+"""The user's next broker removes the files of killed brokers, and keeps all files in use."""
 
 from __future__ import annotations
 

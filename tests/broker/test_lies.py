@@ -158,7 +158,7 @@ def test_waits_on_one_connection_are_bounded(broker, kernel):
     blocker[0].do("drop", hold="cell")
     one.do("got", hold="h255")
 
-    # A user who sends so many requests may get a status that is a quarter of a second old.
+    # After so many requests, the user may get a status that is a quarter of a second old.
     def holds():
         found = broker.session(one.session)
         return len(found["holds"]) if found else 0

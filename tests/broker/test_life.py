@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The life of a session: a real broker, the driver's real path, processes with device memory."""
+"""The life of a session with a real broker, the emulated driver, and data in device memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_unmeasured_values_are_null_and_not_zero():
     assert measured(replace(attached, footprint=3), True) == 3
 
 
-def test_orderly_end_keeps_the_emulated_devices_of_sessions(broker, kernel):
+def test_normal_end_keeps_the_emulated_devices_of_sessions(broker, kernel):
     state = broker.socket.with_name("broker.sock.emulated")
     one = kernel("one")
     assert broker.stop() == 0
@@ -251,7 +251,7 @@ def test_watchers_hear_of_the_end_of_a_cell(broker, kernel):
 
 
 def test_watchers_hear_that_others_wait_for_an_idle_slice(broker, kernel):
-    """The broker pushes once for all idle sessions of the watcher, however many there are."""
+    """The broker sends the watcher one push, even if several of the watcher's sessions are idle."""
     one, other, heir = (kernel(name, memory=400 * MiB) for name in ("v", "o", "h"))
     idle = {each.session for each in (one, other)}
     for each in (one, other):

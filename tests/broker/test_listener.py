@@ -23,7 +23,7 @@ def refused(path):
     return caught.value
 
 
-def test_new_folder_and_socket_are_open_to_the_user_alone(folder):
+def test_only_the_user_can_open_a_new_folder_and_socket(folder):
     path = folder / "new" / "broker.sock"
     claim = Claim(path)
     listening = claim.bind()
@@ -178,7 +178,7 @@ def connected(path, listening):
         client.send(b"x")
         listening.setblocking(True)
         listening.settimeout(30)
-        while True:  # the claim's own probe may be in the queue
+        while True:  # the claim connects once to check the socket; this may be in the queue
             accepted, _ = listening.accept()
             with accepted:
                 if accepted.recv(1) == b"x":
@@ -208,7 +208,7 @@ def test_given_socket_whose_file_was_deleted_is_replaced(folder, given):
     assert connected(path, listening)
     path.unlink()
     listening.close()
-    listening = claim.restore()  # a serving broker also calls this
+    listening = claim.restore()  # a broker calls this while it serves
     assert connected(path, listening)
     listening.close()
     claim.close()
@@ -226,7 +226,8 @@ def test_socket_with_a_full_queue_does_not_count_as_dead(folder, given):
         except BlockingIOError:
             break
     before = path.stat().st_ino
-    assert refused(path).code == "already-running"  # as for a living broker whose lock was deleted
+    # A living broker whose lock was deleted has the same code.
+    assert refused(path).code == "already-running"
     claim = Claim(path, given.dup())
     claim.bind().close()
     claim.close()

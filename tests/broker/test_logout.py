@@ -186,7 +186,7 @@ def test_folder_of_a_broker_that_has_just_died_is_made_again(broker, program, th
     with_pid(pid)
     kit.remove(broker.socket.parent)
     kit.remove(SHARED_MEMORY / folder_name(broker.socket))
-    assert not starting.revive(broker.socket)  # no record names a socket in this unusual place
+    assert not starting.revive(broker.socket)  # no record is left except the copy
     copy = env[startrecord.COPY_VARIABLE]
     if there:
         assert starting.revive(broker.socket, copy=copy)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``pause``, ``drain`` and ``resume`` of a real broker: what they suspend, wait for and close."""
+"""``pause``, ``drain`` and ``resume`` with a real broker: which kernels and files they affect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def maintain(broker, action, device="", reason="new driver", timeout=90):
 
 
 def order(broker, device=""):
-    """Return the order for the whole pool, or for a device, from the status."""
+    """Return the maintenance order for the whole pool or for a device, as the status shows it."""
     rows = broker.status()["maintenance"]
     return next((row for row in rows if row["device"] == device), None)
 
@@ -329,7 +329,7 @@ def test_resume_without_a_driver_is_refused(broker, one):
     state = broker.folder / "broker.sock.emulated"
     machine = (state / "machine").read_bytes()
     broker.disturbed = True
-    # Emulate a driver that does not start: another machine has its shared state.
+    # Emulate a driver that does not start: an empty folder replaces the file of its state.
     (state / "machine").rename(state / "aside")
     (state / "machine").mkdir()
     with pytest.raises(RefusedError):
@@ -351,7 +351,7 @@ def test_resume_without_a_driver_is_refused(broker, one):
         ("stop", "", "There is no maintenance action 'stop'"),
     ],
 )
-def test_wrong_orders_are_refused_in_a_sentence(broker, action, device, said):
+def test_invalid_orders_are_refused_in_one_sentence(broker, action, device, said):
     with pytest.raises(RefusedError, match=said):
         maintain(broker, action, device)
 
@@ -524,7 +524,7 @@ def test_retire_suspends_first_if_the_driver_hangs_at_a_kill(hanging, restored):
     assert all(d["memory_granted"] == 0 for d in hanging.status()["devices"])
 
 
-def test_gpu_of_a_killed_restored_kernel_is_tested_before_use(hanging, restored):
+def test_gpu_is_tested_after_the_kill_of_a_restored_kernel(hanging, restored):
     """The OOM killer, or a user's ``kill -9``, ends the kernel without a suspend."""
     uuid = hanging.session(restored.session)["device"]
     restored.kill()
@@ -558,7 +558,7 @@ def test_restored_kernel_that_exits_is_not_reported_as_killed(hanging, restored)
         ("lost", "Its test failed"),
     ],
 )
-def test_missing_test_of_a_suspect_gpu_is_no_failure(code, told):
+def test_untested_suspect_gpu_does_not_count_as_failed(code, told):
     device = types.SimpleNamespace(
         uuid="GPU-x", index=0, memory_total=MiB, name="", tier="", tier_reason="", can_suspend=True
     )
@@ -605,7 +605,7 @@ def test_next_broker_notices_a_kill_while_no_broker_ran(hanging, restored):
     wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
 
 
-def test_kernel_never_restored_needs_no_suspend_at_its_end(hanging):
+def test_kernel_without_a_restore_ends_without_a_suspend(hanging):
     with closing(Kernel(hanging, "fresh", memory=400 * MiB)) as one:
         one.attach()
         one.do("alloc", bytes=64 * MiB, byte=1)

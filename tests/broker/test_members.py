@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Members of a session: programs beside the agent that hold its slice, such as its parent."""
+"""Members of a session: other programs than its agent that also hold its slice.
+
+The parent of the kernel is an example.
+"""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def broker(make_broker, port, request):
     return make_broker(metrics_port=port, **getattr(request, "param", {})).started
 
 
-def test_metrics_without_a_port_open_no_socket_and_load_nothing(make_broker):
+def test_metrics_are_off_without_a_port(make_broker):
     broker = make_broker().started
     assert listening(broker.process.pid) == []
     code = (
@@ -95,7 +95,7 @@ def test_metrics_with_a_port_listen_on_loopback_only(served):
     assert listening(broker.process.pid) == [f"0100007F:{port:04X}"]
 
 
-def test_both_formats_parse_as_their_content_types(served):
+def test_both_formats_are_valid_for_their_content_types(served):
     _, port = served
     # Figures of the devices appear with the first sample.
     wait_until(lambda: "device_used_bytes{" in ask(port)[2], "a sample of the devices", 60)
@@ -109,7 +109,7 @@ def test_both_formats_parse_as_their_content_types(served):
     assert {name.removesuffix("_info") for name in plain} == strict
     assert all(name.startswith(PREFIX) for name in plain)
     assert "unknown" not in plain.values()
-    # Odd text after the name of the format is no error.
+    # The broker accepts any text after the name of the format.
     for odd in ("application/openmetrics-text;version=x", "text/plain;version=;;", ",;,", "\xe9"):
         assert ask(port, Accept=odd)[0] == 200
 
@@ -150,7 +150,7 @@ def test_metrics_follow_a_session_from_wait_to_suspend(broker, port, kernel):
         counts = {key[1:]: n for key, n in now.items() if key[0] == "pool_sessions"}
         return {(state, priority): n for (priority, state), n in counts.items() if n}
 
-    first = sees(device_used_bytes=0)  # the broker has sampled before the first session
+    first = sees(device_used_bytes=0)  # the broker takes a sample before the first session
     assert first["device_up", device] == 1
     assert first["device_capacity_bytes", device] == SINGLE
     assert first["device_granted_bytes", device] == first["device_suspend_seconds_count", device]
@@ -203,7 +203,7 @@ def test_metrics_follow_a_session_from_wait_to_suspend(broker, port, kernel):
     two.close()
     sees(device_granted_bytes=0)
     ended = figures(port)["device_attached_seconds_total", device]
-    kernel("later")  # a page that shows this session is later than the ends above
+    kernel("later")  # a page of metrics with this session is newer than the end of the leases
     wait_until(lambda: figures(port)["pool_sessions", "notebook", "detached"] == 1, "a later page")
     assert figures(port)["device_attached_seconds_total", device] == ended > total
 
@@ -284,7 +284,8 @@ def test_rubbish_is_refused_without_a_line_in_the_log(served):
     for name, data in RUBBISH.items():
         with closing(socket.create_connection(("127.0.0.1", port), 20)) as client:
             answer = b""
-            with suppress(ConnectionResetError, BrokenPipeError):  # a reset also refuses
+            # A reset of the connection counts as a refusal, too.
+            with suppress(ConnectionResetError, BrokenPipeError):
                 client.sendall(data)
                 while part := client.recv(65536):
                     answer += part

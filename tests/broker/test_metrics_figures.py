@@ -125,7 +125,7 @@ def families(registry):
 
 
 def all_families():
-    """Return the families of a machine whose values could all be read."""
+    """Return the families of metrics of a machine on which every value is readable."""
     found = {}
 
     async def look():
@@ -233,14 +233,14 @@ def test_attached_seconds_grow_on_every_device_of_a_slice(on_machine):
         machine.attach("one")
         (piece,) = machine.pool.record("one").slices
         machine.time += 5
-        machine.row("state", "both", new="idle")  # the slices are unchanged
+        machine.row("state", "both", new="idle")  # an idle session keeps its slices
         assert sorted(seconds()) == [15, 20]
         machine.pool.handle(e.SessionEnded(now=machine.time, session="both", reason="closed"))
         machine.row("close", "both")
         machine.time += 100
         assert sorted(seconds()) == [15, 120]
         assert machine.value("device_attached_seconds_total", device=piece.device) == 120
-        # Metrics that are switched on during a lease count the seconds after that.
+        # Metrics that are switched on during a lease count only the seconds from then on.
         machine.runner.busy = {"one": "active"}
         later = f.Attached(machine.runner)
         machine.time += 3
@@ -319,7 +319,7 @@ def test_dashboard_uses_existing_metrics_and_labels():
 
 
 def exported(node):
-    """Return the labels of each sample of a broker, as a dashboard may use them."""
+    """Return the labels that a dashboard may use, for each sample of a broker's metrics."""
     found = {}
 
     async def look():

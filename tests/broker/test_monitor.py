@@ -24,7 +24,7 @@ from .parts import monitor_of
 
 
 class Core:
-    """A pool and its clock; ``changes`` counts leases that begin or end, as the broker does."""
+    """A pool and its clock; ``changes`` counts the begins and ends of leases, as in the broker."""
 
     def __init__(self):
         self.pool = Pool(PoolSettings(default_memory=GiB, host_memory=16 * GiB))
@@ -72,9 +72,10 @@ def a_monitor():
 
 
 def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch, a_monitor):
-    """Suspends use up the last report of host memory, so a resume must bring a new report, too.
+    """After each resume, the monitor must report host memory again.
 
-    Without a new report, three finished suspends used up the room for three states.
+    The pool subtracts each suspended state from the last report. Without a report after a resume,
+    the pool had no host memory left after three suspends, because 3 GiB has room for three states.
     """
     monkeypatch.setattr(HostRoom, "machine", lambda _: 3 * GiB)
     runner = Core()
@@ -121,7 +122,8 @@ def test_monitor_reports_only_changes_to_the_pool(monkeypatch, a_monitor):
     assert runner.told == 2
 
 
-#: Of a device's 1600 bytes NVML reports 20 as reserved, and the broker measured 80 more.
+#: A device has 1600 bytes. NVML reports 20 of them as reserved, and the broker has measured that 80
+#: more are reserved.
 TOTAL, RESERVED, KEPT = 1600, 20, 80
 
 #: Pids of an attached, a suspended and a landing session, and of a process without a session.
@@ -189,7 +191,7 @@ def test_longer_samples_are_followed_by_longer_pauses(a_monitor):
 
         async def slow():
             begins.append(asyncio.get_running_loop().time())
-            await asyncio.sleep(took)  # the sample, whose length the monitor measures
+            await asyncio.sleep(took)  # the monitor measures how long this sample takes
             ends.append(asyncio.get_running_loop().time())
             runner.changed.set()
             if len(ends) == 4:

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The cost of a hostile user to the broker and to other users: attacks on a real broker.
 
-The benchmark ``neighbours`` measures how long others wait; these tests check bounds. An attack
-runs as another user if the tests are root, else as the same user: the bounds are the same.
+The benchmark ``neighbours`` measures how long others wait; these tests check bounds. If the tests
+run as root, an attack runs as another user, else as the same user. Its bounds do not depend on the
+user.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from .kit import ROOT, Raw, wait_until
 #: A user id that no account has.
 MALLORY = 21003
 
-#: Most bytes that the broker may have resident under any attack.
+#: Limit of the broker's resident memory under any attack, in bytes.
 MOST = 100_000_000
 
-#: Most bytes that an attack of seconds may add to the log.
+#: Most bytes that an attack of a few seconds may add to the log.
 MOST_LOG = 50_000
 
 ATTACK = ROOT / "benchmarks" / "attack.py"
@@ -317,7 +318,10 @@ def requests(draw):
 )
 @given(st.lists(requests(), min_size=1, max_size=12))
 def test_no_input_causes_an_internal_error(attacked, messages):
-    """The requests of a living session come in any order; an integer of 400 digits used to fail."""
+    """The broker gets requests of a living session in any order and with any values.
+
+    An integer of 400 digits once caused an internal error.
+    """
     with (
         subprocess.Popen(["sleep", "600"], start_new_session=True) as kernel,
         attacked.client() as server,

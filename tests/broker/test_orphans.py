@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes that the broker must end because nothing could resume them; others must continue."""
+"""The broker ends processes that nothing can resume. All other processes must continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def broker(make_broker):
 
 @pytest.fixture
 def family(broker):
-    """A suspended kernel and its suspended child, which outlives it."""
+    """A suspended kernel, and its suspended child. The child outlives the kernel."""
     one = Program(broker, "one", memory=300 * MiB)
     other = Program(broker, "other", memory=100 * MiB)
     one.begin(32 * MiB)

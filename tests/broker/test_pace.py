@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Long work on the broker's event loop leaves time for requests, and checks few processes."""
+"""Long work on the broker's event loop is done in parts, and requests run between the parts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_requests_are_answered_between_the_pages_of_a_sample(slow_clock):
     assert turns >= SESSIONS
 
 
-def test_broker_writes_the_room_of_all_pages_in_parts(slow_clock):
+def test_broker_updates_the_growth_room_of_pages_in_parts(slow_clock):
     told = []
 
     async def run():

@@ -42,7 +42,7 @@ def at(folder):
 # ---------------------------------------------------------------------- brokers that die
 
 
-def test_next_broker_serves_a_thread_that_waited_at_the_kill(make_broker):
+def test_next_broker_serves_a_thread_that_still_waits(make_broker):
     broker = make_broker().started
     first, second = Guarded(broker, memory=BIG, devices=2), Guarded(broker, memory=BIG)
     first.lease()
@@ -64,7 +64,7 @@ def test_next_broker_serves_a_thread_that_waited_at_the_kill(make_broker):
         k.close()
 
 
-def test_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
+def test_next_broker_opens_the_gate_of_a_killed_broker(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -79,7 +79,7 @@ def test_gate_that_a_killed_broker_left_closed_is_opened(make_broker):
     k.close()
 
 
-def test_gate_that_a_killed_broker_left_paused_shows_use_again(make_broker):
+def test_next_broker_ends_the_pause_of_a_killed_broker(make_broker):
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -274,10 +274,10 @@ def test_client_cannot_change_the_flags_of_the_brokers_page(kernel):
 
 
 def test_connection_that_reads_nothing_gets_its_page_once(kernel):
-    """Linux limits the open files that a user has sent and that no process has received yet.
+    """Linux limits how many files of a user may be sent through sockets and not yet received.
 
-    Each unread copy of a page counts. When Linux refused more, new kernels of all containers ran
-    without their page.
+    Each unread copy of a page counts. After a client had used up the limit, new kernels in all
+    containers ran without their page.
     """
     k = kernel(memory=BIG)
     who = {"session": k.session, "token": k.token}
@@ -286,7 +286,7 @@ def test_connection_that_reads_nothing_gets_its_page_once(kernel):
         return k.broker.status()["broker"]["counters"]["messages"]
 
     with kit.Raw(k.broker.socket) as raw:
-        before, looks = heard(), itertools.count(1)  # each status request is a message, too
+        before, looks = heard(), itertools.count(1)  # the counter includes the status requests
         for number in range(1, 41):
             raw.say(type="page", id=number, **who)
         wait_until(lambda: heard() - before - next(looks) == 40, "the broker has heard all")
@@ -296,7 +296,7 @@ def test_connection_that_reads_nothing_gets_its_page_once(kernel):
 
 
 def taken(raw, answers):
-    """Read so many positive answers; close and return the descriptors that come with them."""
+    """Read ``answers`` positive answers. Return the descriptors in the answers, already closed."""
     found, text = [], b""
     while text.count(b"\n") < answers:
         data, new, _, _ = socket.recv_fds(raw.socket, 1 << 16, 64)
@@ -311,7 +311,8 @@ def taken(raw, answers):
 def test_file_lease_on_a_page_does_not_delay_a_new_broker(tmp_path):
     layout.Page.create(tmp_path / "s.page", "s", os.getuid()).close()
     holder = os.open(tmp_path / "s.page", os.O_RDONLY)
-    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # Linux sends it to the lease's holder
+    # Linux sends SIGIO to the holder of the file lease.
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)
     try:
         fcntl.fcntl(holder, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         with pytest.raises(layout.PageError, match="temporarily unavailable"):
@@ -341,7 +342,7 @@ def test_process_that_a_page_names_often_is_checked_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("way", ["own link", "link of another", "file"])
 def test_abandoned_page_removes_only_its_own_link(tmp_path, way):
-    """The next opened file gets the closed descriptor's number: it is usually another page."""
+    """A link names a descriptor's number. After a close, the number may belong to another page."""
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     kept = ControlPages(tmp_path, {}, at(tmp_path), logging.getLogger())
     session = SimpleNamespace(id="s", page=page, uid=os.geteuid(), process=None)

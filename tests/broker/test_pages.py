@@ -64,12 +64,12 @@ def test_lease_is_in_the_page_before_the_answer(broker, kernel):
     assert k.granted() == BIG
     assert k.devices() == k.status()["devices"]
     assert k.served
-    # The test touches the gate. Otherwise, on a slow machine, the kernel could be idle without a
-    # hold.
+    # The test touches the gate, because on a slow machine the kernel may already be idle and have
+    # no hold.
     wait_until(lambda: k.touch() and holds(k) == ["device"], "its use")
 
 
-def test_quiet_kernel_is_idle_and_a_call_without_message_is_use(broker, kernel):
+def test_call_of_an_idle_kernel_is_use_without_a_message(broker, kernel):
     k = kernel()
     k.lease()
     k.wait_state("idle")
@@ -104,7 +104,7 @@ def test_kernel_without_a_cell_is_idle_at_once_under_demand(make_broker):
     broker = make_broker(quiet_after=600, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
     *holders, late = kernels
-    for k in holders:  # one on each device
+    for k in holders:  # each holder gets one of the two devices
         k.lease()
         assert k.touch()
     assert [k.state() for k in holders] == ["active", "active"]
@@ -347,7 +347,7 @@ def test_growth_into_a_neighbours_slice_is_refused(broker, kernel):
 
 
 def vain(k, device=0):
-    """Return the size from which the page refuses growth; at 0, the guard asks the broker."""
+    """Return the smallest size that the page refuses. If it is 0, the guard asks the broker."""
     return struct.unpack_from("<Q", k.map, layout.VAIN_AT + 8 * device)[0]
 
 
@@ -432,7 +432,7 @@ def test_pinned_kernel_is_recognised_without_a_driver_call(broker, kernel):
 
 
 def test_call_that_does_not_return_keeps_the_slice(make_broker):
-    """The call stays inside after the gate closes, so the gate opens again for other calls."""
+    """The call is still inside the driver after the gate closes, so the gate opens again."""
     broker = make_broker().started
     k = Guarded(broker, memory=BIG)
     k.lease()
@@ -551,8 +551,8 @@ def test_kernel_ended_by_a_rule_is_suspended_first_if_needed(make_broker):
     k.server.call("release", session=k.session)
     k.wait_state("detached", seconds=60)
     k.lease()
-    # The kernel may end before it answers. It only allocates: a suspend waits for work on the GPU
-    # for 5 s, and on a busy machine the kernel may write to the memory for longer.
+    # The kernel may end before it answers. It allocates, and does not fill the memory: on a busy
+    # machine this takes more than 5 s, and a suspend waits only 5 s for work on the GPU.
     k.tell("alloc", bytes=220 * MiB, byte=None)
     k.process.wait(60)
     row = wait_until(lambda: broker.rows("retired"), "suspended again", 60)[0]

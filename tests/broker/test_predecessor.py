@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker that died is started again where its kernels look for it, with their journal."""
+"""A dead broker is started again with its journal, at the socket that its kernels know."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 
 @pytest.fixture
 def orphaned(clean, monkeypatch):  # noqa: F811
-    """Yield a killed broker and its kernel with a slice; this process now has another login."""
+    """Yield a killed broker and its kernel with a slice. The test then runs in another login."""
     broker = At(clean, ensure_broker(settings(clean, idle_timeout=77)))
     one = Kernel(broker, "one")
     one.attach()
@@ -49,7 +49,7 @@ def orphaned(clean, monkeypatch):  # noqa: F811
     kit.remove(SHARED_MEMORY / folder_name(broker.socket))
 
 
-def test_broker_is_started_where_its_living_kernels_look_for_it(orphaned, clean, caplog):  # noqa: F811
+def test_broker_is_started_at_the_socket_that_its_kernels_know(orphaned, clean, caplog):  # noqa: F811
     broker, one = orphaned
     with caplog.at_level(logging.WARNING):
         assert ensure_broker(settings(clean)) == broker.socket

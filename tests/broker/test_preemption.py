@@ -21,7 +21,7 @@ from .kit import ONE, MiB, wait_until
 from .preempting_broker import REASON
 from .test_guarded import NOT_READY, Program
 
-#: The size that a session asks for: a device has room for one such session.
+#: Size that a session requests. A device has room for only one session of this size.
 BIG = 300 * MiB
 
 CLASSES = {"batch": 0, "interactive": 10}
@@ -248,7 +248,7 @@ def test_preemption_is_refused_if_a_call_does_not_return(make_broker):
 
 
 def test_preemption_is_refused_if_work_does_not_drain(make_broker):
-    """No call is inside the driver, but the submitted work takes longer than the lock may take."""
+    """No call is inside the driver, but the submitted work exceeds the time-out of the lock."""
     broker = make_broker(lock_timeout=0.5).started
     worker = Worker(broker, "worker", memory=BIG)
     try:
@@ -265,7 +265,7 @@ def test_preemption_is_refused_if_work_does_not_drain(make_broker):
         worker.close()
 
 
-#: Kernels that make a queue of four seconds.
+#: GPU kernels in the queue: together they take four seconds.
 QUEUE = {"count": 400, "seconds": 0.01}
 
 
@@ -290,8 +290,8 @@ def test_queue_of_a_contended_program_drains_in_time(make_broker, contended):
         worker.close()
 
 
-def test_page_says_contended_while_another_session_waits(make_broker):
-    """The page says this only if the pool may preempt running work: only then must work drain."""
+def test_page_shows_contention_while_another_session_waits(make_broker):
+    """The page shows this only if the pool may preempt running work, which must drain first."""
     broker = make_broker(preempt=["turns"], max_swap_overhead=0.001).started
     program = Maker(broker)
     try:
@@ -320,7 +320,7 @@ def test_preemption_is_refused_while_a_graph_is_recorded(broker, program):
 
 
 def test_running_cell_without_the_guard_is_not_preempted(make_broker):
-    """Nothing holds calls back, and a CUDA call during the suspend would end the process."""
+    """Without the guard's gate, a CUDA call during the suspend would end the process."""
     broker = make_broker(guard=False, attach="cell").started
     kernel = kit.Kernel(broker, "cell", memory=BIG)
     try:

@@ -71,7 +71,7 @@ def test_idle_kernel_stays_idle_over_a_restart(broker, kernels):
     assert one.do("take", hold="next")
 
 
-def test_cells_that_begin_and_end_without_a_broker_count(broker, kernels):
+def test_next_broker_learns_which_cells_began_and_ended(broker, kernels):
     (one,) = kernels("one")
     one.attach()
     broker.kill()
@@ -131,7 +131,7 @@ def test_suspended_kernel_keeps_its_bytes_over_a_restart(broker, kernels):
 
 
 def with_state(kernels):
-    """Return a kernel with data on a device, a suspended kernel, and one without data."""
+    """Return a kernel with data on a device, a suspended kernel, and a kernel without data."""
     one, two, three = kernels("one", "two", "three", memory=300 * MiB)
     one.attach()
     one.do("alloc", bytes=16 * MiB, byte=5)
@@ -270,15 +270,15 @@ def test_agent_that_is_slow_to_return_keeps_its_slice(broker, kernels):
     three.wait_state("queued")
     assert one.state() == "active"
     one.answer()
-    # Ask the broker, not the kernel: the agent notices only after the cell that the old broker is
-    # gone.
+    # Ask the broker and not the kernel: the agent notices the death of the old broker only after
+    # the cell.
     holds = lambda: [hold["id"] for hold in broker.session(one.session)["holds"]]  # noqa: E731
     wait_until(lambda: holds() == ["cell"], "its return")
     one.do("drop", hold="cell")
     three.do("got", hold="cell")
 
 
-def test_orderly_end_keeps_the_sessions(broker, kernels):
+def test_normal_end_of_a_broker_keeps_the_sessions(broker, kernels):
     one, two, three = kernels("one", "two", "three", memory=400 * MiB)
     one.attach()
     one.do("alloc", bytes=16 * MiB, byte=2)

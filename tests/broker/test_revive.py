@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The first process that notices a broker's death restarts it; an ordered end is final."""
+"""The first process that notices a broker's death restarts the broker.
+
+A broker that ended normally is not restarted.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def test_other_server_restarts_the_broker_with_its_old_options(dead):
     assert path == dead.socket
 
 
-def test_broker_that_ended_in_order_is_not_started_again(broker):
+def test_broker_that_ended_normally_is_not_started_again(broker):
     broker.disturbed = True
     broker.stop()
     assert not starting.revive(broker.socket)
@@ -109,7 +112,7 @@ def test_third_failed_start_says_why_and_names_the_log(dead):
     assert startfailures.read_failures(dead.socket).count == 0
 
 
-def test_starts_stop_with_a_reason_if_brokers_die_before_use(dead, monkeypatch):
+def test_launcher_stops_after_brokers_that_died_before_use(dead, monkeypatch):
     monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
     monkeypatch.setattr(startfailures, "MOST_DEATHS", 3)
     for _ in range(2):
@@ -120,7 +123,7 @@ def test_starts_stop_with_a_reason_if_brokers_die_before_use(dead, monkeypatch):
     assert "3 times in a row" in caught.value.message
     assert str(dead.socket.with_suffix(".log")) in caught.value.next_step
     assert startfailures.read_failures(dead.socket).given_up
-    # No broker starts until the pause is over; then one more start is tried.
+    # No broker starts until the pause is over. After the pause, there is one more start.
     with pytest.raises(BrokerUnavailable, match="3 times in a row"):
         starting.revive(dead.socket)
     monkeypatch.setattr(startfailures, "PAUSES", (0.0,))
@@ -180,7 +183,7 @@ def replace_in_record(broker, **changes):
 
 
 def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, monkeypatch):
-    """A killed start does not count as failed: three of them used to fail every waiting call."""
+    """A start that somebody kills does not count as failed. Three once failed all waiting calls."""
     monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
     starts = tmp_path / "starts"
     script = (

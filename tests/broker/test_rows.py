@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The effect of one user's endless requests on the journal that all users share."""
+"""Endless requests of one user add few rows to the journal that all users share."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_allowance_refills_and_idle_users_are_forgotten():
 
 
 def test_sessions_opened_and_closed_leave_a_bounded_journal(make_broker):
-    """This used to write 1.6 GB of write-ahead log in 20 s."""
+    """The broker once wrote 1.6 GB of write-ahead log in 20 s here."""
     broker = make_broker().started
     log, most = Path(f"{broker.status()['broker']['journal']}-wal"), 0
     with broker.client() as client:
@@ -62,8 +62,8 @@ def test_sessions_opened_and_closed_leave_a_bounded_journal(make_broker):
             client.call("close", session=name, reason="z" * 200)
             if n % 50 == 0:
                 most = max(most, log.stat().st_size)
-    # The log starts again when no other connection reads it. This is later if ``tidy`` waits for
-    # the disk: on a busy machine, the broker wrote 3 MiB meanwhile.
+    # The broker overwrites the log when no other connection reads it. While ``tidy`` waits for the
+    # disk, the log grows. On a busy machine, it grew by 3 MiB.
     assert most < 2 * journal_module.MAX_LOG
     broker.stop()
     assert broker.started

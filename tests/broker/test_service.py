@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The broker as a service: what it gets from a service manager, and what users' brokers do then."""
+"""The machine's broker under a service manager, and users' own brokers on this machine."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_message_to_a_missing_address_does_no_harm():
     Supervisor({"NOTIFY_SOCKET": f"@{name}"}).ready("gone")
 
 
-def test_lost_ready_is_repeated_and_pings_go_on(folder, monkeypatch):
+def test_lost_ready_message_is_repeated_and_pings_continue(folder, monkeypatch):
     monkeypatch.setattr(supervisor_module, "AGAIN", 0.01)
     real, failures = socket.socket, [OSError(errno.EMFILE, "too many files")] * 3
     to = real(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -133,7 +133,7 @@ def test_lost_ready_is_repeated_and_pings_go_on(folder, monkeypatch):
         monkeypatch.setattr(supervisor_module.socket, "socket", make)
         variables = {"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "30000"}
         supervisor = Supervisor(variables)
-        supervisor.ready("here")  # the first failure; the next two are in keep_alive
+        supervisor.ready("here")  # fails; the next two messages, in keep_alive, fail, too
         alive = asyncio.ensure_future(supervisor.keep_alive())
         heard, loop = [], asyncio.get_running_loop()
         while heard[-1:] != ["WATCHDOG=1"] or "READY=1\nSTATUS=here" not in heard:

@@ -166,7 +166,7 @@ def test_pause_names_the_suspend_that_it_waits_for(driver, kernel):
     children = psutil.Process(driver.process.pid).children()
     workers = [child for child in children if "worker" in child.cmdline()]
     for worker in workers:
-        worker.suspend()  # so that no call to the driver ends
+        worker.suspend()  # SIGSTOP: the worker's call to the driver does not end
     maintain(driver, "pause", seen)
     what = "the suspend of kernels that have only called cuInit"
     wait_until(lambda: what in order(driver, seen)["step"], "what it waits for", PATIENCE)

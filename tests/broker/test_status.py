@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The status for a user interface: what a user may request, and why no device is there."""
+"""The status for a user interface: what a user may request, and why a device is missing."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_status_shows_the_limits_that_apply_to_requests(make):
         kernel.close()
 
 
-def test_most_bytes_is_what_the_broker_grants(make):
-    """A session on two devices may have half of the quota, or of host memory, on each."""
+def test_broker_grants_the_most_bytes_that_the_status_shows(make):
+    """On each of its two devices, a session may have half of the quota or of host memory."""
     broker = make(
         emulate=MACHINE, host_memory="400MiB", quotas={"*": {"memory": "600MiB", "devices": 2}}
     )
@@ -113,7 +113,7 @@ def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
     use = (16 + 32) * MiB
     with ExitStack() as stack:
         client = stack.enter_context(broker.client())
-        for name in ("a", "b"):  # the first is in host memory when the second is suspended
+        for name in ("a", "b"):  # kernel a is in host memory when kernel b is suspended
             kernel = stack.enter_context(closing(Kernel(broker, name, memory=300 * MiB)))
             kernel.attach()
             kernel.do("alloc", bytes=16 * MiB, byte=1)
@@ -149,7 +149,7 @@ def test_device_is_read_until_its_sessions_memory_is_gone(make):
         wait_until(lambda: used() == [0, 0], "a new look")
 
 
-def test_without_limits_the_largest_device_is_the_limit(make):
+def test_largest_device_is_the_limit_if_no_limit_is_set(make):
     assert make(emulate=MACHINE).status()["limits"]["memory"] == CAPACITY
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A figure that only grows with time does not count as a change for the pages that show it."""
+"""A page of a user interface gets no update if only the seconds of a lease grow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jupyter_gpupool.server import views
 from .kit import wait_until
 
 
-def test_a_held_slice_alone_changes_nothing_in_the_view(broker, kernel):
+def test_view_does_not_change_while_a_session_holds_a_slice(broker, kernel):
     """Otherwise each page would get all sessions with every event: 55 kB for 50 sessions."""
     holder = kernel()
     holder.attach()
@@ -26,5 +26,5 @@ def test_a_held_slice_alone_changes_nothing_in_the_view(broker, kernel):
         grown = now["attached_seconds_total"] > was["attached_seconds_total"]
         return grown and views.delta(before, old) is None
 
-    # The first samples may still see the first call, and change the view once or twice.
+    # The first samples may still show the first call, so the view may change once or twice.
     wait_until(steady, "two looks without a change", 30)

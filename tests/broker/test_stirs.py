@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""When a session is quiet, its readers hear of the changes that have no journal row."""
+"""Readers get notices of changes that have no journal row, once the session is quiet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jupyter_gpupool.kernel.holds import BRIEF
 
 
 def told(*, forget=""):
-    """Return what a reader is told after three changes of ``a`` in a row and one of ``b``."""
+    """Return the notices that a reader gets after three changes of ``a`` and one of ``b``."""
     heard = []
 
     async def main():
@@ -35,7 +35,7 @@ def told(*, forget=""):
 
 
 def queue_told(readers):
-    """Return the times at which the first reader hears of a queue that changes all the time."""
+    """Return the times of the first reader's notices while the queue changes all the time."""
     heard = []
 
     async def main():
@@ -63,9 +63,9 @@ def queue_told(readers):
 
 @pytest.mark.parametrize(("readers", "pause"), [(1, SETTLED), (32, 0.5), (1000, LONGEST_PAUSE)])
 def test_every_reader_hears_of_the_queue_after_a_pause(readers, pause):
-    """Each reader asks for a status when it hears of a change, so a pause follows.
+    """Each reader requests a status after a notice, so the broker waits before the next notice.
 
-    The readers hear of a change during the pause when the pause ends.
+    If the queue changes during this pause, the readers get a notice when the pause ends.
     """
     first, second = queue_told(readers)
     assert second - first > pause - 0.01

@@ -110,7 +110,7 @@ def test_status_shows_group_use_and_share(make_broker):
         kernel.close()
 
 
-def test_text_of_usage_is_bounded_and_keeps_the_largest():
+def test_stored_usage_is_bounded_to_the_users_with_the_most():
     users = {f"u{n}": Usage(memory=float(n), at=5.0) for n in range(MOST + 50)}
     found, groups = read_usage(
         usage_text(users, {"lab": Usage(compute=2.0, today=1.5, spent=True)})
@@ -129,7 +129,7 @@ def test_usage_of_zero_is_not_stored():
     ["", "[]", "{", '{"users": 3}', '{"users": {"ann": [1, 2]}}', '{"users": {"ann": "x"}}',
      '{"users": {"ann": [1, 2, -1, 0, 0]}}', '{"users": {"ann": [1, NaN, 1, 0, 0]}}'],
 )  # fmt: skip
-def test_damaged_text_of_usage_is_left_out(text):
+def test_damaged_text_of_usage_counts_as_no_usage(text):
     assert read_usage(text) == ({}, {})
 
 

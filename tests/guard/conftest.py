@@ -30,7 +30,7 @@ from tests.emulated import environment
 
 HERE = Path(__file__).parent
 
-#: Seconds within which a child answers, unless it hangs.
+#: Seconds that a test waits for a child's answer. A child without an answer hangs.
 TIMEOUT = 60
 
 #: A child that executes the statements that the test sends, and answers with repr(_). Calls of C.*
@@ -135,14 +135,14 @@ class Broker:
     def __init__(self, path):
         self.path = path
         self.messages = []
-        #: Requests before cuInit. The broker answers them at once, and ``messages`` does not have
-        #: them.
+        #: Requests before cuInit. The broker answers them at once, and does not add them to
+        #: ``messages``.
         self.homes = []
         #: Requests for a lost page. For each one the broker calls ``page``, which returns true if
         #: the page is available again.
         self.pages = []
         self.page = lambda: False
-        self.passes = []  # descriptors that the answer to a request for a page carries
+        self.passes = []  # descriptors to send with the answer to a request for a page
         self.home = lambda: None
         self.open = 0  # connections that wait for an answer
         self.answer = lambda message: None

@@ -82,8 +82,8 @@ void guard_leave(void)
     overwrite();
 }
 
-/* The entry point of a call that frees calls this function. It checks the arguments that the guard
- * would note. */
+/* Runs in place of the guard's function at the entry of a freeing call. It checks the arguments
+ * that the guard would note. */
 int guard_enter_back(uint32_t entry, const uint64_t *argument);
 int guard_enter_back(uint32_t entry, const uint64_t *argument)
 {

@@ -90,7 +90,7 @@ static inline void stop(void)
 /* Resumes the session. */
 static void open_again(void)
 {
-    closing = false; /* first, because step() may set `suspended` while `closing` is true */
+    closing = false; /* this comes first: while `closing` is true, step() may set `suspended` */
     suspended = false;
     page.gate = GATE_UNUSED;
 }
@@ -104,7 +104,7 @@ CUresult broker_attach(void)
     return answer;
 }
 
-/* In this test the guard notes no call, so later_do() has no noted calls to make. */
+/* In this test, no call is noted. later_do() only counts how often it runs. */
 bool later_note(uint32_t entry, const uint64_t *argument) { return entry && argument && false; }
 bool later_do(void)
 {
@@ -184,7 +184,7 @@ int main(int argc, char **argv)
                                 : !suspended && counted() == 1);
                     waited += asked - before;
                     tries++;
-                    /* The call is inside, so a closed gate stops no further call of this thread. */
+                    /* While a call of this thread is inside, its other calls ignore the gate. */
                     page.gate = GATE_CLOSED;
                     before = asked;
                     if (!error) {
@@ -200,8 +200,8 @@ int main(int argc, char **argv)
     CHECK(tries > 100 && waited > 20);
     page.pause_until = 0;
     answer = 0;
-    /* A call that is inside may have to wait for the broker. The call then steps out, and steps
-     * back in only through an open gate. */
+    /* A call that is inside may have to wait for the broker. For this wait, the call steps out. It
+     * steps back in when the gate is open. */
     page.gate = GATE_OPEN;
     CHECK(guard_enter() == 0);
     gate_step_out();
@@ -221,8 +221,8 @@ int main(int argc, char **argv)
     page.gate = GATE_UNUSED;
     CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && counted() == 1);
     guard_leave();
-    /* Another thread sleeps, and has not yet set its context in the driver. As long as there is no
-     * noted call, this thread counts no call, and makes no call for the other thread. */
+    /* Another thread sleeps, and has not yet set its context in the driver. At first no call is
+     * noted, so this thread makes no noted calls for the other thread. */
     page.gate = GATE_OPEN;
     gate_arrears(ARREARS_CONTEXTS, true);
     made = steps = 0;

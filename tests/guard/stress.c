@@ -402,8 +402,8 @@ static void busy(struct worker *w)
     OK(cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, w->stream, params, NULL));
 }
 
-/* A child of a fork has no CUDA, whatever its parent was doing at the fork. Its calls must return
- * an error and must not hang. */
+/* After a fork at any moment, the child has no CUDA. Its calls must return an error and must not
+ * hang. */
 static void forks(void)
 {
     int status = 0;

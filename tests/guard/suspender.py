@@ -83,7 +83,7 @@ class Suspender:
                 self.refusals += 1
                 return {"type": "error", "code": "limit", "message": "no"}
             page = self.session.page.read()
-            if not page.granted[0]:  # the session has been suspended since the request
+            if not page.granted[0]:  # the session was suspended after the guard sent its request
                 return {"type": "error", "code": "no-memory", "message": "no"}
             granted = page.granted[0] + message["bytes"] + 4 * MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
@@ -116,7 +116,7 @@ class Suspender:
             until(lambda: self.session.page.gate() == pages.OPEN)  # a call has passed the gate
 
     def pause(self):
-        """Pause the processes, as for a neighbour's turn. No process asks the broker in a pause."""
+        """Pause the processes, as for a neighbour's turn. They send no request during the pause."""
         until = time.monotonic_ns() + 4_000_000
         self.session.page.set_gate(pages.PAUSED, pause_until=until)
         if self.chance.random() < 0.5:

@@ -110,8 +110,8 @@ static void *find(const char *symbol, const char *name, int version)
     case BY_STATIC_CUDART:
     case BY_PER_THREAD:
         if (!through) {
-            /* The static runtime does the same: it finds cuGetProcAddress by its symbol, asks this
-             * function for cuGetProcAddress, and asks the result for all other functions. */
+            /* As in the static runtime: find cuGetProcAddress_v2 by its symbol, call it to look up
+             * cuGetProcAddress, and use the result to look up all other functions. */
             void *library = dlopen("libcuda.so.1", RTLD_NOW);
             proc_v2 get = library ? (proc_v2)dlsym(library, "cuGetProcAddress_v2") : NULL;
             if (!get || get("cuGetProcAddress", (void **)&through, 12000, 0, &status) || !through)
@@ -152,7 +152,7 @@ static CUresult take_pitch(uint64_t n)
               65536, n / 65536, 4);
 }
 
-/* The rows are narrower than their alignment, so only the driver's pitch shows the real size. */
+/* Each row has fewer bytes than the alignment, so only the driver's pitch shows the real size. */
 static CUresult take_narrow(uint64_t n)
 {
     size_t pitch;
@@ -611,7 +611,7 @@ static bool absent(CUresult result)
     return result == ABSENT || result == CUDA_ERROR_NOT_FOUND || result == CUDA_ERROR_NOT_SUPPORTED;
 }
 
-/* Tests one cell. Returns what is wrong, or the result. */
+/* Tests one cell of the table. Returns the text of the cell, or of the error. */
 static const char *cell(const struct row *row)
 {
     static char text[160];

@@ -193,13 +193,13 @@ def test_lock_of_a_killed_process_is_taken_over(session, process):
     assert process().do("_ = 1") == 1
 
 
-#: The most bytes by which one call can grow a pool beyond its charge: the largest request of the
-#: test. The pool grows if the guard expects that the request fits in a hole of the pool, but the
-#: request does not fit. The call then asks the driver and undoes the allocation. So each thread
-#: that is in a call grows the pool at most once.
+#: Most bytes that one call can add to a pool beyond the pool's charge: the largest request of the
+#: test. The guard may expect that a request fits in a hole of the pool. If this is wrong, the pool
+#: grows. The call then asks the driver and undoes the allocation. So each thread that is in a call
+#: makes the pool grow at most once.
 GROWTH = 64 * MIB
 
-#: How often all threads stop between two calls. A thread that stops keeps its memory.
+#: Number of times that all threads stop between two calls. A thread that stops keeps its memory.
 PHASES = 3
 
 
@@ -553,7 +553,7 @@ def test_total_never_grows_for_expandable_segments(session, process, name, text,
 
 
 def test_total_is_known_before_the_first_query(session, process):
-    """PyTorch may be imported, and ask, while the context of another library is suspended."""
+    """The import of PyTorch may read the total while another library's context is suspended."""
     child = process(PYTORCH_ALLOC_CONF="expandable_segments:True")
     session.page.set_gate(2)
     session.page.set_grant([0, 0], 512 * MIB, 1)
@@ -583,7 +583,7 @@ def test_free_memory_is_what_the_session_can_still_take(session, process):
     assert child.do("_ = info()") == (892 * MIB, 1024 * MIB)  # never more than the device has
 
 
-def test_free_memory_leaves_out_a_neighbours_guarantee(session, process):
+def test_free_memory_excludes_a_neighbours_guarantee(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=768 * MIB)
     child = process()
     assert child.do("_ = info()") == (736 * MIB, 768 * MIB)
@@ -620,7 +620,7 @@ def test_context_that_does_not_fit_grows_the_grant_or_fails(session, process):
     assert used(session) == taken(session) == 32 * MIB
 
 
-def test_nothing_is_counted_without_a_page(session):
+def test_guard_without_a_page_counts_nothing(session):
     code = """
 import ctypes
 L = ctypes.CDLL("libcuda.so.1"); c = ctypes.c_void_p(); p = ctypes.c_uint64()

@@ -32,6 +32,6 @@ def test_program_sees_the_same_with_and_without_the_guard(make_session, compiled
     assert len(results) >= 40, done.stdout
     assert {name for _, name, skipped in results if skipped} == set(LEFT_OUT)
     assert {name for result, name, _ in results if result == "not ok"} == OF_THE_SLICE, done.stdout
-    # One allocation was larger than the device. So the guard asked the broker for growth, and the
-    # broker refused.
+    # The program allocates more than the device has. So the guard asked the broker for growth once,
+    # and the broker refused.
     assert [message["type"] for message in session.broker.messages] == ["grow"]

@@ -110,7 +110,7 @@ def test_calls_before_cuinit_ask_for_no_lease(session):
     assert session.broker.messages == []
 
 
-def test_several_threads_wait_at_once(session, until):
+def test_several_threads_wait_at_the_same_time(session, until):
     child = session.child()
     assert child.do("_ = context()") == 0
     session.page.set_gate(pages.CLOSED)
@@ -535,7 +535,7 @@ def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
 
 def test_dead_brokers_link_makes_the_guard_ask_again(session):
     session.page_path.unlink()
-    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # another file has this number now
+    session.page_path.symlink_to(f"/proc/{os.getpid()}/fd/0")  # descriptor 0 is not the page
 
     def back():
         session.page_path.unlink()
@@ -614,7 +614,7 @@ def test_interrupted_wait_for_a_lost_page_is_repeated(session, until):
 
 
 def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
-    """The broker may have no room for the link at first. The kernel need not be restarted."""
+    """At first, the broker may have no room for the link. The kernel must not need a restart."""
     session.page_path.unlink()
     child = session.child()
     assert child.do("_ = [C.cuInit(0) for _ in range(100)]") == [NOT_READY] * 100
@@ -626,7 +626,7 @@ def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
 
 
 def test_guard_asks_for_a_lost_page_with_back_off(session, until):
-    """Each request takes seconds. Without pauses, a program that calls in a loop only waits."""
+    """Each request takes seconds. Without back-off, each call of a loop would wait so long."""
     session.page_path.unlink()
     session.broker.stop()
     child = session.child()
@@ -711,7 +711,7 @@ def test_deleted_page_still_serves_its_processes(session):
     assert len(session.broker.messages) == 1
 
 
-def test_guard_only_passes_calls_on_without_a_session(session):
+def test_guard_without_a_session_only_forwards_calls(session):
     child = session.child(GPUPOOL_PAGE=None)
     session.page.set_gate(pages.CLOSED)
     assert child.do("_ = context(), number(C.cuDeviceGetCount)") == (0, 2)
@@ -880,7 +880,7 @@ def test_call_notices_a_gate_that_closes_at_any_moment(tmp_path, compiled, threa
 
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
-def test_no_uncounted_call_passes_a_gate_that_closes(tmp_path, compiled, thread):
+def test_every_call_through_a_closing_gate_is_counted(tmp_path, compiled, thread):
     """Broker and call must each write before they read. A plain store does not ensure this."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
@@ -916,7 +916,8 @@ if os.fork():
 @pytest.mark.parametrize("first", FIRST)
 def test_call_inside_counts_while_another_thread_leaves(make_session, until, first):
     """One thread counts in its own word and resets it to zero. No other thread uses this word."""
-    session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")  # the copy outlasts the test
+    # At this bandwidth, the copy takes longer than the test.
+    session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")
     child = session.child()
     child.do("""
 import queue

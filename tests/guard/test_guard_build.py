@@ -117,7 +117,7 @@ def test_functions_and_entries_must_match(generator, entries):
         generator.generate(entries, wraps | {"cuLaunchHostFunc"})
 
 
-def test_calls_that_wait_allocate_or_free_have_the_right_kind(entries):
+def test_waiting_and_memory_calls_have_the_right_kind(entries):
     """The gate alone is not enough for a call that waits for the device, allocates or frees."""
     kinds = {e.symbol: e.kind for e in entries}
     sync = re.compile(

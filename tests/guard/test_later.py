@@ -103,7 +103,7 @@ def test_frees_return_at_once_and_are_made_after_the_resume(session, child, susp
     assert session.page.read().used[0] == CONTEXT
 
 
-def test_gated_call_makes_the_noted_calls_before_itself(session, child, suspender, until):
+def test_noted_calls_are_made_before_the_next_gated_call(session, child, suspender, until):
     child.do("p = alloc(8 << 20)")
     suspender.suspend([child.pid], until)
     assert child.do("_ = C.cuMemFree_v2(U(p))") == 0
@@ -503,7 +503,7 @@ def test_free_during_a_refused_suspend_is_made_afterwards(session, child):
 
 
 def test_threads_wait_until_all_noted_calls_are_made(session, child, suspender, until):
-    """One thread makes the noted calls. The other threads wait until it is done."""
+    """One thread makes the noted calls. The other threads wait until all these calls are made."""
     child.do("p = [U(alloc(512 << 10)) for _ in range(600)]")
     taken = session.page.read().used[0]
     suspender.suspend([child.pid], until)

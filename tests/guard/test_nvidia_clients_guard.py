@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """NVIDIA's own clients, unchanged, on the emulated driver under the guard.
 
-Of numba-cuda, these tests use device arrays, streams and events. They do not run its kernels: numba
-compiles them with NVRTC or NVVM to machine code for a GPU, and the emulated driver refuses such
+These tests use the device arrays, streams and events of numba-cuda, but not its kernels. numba-cuda
+compiles kernels with NVRTC or NVVM to machine code for a GPU, and the emulated driver refuses such
 code. cuda-core runs the kernels that the emulated driver knows.
 """
 

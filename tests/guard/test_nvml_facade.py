@@ -61,7 +61,7 @@ def test_device_of_the_session_shows_the_slices_memory(session):
     assert look(session)[1][1] == 0
 
 
-def test_total_memory_follows_limit_grant_and_device(session):
+def test_total_memory_depends_on_limit_grant_and_device(session):
     session.page.set_grant([0], 384 * MIB, 2)
     session.page.set_devices(session.uuids[:1])
     assert look(session)[0][0] == 384 * MIB
@@ -72,7 +72,10 @@ def test_total_memory_follows_limit_grant_and_device(session):
 
 
 def test_nvml_query_without_a_page_path_takes_no_slot(session):
-    """In a container the guard asks the broker for the page. NVML queries load no CUDA driver."""
+    """In a container, the guard gets the page from the broker, because the page has no path.
+
+    An NVML query does not load the CUDA driver, so it needs no slot.
+    """
     session.grant(session.uuids, each=256 * MIB, limit=384 * MIB)
     session.broker.page = lambda: True
     with session.page_path.open("r+b") as page:
@@ -188,7 +191,7 @@ print(json.dumps([(d.memory_total(), d.memory_used(), d.memory_free()) for d in 
 
 
 def test_other_calls_reach_the_driver_unchanged(session):
-    """Arguments and results are unchanged, also if many threads make the first call at once."""
+    """This is also true if many threads make the first call at the same time."""
     code = """
 import pynvml as n, threading
 n.nvmlInit()

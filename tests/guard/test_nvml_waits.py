@@ -43,7 +43,7 @@ def with_context(session):
 
 
 def counted(session):
-    """Return, for each process, how many of its NVML calls a suspend would wait for."""
+    """Return the number of NVML calls of each process for which a suspend would wait."""
     return [slot.nvml for slot in session.slots()]
 
 
@@ -57,7 +57,7 @@ def test_call_of_the_main_thread_asks_for_the_slice_and_waits(session, until, co
     (message,) = session.broker.messages
     assert (message["type"], message["pid"], message["tid"]) == ("attach", child.pid, child.pid)
     until(lambda: session.page.read().waiting == 1)
-    assert counted(session) == [0]  # a suspend need not wait for this call
+    assert counted(session) == [0]  # a suspend does not wait for this call
     session.page.set_gate(pages.UNUSED)
     assert child.reply() == want
     until(lambda: session.page.read().waiting == 0)
@@ -65,7 +65,7 @@ def test_call_of_the_main_thread_asks_for_the_slice_and_waits(session, until, co
 
 
 def test_suspended_process_is_resumed_for_its_nvml_call(session, until):
-    """Without the wait at the gate, the call would block in the driver, and not ask the broker."""
+    """The call must wait at the gate. In the driver, it would block and send no request."""
     child, suspender = with_context(session), Suspender(session, 1)
     suspender.suspend([child.pid], until)
     child.send(COUNT)
@@ -194,7 +194,7 @@ def test_process_started_after_the_suspend_takes_no_slot(session, until):
     assert len(session.broker.messages) == 1
 
 
-def test_call_that_never_returned_delays_no_later_suspend(session, until):
+def test_suspend_does_not_wait_for_a_call_that_cannot_return(session, until):
     """A call does not return if a handler leaves it by siglongjmp, or if its thread ends."""
     child = with_context(session)
     enter = "C.gpupool_nvml_enter(None, ctypes.c_bool(True))"

@@ -69,7 +69,7 @@ def test_populated_mapping_is_complete_and_zero(child, size, call):
     reason="this kernel has no transparent huge pages",
 )
 def test_populated_mapping_may_have_huge_pages(child):
-    """The kernel may have no free huge page. It then makes small pages."""
+    """If Linux has no free huge page, it makes small pages."""
     assert mapped(child, 64 * MiB)[2]
 
 

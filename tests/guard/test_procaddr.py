@@ -118,22 +118,22 @@ def test_guard_answers_a_missing_name_as_the_driver_does(emulated, odd):
 
 @pytest.mark.parametrize("name", ["cuInit", "cuMemAlloc", "cuNoSuchCall"])
 def test_guard_refuses_a_too_new_version_as_the_driver_does(emulated, name):
-    """The pointer is unchanged in both forms. In the form with a status, the status is, too."""
+    """Neither the pointer nor the status changes. One of the two forms has no status."""
     for version in (13010, 2**31 - 1):
         for options in ("", ", with_status=False", ", form=C.cuGetProcAddress", ", flags=2"):
             assert emulated.do(f"_ = get({name!r}, {version}{options})") == (1, 77, 77)
 
 
 def test_form_before_cuda_12_has_four_arguments(odd):
-    """The guard neither reads nor writes where a fifth argument would be."""
+    """The guard must not read or write at the place of a fifth argument."""
     assert odd.do("_ = get('cuStreamCreate', 11080, 1, C.cuGetProcAddress)[2]") == 77
     four = odd.do("_ = get('cuGetProcAddress', 11030)")[1]
     five = odd.do("_ = get('cuGetProcAddress', 12000)")[1]
     assert [four, five] == odd.do("_ = [at('cuGetProcAddress'), at('cuGetProcAddress_v2')]")
 
 
-def test_name_that_moved_to_another_call_finds_that_call(odd):
-    """The guard sees from the driver's address which call the name means."""
+def test_name_gets_the_call_that_the_driver_means_by_it(odd):
+    """The guard looks at the address that the driver returns for the name."""
     flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
     out = "ctypes.byref(ctypes.c_void_p())"
@@ -152,7 +152,7 @@ def test_name_that_moved_to_another_call_finds_that_call(odd):
     ],
 )
 def test_memory_shared_with_other_devices_pins_the_session(odd, session, call, pin):
-    """The guard pins only if the call succeeds. The emulated driver's call always fails."""
+    """The guard pins the session if the call succeeds. The emulated driver's call always fails."""
     assert odd.do("C.cuInit(0); _ = " + call.format("None" if "Handle" in call else 0)) == 1
     assert session.slots()[0].pins == 0
     assert odd.do("_ = " + call.format("ctypes.c_void_p(8)" if "Handle" in call else 1)) == 0
@@ -229,7 +229,7 @@ def test_calls_of_later_drivers_are_gated(session, odd):
 def test_call_is_not_found_if_no_spare_entry_is_left(odd):
     found = odd.do("_ = [get('cuFuture%d' % i) for i in range(300)]")
     assert all(item[::2] == (0, 0) for item in found[:256])
-    assert all(item == (0, None, 1) for item in found[256:])  # as for an unknown name
+    assert all(item == (0, None, 1) for item in found[256:])  # an unknown name has the same result
     assert odd.do("_ = get('cuFuture299', with_status=False)") == (0, None, 77)
     assert odd.do("_ = get('cuFuture299', form=C.cuGetProcAddress)") == (NOT_FOUND, 77, 77)
     assert len({address for _, address, _ in found[:256]}) == 256
@@ -332,7 +332,7 @@ def test_every_library_name_finds_the_same_guard(session, guard_dir):
     assert json.loads(found) == [1, sorted([guard, str(library_dir() / "libcuda.so.1")])]
 
 
-def test_second_copy_of_the_guard_defers_to_the_first(session, tmp_path):
+def test_second_copy_of_the_guard_uses_the_first_one(session, tmp_path):
     """There is only one gate and one count, so a call through the copy counts once."""
     copy = tmp_path / "libcuda.so.1"
     shutil.copy(guard_build.DEFAULT_OUT / "libcuda.so.1", copy)
@@ -369,7 +369,7 @@ def which(session, **variables):
 
 @pytest.fixture
 def copies(tmp_path):
-    """Return a folder with a copy of the guard, and two with copies of the emulated driver."""
+    """Return a folder with a copy of the guard, and two folders with the emulated driver."""
     folders = []
     for name, source in (
         ("guard", guard_build.DEFAULT_OUT), ("one", emulator_build.DEFAULT_OUT),
@@ -381,7 +381,7 @@ def copies(tmp_path):
     return folders
 
 
-def test_guard_searches_the_driver_as_the_loader_does(session, copies):
+def test_guard_searches_for_the_driver_as_the_loader_does(session, copies):
     guard, one, two = copies
     path = f"{session.directory}:{guard}:/nowhere::{one}:{two}"
     assert which(session, LD_LIBRARY_PATH=path) == (0, [str(one / "libcuda.so.1")])
@@ -414,7 +414,7 @@ def test_user_can_name_the_driver(session, copies):
 
 
 @pytest.mark.parametrize("named", ["", "/nowhere/libcuda.so.1", "the guard"])
-def test_without_a_driver_there_is_no_device(session, named):
+def test_cuda_reports_no_device_if_no_driver_exists(session, named):
     """Programs continue as on a machine without a GPU."""
     if named == "the guard":
         named = str(session.directory / "libcuda.so.1")

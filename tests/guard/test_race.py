@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Threads that allocate in all ways at once (``race.c``), with and without sanitizers."""
+"""Many threads allocate in every way at the same time (``race.c``), also with sanitizers."""
 
 import subprocess
 
@@ -10,7 +10,7 @@ from jupyter_gpupool.guard import build
 from tests.emulated import build as emulator_build
 
 MIB = 1 << 20
-#: Much smaller than the requests, so that the test does not take lost bytes for the context.
+#: Size of a context: much smaller than each request, so that lost bytes cannot look like a context.
 CONTEXT = 2 * MIB
 #: Less than the largest request, so that the guard refuses some requests even without contention.
 LIMIT = CONTEXT + 64 * MIB
@@ -37,7 +37,7 @@ def race(make_session, compiled):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_stress_leaves_nothing_behind(race, seed):
+def test_racing_allocations_leave_no_bytes_counted(race, seed):
     assert race(seed, 1000) > 0  # the grant was full at times
 
 
@@ -62,6 +62,6 @@ def instrumented(request, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_instrumented_stress_leaves_nothing_behind(race, instrumented):
+def test_racing_allocations_pass_the_sanitizers(race, instrumented):
     flag, variables = instrumented
     race(7, 150, flag, **variables)

@@ -38,7 +38,10 @@ def record(request):
 
 @pytest.fixture(scope="module")
 def driver(record):
-    """A record's answers: for each name the forms and versions, by default and per thread."""
+    """A driver's facts from its record. ``answers`` has the forms of each name and their versions.
+
+    Each name has two lists: one for the default flags and one for the per-thread flag.
+    """
     table = record["procaddr"]
     return {
         "cuda": record["cuda"],
@@ -56,7 +59,7 @@ def driver(record):
 
 
 def test_driver_finds_a_name_at_every_later_version(record, driver):
-    """So the fixture ``driver`` needs only a part of a record to make a driver."""
+    """For this reason, the fixture ``driver`` can make a driver from a part of a record."""
     given = {form for pair in driver["answers"].values() for steps in pair for _, form in steps}
     assert given <= set(driver["exports"])
     assert len(given) > 580
@@ -90,7 +93,7 @@ def test_entries_have_the_first_version_of_each_form(driver, entries):
 
 
 def _source(driver, inner):
-    """Return a driver's C source; with ``inner`` it returns addresses that it does not export."""
+    """Return a driver's C source. With ``inner``, this driver returns unexported functions."""
     own = ("cuInit", "cuDriverGetVersion", "cuGetProcAddress", "cuGetProcAddress_v2")
     head = (
         '#include <stddef.h>\n#include <string.h>\n#define X __attribute__((visibility("default")))'
@@ -112,8 +115,8 @@ def _source(driver, inner):
             for since, form in steps:
                 at = f"inner_{form}" if inner and form not in own else form
                 lines.append(f'{{"{base}", {side}, {since}, (void *){at}}},')
-    # If the record has no bound, every version is below NEWEST. NVIDIA's comparison is signed, so
-    # -1 passes.
+    # If the record has no bound, every version is at most NEWEST. NVIDIA's comparison is signed, so
+    # the driver also accepts version -1.
     lines.append(f"{{0}}}};\nenum {{ NEWEST = {(driver['refused'] or 2**31) - 1} }};")
     lines.append(
         """static int find(const char *name, unsigned version, unsigned side, void **out)
@@ -190,7 +193,7 @@ def _questions(driver, names):
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["as exported", "other addresses"])
-def test_guard_answers_like_nvidia_but_with_guard_functions(
+def test_guard_gives_nvidias_answers_with_its_own_functions(
     driver, inner, session, entries, compile_c, tmp_path
 ):
     source = tmp_path / "driver.c"

@@ -40,7 +40,7 @@ def _stress(session, until, commands, cycles, **variables):
     pids = [child.pid for child in children]
     for _ in range(cycles):
         suspender.suspend(pids, until)
-        time.sleep(suspender.chance.random() * 0.003)  # so that the resume comes at a random moment
+        time.sleep(suspender.chance.random() * 0.003)  # the resume comes at a random moment
         suspender.resume(pids, until)
         if suspender.chance.random() < 0.25:
             suspender.pause()
@@ -84,7 +84,10 @@ def test_suspends_of_two_processes_under_load_lose_nothing(make_session, compile
 
 
 def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until, tmp_path):
-    """Collectors free without a lease, at any time, and hold a lock that other threads need."""
+    """A garbage collector frees at any time and without a lease. It holds a lock meanwhile.
+
+    Other threads need this lock.
+    """
     session = make_session()
     counter = tmp_path / "collected"
     counter.write_bytes(bytes(8))
@@ -102,7 +105,7 @@ def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until
         before, charged = collected(), session.page.read().used
         time.sleep(suspender.chance.random() * 0.01)
         suspended += collected() - before
-        assert session.page.read().used == charged  # these bytes are still in the suspended state
+        assert session.page.read().used == charged  # the suspended state still has the freed bytes
         suspender.resume([child.pid], until)
         time.sleep(suspender.chance.random() * 0.02)
     while not suspended:  # on a busy machine: repeat until garbage is collected in a suspend

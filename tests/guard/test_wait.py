@@ -80,7 +80,7 @@ for t in threads: t.start()
 
 @pytest.fixture
 def foreign(session, waiting, compiled):
-    """Return ``waiting`` after a thread that the interpreter does not know has begun to wait."""
+    """Return the child ``waiting``, in which a thread unknown to the interpreter now waits."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(NOTE)
     waiting.do(f"F = ctypes.CDLL({str(library)!r})")
@@ -93,7 +93,7 @@ def held(session):
     return [slot.held for slot in session.slots()]
 
 
-def test_first_interrupt_leaves_a_call_of_another_thread_waiting(session, foreign, until):
+def test_first_interrupt_does_not_end_another_threads_call(session, foreign, until):
     """JAX donates arrays to a call. If the call fails, these arrays are lost."""
     foreign.do("import pty; terminal, end = pty.openpty(); os.dup2(end, 2)")
     foreign.process.send_signal(signal.SIGINT)
@@ -208,8 +208,8 @@ t = threading.Thread(target=lambda: results.append(C.cuCtxSynchronize())); t.sta
     until(lambda: waiting.do("_ = len(seen)") == before + 1)
 
 
-def test_handlers_that_call_each_other_terminate(session, waiting, compiled):
-    """During a wait a library installs a handler. This handler calls the guard's from then on."""
+def test_handlers_that_call_each_other_do_not_loop(session, waiting, compiled):
+    """During a wait, a library installs a handler that also calls the guard's handler."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(f"F = ctypes.CDLL({str(library)!r}); called = ctypes.c_int.in_dll(F, 'called')")
     waiting.do(NOTE)
@@ -279,7 +279,7 @@ def test_thread_unknown_to_the_interpreter_can_wait(session, waiting, compiled):
 
 
 def test_suspended_kernel_shuts_down_without_a_lease(session, waiting):
-    """The end of the process frees all memory, so the destructors' calls need not free any."""
+    """The destructors' calls fail at once: the end of the process frees all memory anyway."""
     waiting.do("""
 class Tensor:
     def __del__(self, write=os.write, free=C.cuCtxSynchronize):
@@ -411,7 +411,7 @@ def test_call_fails_at_once_if_starts_have_failed(session, waiting):
     assert child.reply() == 0
 
 
-def test_broker_that_keeps_hanging_up_counts_as_missing(session, waiting):
+def test_broker_that_closes_each_connection_counts_as_missing(session, waiting):
     def hang_up(message):
         raise OSError
 
@@ -431,7 +431,7 @@ def test_refused_attach_fails_the_call(session, waiting):
     assert waiting.do("_ = alloc(1 << 20)") == NOT_READY
 
 
-def test_answer_is_no_lease_if_the_gate_has_closed_again(session, waiting):
+def test_answer_is_no_lease_while_the_gate_is_closed(session, waiting):
     asked = threading.Event()
 
     def answer(message):
@@ -460,8 +460,8 @@ def test_growth_names_the_sessions_device(session):
     assert (message["session"], message["token"]) == ("s-1", 't"1')
 
 
-def test_refused_growth_is_not_requested_until_a_change(session):
-    """The guard asks only for less than the refused total in the page, until this total is gone."""
+def test_refused_growth_is_requested_again_only_after_a_change(session):
+    """While the page has a refused total, the guard asks the broker only for a smaller total."""
     child = session.child()
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}
@@ -469,10 +469,10 @@ def test_refused_growth_is_not_requested_until_a_change(session):
     session.page.set_vain([700 << 20], an_hour)
     assert child.do("_ = [alloc(700 << 20) for _ in range(50)]") == [OUT_OF_MEMORY] * 50
     assert session.broker.messages == []
-    # With the context, this is the refused total.
+    # Together with the context, this request is the refused total.
     assert child.do("_ = alloc(668 << 20)") == OUT_OF_MEMORY
     assert session.broker.messages == []
-    # With the context, this is less than the refused total.
+    # Together with the context, this request is less than the refused total.
     assert child.do("_ = alloc(660 << 20)") == OUT_OF_MEMORY
     assert len(session.broker.messages) == 1
     assert child.do("_ = alloc(400 << 20) > 1 << 20") is True  # this fits in the grant

@@ -9,11 +9,11 @@ import pytest
 from jupyter_gpupool.guard import page as pages
 from tests.emulated import PTX
 
-#: SLOW_MS: milliseconds of a launch that is long for a kernel. MANY: a number of launches
-#: whose queue lasts for seconds.
+#: SLOW_MS: milliseconds for which a slow GPU kernel runs. MANY: a number of slow GPU kernels that
+#: together run for two seconds.
 SLOW_MS, MANY = 5, 400
 
-#: The most seconds of work that the queue may have left. The window settles at about 20 ms of work.
+#: Most seconds of work that may be left in the queue. The window is usually about 20 ms of work.
 SHORT = 0.3
 
 LAUNCH = """
@@ -194,7 +194,7 @@ def test_launch_does_not_wait_for_work_on_another_stream(session, child):
 
 
 def test_gate_that_closes_ends_the_wait(session, child, until):
-    """The launch soon no longer counts as a call inside. So the suspend need not wait for it."""
+    """The launch soon no longer counts as a call inside, so the suspend does not wait for it."""
     session.page.set_contended(True)
     child.do("launches(1, 1)")
     child.send("launches(4, 2000); _ = left()")

@@ -61,7 +61,7 @@ class Lab:
         return actions
 
     def after(self, seconds: float) -> list[ev.Action]:
-        """Advance the clock; send each tick that the pool asked for, and one at the end."""
+        """Advance the clock; send each tick that the pool asked for, then one last tick."""
         end = self.now + seconds
         actions: list[ev.Action] = []
         while (at := self.pool.next_wakeup()) is not None and at <= end:

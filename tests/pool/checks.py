@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Checks of what must be true of a pool after every event, mostly through its public methods."""
+"""Checks that a pool must pass after every event. Most of them use only public methods."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Simulated users with endless or occasional demand on one pool, and the GPU time that each got.
+"""Simulates users with endless or occasional demand on one pool; measures the GPU time of each.
 
 The length of a cell is in seconds of computing. A preempted cell later continues where it stopped.
 A move of its state takes ``move`` seconds each way. During a move, the session occupies its devices

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Brute-force checks: no session that could start waits, and no backfill delays the head.
+"""Brute-force checks: a session waits only if it cannot start, and no backfill delays the head.
 
 A plan for a waiting session is a set of idle leases to preempt, and a place for each slice of the
 session. The set may be empty. A plan is feasible under three conditions. Its places have enough
@@ -28,7 +28,7 @@ from jupyter_gpupool.pool.requests import SETTLE
 
 from .naive import Naive, NaiveSession
 
-#: Age in seconds after which every lease has had its minimum residence.
+#: Age of a lease in seconds at which its minimum residence is surely over.
 LONG = 60.0
 #: Reasons of a wait other than a lack of memory.
 HELD_UP = ("quota", "cap", "paused", "drained", "foreign", "nowhere", "retry", "class-closed")
@@ -72,7 +72,7 @@ class Look:
         return [s.lease[uuid] for n, s in sessions.items() if uuid in s.lease and n != self.head]
 
 
-# --------------------------------------------------------------------------- no wait without need
+# --------------------------------------------------------------------------- no needless wait
 
 
 def check_liveness(look: Look) -> None:
@@ -123,9 +123,12 @@ def check_guarantees(look: Look) -> None:
     """Check that a session does not wait for memory that its group's guarantee covers.
 
     The check uses the naive model's own sums, not the pool's reports. It fails if these three
-    statements are true. A session waits for memory. With the session's request, its group stays
-    within the group's guarantee. One lease of another group would free enough bytes, is old enough,
-    and no guarantee covers it.
+    statements are all true:
+
+    * a session waits for memory;
+    * with the session's request, its group stays within the group's guarantee;
+    * the pool may preempt one lease of another group that has enough bytes: the lease is old
+      enough, and no guarantee covers the lease.
     """
     naive = look.naive
     groups = naive.settings.groups
@@ -183,11 +186,11 @@ def check_guarantees(look: Look) -> None:
 
 
 def check_recalls(look: Look) -> None:
-    """Check that the pool does every recall on time, and that a recalled cell waits in its place.
+    """Check that every recall is on time, and that a recalled cell has its place in the queue.
 
     Before the time of a recall, the pool must ask for a ``Tick`` at that time or earlier. After
     that time, a lease may stay only if something prevents its suspend. The naive model checks the
-    rest: the pool does no recall early, no recall twice, and none without an admin's order.
+    rest: each recall has an admin's order, and the pool does it once and not too early.
     """
     naive, now = look.naive, look.naive.now
     wakeup = look.pool.next_wakeup()
@@ -225,7 +228,7 @@ def _check_turn(look: Look, name: str) -> None:
 
 
 def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:
-    """Return whether no guarantee covers a lease of ``in_use``, in every order of the suspends."""
+    """Return whether the guarantees allow the suspends of ``in_use`` in every order."""
     naive, groups = look.naive, look.naive.settings.groups
     own = path(groups, naive.sessions[name].owner.group)
     for victim in in_use:
@@ -423,9 +426,9 @@ def _charge(s: NaiveSession, count: int) -> int:
 def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
     """Return whether a session that waits for ``wanted`` bytes can spare ``more`` without a delay.
 
-    The answer must hold in every order in which the leases may end. If even the end of all leases
-    does not free enough bytes, the session waits for some other change. That change is
-    unpredictable, so the answer is False.
+    The result must be true for every order in which the leases may end. If the end of all leases
+    frees too few bytes, the session waits for some other change. Nothing is known about that
+    change, so the result is False.
     """
     sizes = list(leases)
     if free + sum(sizes) < wanted:
@@ -439,11 +442,11 @@ def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
 def check_backfill(look: Look, before: dict[str, Explanation], actions: list[ev.Action]) -> None:
     """Check that the sessions that these ``actions`` attach do not delay the head of the queue.
 
-    Only sessions behind the head count. Together they must not delay the head, whatever the order
-    in which the leases on the head's reserved devices end. This function does not check:
+    Only sessions behind the head count. Together they must not delay the head, in every order in
+    which the leases on the head's reserved devices may end. This function does not check:
 
-    * a session that gets the slices that the pool had promised ``before``: the pool checked the
-      promise when it made the promise, and may keep it even if another session is the head now;
+    * a session that gets the slices that the pool had promised ``before``: the pool has checked the
+      promise already, and may keep the promise even if another session is the head now;
     * a preempted session, because its age includes its computation, which this module ignores;
     * rules under which usage changes the order, because this module knows only class and age.
     """

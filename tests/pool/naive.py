@@ -28,7 +28,7 @@ class NaiveSession:
     request: Request
     state: str = "detached"
     epoch: int = 0
-    holds: dict[str, bool] = field(default_factory=dict)  # name -> has the pool granted the hold
+    holds: dict[str, bool] = field(default_factory=dict)  # name -> whether the hold is granted
     lease: dict[str, int] = field(default_factory=dict)
     suspended: dict[str, int] = field(default_factory=dict)
     bound: tuple[str, ...] = ()
@@ -376,7 +376,7 @@ class Naive:
         return None
 
     def _too_large(self, s: NaiveSession) -> bool:
-        """Return whether the state may exceed all of host memory, or all of the owner's quota."""
+        """Return whether the state may be larger than host memory or than the owner's quota."""
         own, most = self.quota(s.owner.name).suspended, self.settings.host_memory
         most = most if own is None else min(own, most)
         return max(sum(s.lease.values()), sum(s.footprints.values())) > most

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Random events by the million: ``python -m tests.pool.soak --events 1000000 --seed 0``.
+"""Sends millions of random events: ``python -m tests.pool.soak --events 1000000 --seed 0``.
 
 After every event the naive model checks every action, ``check_pool`` recomputes all accounts, and
 ``liveness`` tries all plans. The soak prints a JSON summary. If it finds a violation, it prints the
@@ -16,11 +16,11 @@ import time
 
 from .world import World
 
-#: After so many events, the soak starts a new machine with other settings.
+#: Number of events after which the soak starts a new machine with other settings.
 EPISODE = 2000
 
-#: Once in this many events, the soak makes all explanations one by one, plans again and compares
-#: the explanations, even if the data behind them has not changed.
+#: Number of events between two thorough checks. Such a check makes all explanations one by one,
+#: plans again, and compares the explanations, even if the data behind them has not changed.
 EVERY = 10
 
 

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """How the pool attributes GPU memory to sessions, to the driver and to other processes.
 
-The other tests are about the overhead of a process, overuse, and the size of state that is moved.
+Other tests here are about the overhead of a process, overuse, and the size of the state that the
+pool moves.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def test_used_memory_belongs_to_sessions_the_driver_or_others(device, granted, f
     assert found.shown.get("s", 0) <= max(0, device.used - listed - DRIVER)
 
 
-def test_context_of_a_landing_process_is_no_foreign_memory():
+def test_context_of_a_landing_process_is_not_foreign_memory():
     device = observed(DRIVER + 200, s=200)
     assert attribute(device, {}).foreign == 200
     found = attribute(device, {}, landing={"s"})
@@ -143,7 +144,7 @@ DEVICES = st.builds(
 
 
 @given(device=DEVICES, holders=HOLDERS, landing=st.sets(st.sampled_from(NAMES)), data=st.data())
-def test_attribution_counts_no_byte_twice_and_no_unused_byte(device, holders, landing, data):
+def test_attribution_counts_each_used_byte_exactly_once(device, holders, landing, data):
     found = attribute(device, holders, landing)
     known = [entry for entry in device.listed if entry.known and entry.bytes is not None]
     listed = {n: sum(e.bytes for e in known if e.session == n) for n in NAMES}
@@ -168,7 +169,7 @@ def test_attribution_counts_no_byte_twice_and_no_unused_byte(device, holders, la
 
 
 @given(used=st.integers(0, 60), holders=HOLDERS, driver=st.integers(0, 10))
-def test_memory_beyond_slices_and_driver_is_foreign_if_unlisted(used, holders, driver):
+def test_unlisted_memory_beyond_slices_and_driver_is_foreign(used, holders, driver):
     """In a container NVML lists no processes, or lists them with the host's process numbers."""
     slices = sum(holder.granted for holder in holders.values())
     found = attribute(Observed(used, (), driver, 3), holders)
@@ -204,7 +205,7 @@ def test_driver_share_includes_reserve_and_variation():
     assert driver_share(0, 5 * GiB, 4 * GiB) == 512 * MiB + slack(4 * GiB)
 
 
-def test_device_without_slice_or_unknown_process_is_at_rest():
+def test_device_is_at_rest_if_only_the_driver_uses_it():
     assert at_rest([], leased=False)
     assert at_rest([Listed(5, "suspended")], leased=False)
     assert not at_rest([Listed(5)], leased=False)
@@ -275,7 +276,7 @@ def test_single_sample_does_not_raise_the_learnt_overhead(steady, at, extra):
     assert known.beyond(32) == steady
 
 
-def test_list_is_complete_if_it_lacks_only_the_drivers_memory():
+def test_process_list_is_complete_if_the_rest_is_the_drivers():
     assert complete(observed(180, a=100))
     assert not complete(observed(181, a=100))
     assert not complete(observed(0)), "no list"
@@ -353,7 +354,7 @@ SLICES = (Slice("G0", 300), Slice("G1", 200))
         "it is listed elsewhere",
     ],
 )
-def test_state_size_is_measured_or_else_the_largest_possible(shown, counted, guarded, cuda, want):
+def test_unmeasured_state_has_the_largest_possible_size(shown, counted, guarded, cuda, want):
     contexts = {"G0": 40, "G1": 40}
     found = state_to_move(SLICES, shown, counted, contexts, guarded=guarded, cuda=cuda)
     assert found == want
@@ -364,7 +365,7 @@ def test_state_to_move_is_at_most_the_slice():
     assert found == {"G0": 30}
 
 
-def test_size_of_moved_state_is_freed_bytes_or_measured_size():
+def test_moved_state_has_the_size_of_the_freed_bytes():
     assert state_moved(SLICES, {"G0": 7}, {"G0": 5, "G1": 6}) == (Slice("G0", 7), Slice("G1", 6))
     assert state_moved(SLICES, {"G0": 0}, {}) == SLICES
 

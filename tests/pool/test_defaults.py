@@ -38,7 +38,7 @@ DEFAULT = Request(memory=40, limit=80)
         ("memory", {"quotas": {"*": Quota(memory=10)}}, Request(12, 80), (12, 12)),
     ],
 )
-def test_pool_reduces_default_sizes_but_no_requested_size(asked, rules, request_, want):
+def test_pool_reduces_default_sizes_and_keeps_requested_sizes(asked, rules, request_, want):
     settings = PoolSettings(host_memory=1000, **rules)
     found = fit_unasked(request_, asked.split(), settings, "ann", [10, 16])
     assert (found.memory, found.limit) == want
@@ -147,7 +147,7 @@ def test_equal_devices_are_ordered_by_grants_then_number():
     assert home(view(0, free=10, granted=6), view(1), view(2)) == "1"
 
 
-def test_drained_device_is_the_last_resort():
+def test_drained_device_is_chosen_only_if_it_is_the_only_one():
     assert home(view(0, drained="Xid 79"), view(1, free=0)) == "1"
     assert home(view(0, drained="Xid 79")) == "0"
 
@@ -165,7 +165,7 @@ def test_kernel_keeps_a_device_with_room():
     assert home(view(0), view(1), seen="0", kernels=(9, 0)) == "0"
 
 
-def test_kernel_leaves_a_device_without_room_for_one_with_room():
+def test_kernel_changes_from_a_full_device_to_one_with_room():
     assert home(view(0, free=4), view(1), seen="0") == "1"
     assert home(view(0, drained="Xid 79"), view(1), seen="0") == "1"
     assert home(view(1), seen="0") == "1", "device 0 has gone"

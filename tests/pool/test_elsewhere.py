@@ -86,7 +86,7 @@ def test_more_use_on_other_machines_suspends_no_lease_here(lab):
     assert lab.state("a") == "active"
 
 
-def test_growth_stops_where_other_machines_use_the_rest(lab):
+def test_growth_gets_only_quota_that_other_machines_left(lab):
     lab.running("a", 8, owner=ANN, limit=16)
     elsewhere(lab, (6, 0, 0))
     refusal = got(lab.send(ev.GrowAsked, session="a", device="G0", bytes=4, rid="r"), ev.Answer)
@@ -109,7 +109,7 @@ def test_use_on_other_machines_is_no_error_in_the_accounts(lab):
 def budget(lab, here, *, more=True, then="stop", seconds=100.0, refill=None, **rules):
     """Set how many GPU-seconds of ann's daily budget this machine may use.
 
-    With ``refill``, the budget refills, and in a day this machine gets back ``refill`` GPU-seconds.
+    With ``refill``, the budget refills, and this machine gets ``refill`` GPU-seconds of it per day.
     """
     rule = {} if refill is None else {"rule": "refill", "refill_here": refill}
     daily = Daily(seconds, then=then, here=here, more_elsewhere=more, **rule)
@@ -163,7 +163,7 @@ def test_session_with_a_spent_part_may_borrow_free_memory(lab):
     assert attaches(lab.hold("a")) == ["a"]
 
 
-def test_a_machine_without_a_part_of_the_refill_names_no_time(lab):
+def test_reason_names_no_time_if_other_machines_get_the_refill(lab):
     budget(lab, 0.0, refill=0.0)
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == []

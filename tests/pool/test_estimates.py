@@ -131,7 +131,7 @@ def test_range_scales_the_estimate_by_the_ratios_of_past_waits():
     assert expected.left(150.0) is None
 
 
-def test_range_uses_only_past_waits_at_least_as_long():
+def test_range_ignores_past_waits_shorter_than_this_wait():
     found = seen(*([0.5] * 50), *([4.0] * LEAST))
     late = found.expected(Figure(0.0, 10.0, 1, 1), 10.0)
     assert late is not None

@@ -43,7 +43,7 @@ def test_explanation_names_the_leases_a_session_needs(make):
     assert found.text == lab.reason("w")
 
 
-def test_promise_names_its_place_and_its_suspend(make):
+def test_explanation_of_a_promise_names_device_and_suspend(make):
     lab = make(device(0))
     lab.idle("a", 12)
     lab.open("w", 10)
@@ -169,7 +169,7 @@ def test_pool_does_what_the_examples_in_the_docs_show(example):
     assert done.returncode == 0, done.stderr
 
 
-def test_wait_for_memory_and_quota_at_once_is_stable(make):
+def test_simultaneous_wait_for_memory_and_quota_is_stable(make):
     """The quota requires the owner's idle lease to end; even after that, memory is short."""
     lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
     lab.idle("a", 10, owner="ann")
@@ -200,7 +200,7 @@ def test_one_event_stays_within_the_budget_of_calls_and_files():
     assert figures["changes_of_file"] <= 50
 
 
-def test_wait_that_no_preemption_can_end_names_no_time(make):
+def test_wait_for_foreign_memory_names_no_time(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 4)
     lab.send(ev.DeviceMemorySeen, device="G0", foreign=8, footprints={})
@@ -274,7 +274,7 @@ def test_turns_between_kernels_of_one_user_do_not_mention_usage(make):
     assert line.endswith(" s, when its time slice is over.")
 
 
-def test_wait_beyond_the_guarantee_names_the_guarantee(make):
+def test_reason_of_a_wait_beyond_the_guarantee_says_so(make):
     lab = make(device(0), groups={"bio": Group(guarantee=Portion(bytes=8))})
     lab.running("a", 6, owner=Owner("ann", "bio"))
     lab.running("b", 8, owner="bob")
@@ -333,7 +333,7 @@ def by_time(lab, name):
     return next((x.removeprefix(begin) for x in lines(lab, name) if x.startswith(begin)), "")
 
 
-def test_wait_of_a_closed_class_names_its_time_but_no_estimate(make):
+def test_wait_of_a_closed_class_names_the_scheduled_time(make):
     lab = make(device(0), classes_allowed=frozenset({"notebook"}), classes_open={"batch": 7200.0})
     lab.running("a", 4)
     lab.after(5)
@@ -361,7 +361,7 @@ def test_wait_of_a_class_without_a_schedule_names_no_time(make):
     ("rules", "at"), [({"class"}, None), ({"class", "turns"}, 120.0)], ids=["class", "turns"]
 )
 def test_wait_names_a_time_only_if_age_changes_the_plan(make, rules, at):
-    """Age can raise ``w`` to the holder's class. Turns apply within a class, class rules do not."""
+    """With age, ``w`` rises to the holder's class. Within a class, only turns preempt sessions."""
     classes = {"batch": 0, "urgent": 2}
     lab = make(
         device(0), preempt=frozenset(rules), priority_classes=classes, default_priority="batch",
@@ -388,7 +388,7 @@ def test_wait_names_the_time_when_age_overtakes_the_queue(make):
 
 
 @pytest.mark.parametrize(("owner", "half_life"), [("ann", 3600.0), ("bob", 0.0)])
-def test_wait_names_no_time_if_age_overtakes_no_session(make, owner, half_life):
+def test_wait_names_no_time_if_age_does_not_change_the_order(make, owner, half_life):
     """Age never changes the order of one owner's sessions.
 
     If fair shares are off, age never changes the order of any sessions.
@@ -421,7 +421,7 @@ def test_wait_for_a_spent_budget_names_its_renewal(make):
     assert by_time(lab, "w") == "there are GPU-seconds again in 24 h."
 
 
-def test_lease_under_suspend_explains_only_its_preemption(make):
+def test_session_in_a_suspend_shows_only_its_preemption(make):
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("a", 16, priority="batch")
     lab.after(60)

@@ -391,7 +391,7 @@ def test_growth_may_use_bytes_promised_to_the_same_session(make):
 
 
 def test_growth_of_a_busy_kernel_is_served_before_later_sessions(make):
-    """A busy kernel that asks for more is served before sessions that ask later."""
+    """The growth of ``a`` waits in the queue, ahead of the sessions that ask later."""
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("s0", 8)

@@ -28,7 +28,7 @@ def attached(actions):
     return [a.session for a in all_of(actions, ev.Attach)]
 
 
-def test_largest_fitting_state_goes_back_first_one_at_a_time(make):
+def test_states_go_back_one_by_one_and_the_largest_first(make):
     lab = make(device(0))
     for name, size in (("small", 2), ("large", 9), ("huge", 14)):
         away(lab, name, size)
@@ -52,13 +52,13 @@ def test_only_states_under_host_pressure_go_back_to_a_device(make):
     assert attached(press(lab, "here")) == []
 
 
-def test_resume_under_pressure_takes_no_lease_or_promised_bytes(make):
+def test_resume_under_pressure_uses_only_free_unpromised_bytes(make):
     lab = make(device(0))
     away(lab, "a", 8)
     lab.idle("b", 10)
     none(press(lab, "a"), ev.Attach)
     assert lab.record("b").state == "idle"
-    # The pool promises the head of the queue the bytes that become free.
+    # The pool promises the bytes that become free to the head of the queue.
     lab.open("w", 12)
     lab.hold("w")
     assert lab.record("b").state == "detaching"
@@ -76,7 +76,7 @@ def test_resume_under_pressure_respects_a_quota(make):
     assert attached(press(lab, "a")) == ["a"]
 
 
-def test_no_lease_with_state_is_suspended_under_host_pressure(make):
+def test_pool_suspends_no_state_under_host_pressure(make):
     lab = make(device(0), idle_timeout=10.0)
     lab.idle("a", 10)
     press(lab, "a")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Sessions whose processes have seen a device; the guard can move them at their first context."""
+"""Landing: a process has seen a device, and the guard can move it at its first context."""
 
 from __future__ import annotations
 

@@ -68,6 +68,6 @@ def test_offered_maximum_follows_the_tightest_rule(devices, rules, most):
     assert most_memory(devices, Owner("me"), settings, [40, 30], suspends=True) == most
 
 
-def test_host_memory_limits_no_request_without_suspend():
+def test_host_memory_is_no_limit_if_devices_cannot_suspend():
     settings = PoolSettings(host_memory=5, quotas={"*": Quota(suspended=5)})
     assert most_memory(1, Owner("me"), settings, [40], suspends=False) == 40

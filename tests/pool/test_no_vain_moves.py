@@ -20,7 +20,7 @@ from jupyter_gpupool.pool.schedule import HEAD
 
 from .builders import Lab, all_of, device, got, none
 
-#: Suspends with these reasons happen although no session waits.
+#: Reasons of suspends that do not depend on a waiting session.
 OWN_REASONS = {"idle", "release"}
 
 
@@ -94,7 +94,7 @@ def test_bytes_of_an_idle_slice_stay_free_for_the_head():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_load_moves_no_idle_holder_without_a_gain(seed):
+def test_random_load_moves_idle_holders_only_with_a_gain(seed):
     chance = random.Random(seed)
     lab = Watched(device(0, 16), device(1, 16), ageing=3.0, max_swap_overhead=0.0)
     names = [f"s{i}" for i in range(9)]

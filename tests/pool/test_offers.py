@@ -34,7 +34,7 @@ def test_waiting_session_is_offered_what_is_free(make):
     got(lab.change("w", 5), ev.Attach, session="w")
 
 
-def test_no_offer_without_a_wait_or_without_free_memory(make):
+def test_offer_needs_a_waiting_session_and_free_memory(make):
     lab = make(device(0))
     lab.running("a", 16)
     lab.open("w", 8)

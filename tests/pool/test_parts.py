@@ -33,7 +33,7 @@ def session(name: str = "s", **fields: Any) -> Session:
     wanted=st.integers(1, 24),
 )
 def test_spare_bytes_never_delay_the_head_of_the_queue(leases, free, wanted):
-    """The head starts as early as without the backfill, in whatever order the leases end."""
+    """The head starts as early as without the backfill, in every order of the leases' ends."""
     room = Room(DeviceLedger(device(0), capacity=sum(leases) + free, granted=sum(leases)))
     room.leases = [(session(), size) for size in leases]
     given_away = room.spare(wanted)

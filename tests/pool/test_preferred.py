@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The devices that a session would get, while its process is not yet bound to any device."""
+"""The devices that a session would get now, before its process is bound to a device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_preferred_is_the_device_with_room(lab):
 
 
 def test_preferred_is_the_device_of_the_victim(lab):
-    """No memory is free, and only the lease on G1 is idle: on G0, ``a`` would wait for a cell."""
+    """No memory is free. The lease on G1 is idle; on G0, ``a`` would wait for a running cell."""
     lab.running("b", 16)
     lab.idle("c", 16)
     lab.open("a", 10)

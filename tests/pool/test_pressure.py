@@ -73,7 +73,7 @@ def test_suspend_under_way_is_awaited_before_another_begins(make):
     assert attaches(lab.suspended("a", ("G0", 1))) == ["w"]
 
 
-def test_lease_is_protected_during_reclaim_after_and_keep(make):
+def test_reclaim_after_and_keep_protect_an_idle_lease(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -178,7 +178,7 @@ def test_a_wait_for_host_memory_has_no_estimate(make):
     lab.parked("p", used=10)
     lab.running("b", 16)
     lab.after(20)
-    lab.drop("b")  # from now on the pool knows for how long a cell uses a GPU
+    lab.drop("b")  # now the pool has measured how long a cell runs
     lab.hold("b", "c2")
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -338,7 +338,7 @@ def test_states_of_different_sizes_go_to_devices_with_room(make):
     lab.release("a")
     lab.suspended("a", ("G0", 1), ("G1", 10))
     lab.seen("G1", foreign=2)
-    # One state needs 10 bytes, the other 11, and only one device has room for 11.
+    # One state needs 10 bytes, the other state needs 11. Only one device has room for 11 bytes.
     attach = got(lab.hold("a"), ev.Attach)
     assert attach.slices == (Slice("G1", 10), Slice("G0", 11))
 

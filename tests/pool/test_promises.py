@@ -52,13 +52,13 @@ def test_lease_of_the_former_head_counts_for_the_next_head():
     for name, size in (("h", 6), ("l", 2)):
         lab.open(name, size)
         none(lab.hold(name), ev.Attach)
-    # The 2 free bytes and the ends of "g" and "y" are enough for "h", if "l" gets no bytes.
+    # When "g" and "y" end, their bytes and the 2 free bytes are enough for "h", if "l" gets none.
     none(lab.drop("g"), ev.Attach)
     assert lab.reason("l") == "the free memory is reserved for the next kernel in the queue"
 
 
 def test_lease_granted_in_the_same_pass_counts_for_the_head(make):
-    """The head can start when the new lease ends, so the pool reserves those bytes for the head."""
+    """The head can start when the new lease ends, so the pool reserves the lease for the head."""
     lab = make(device(0, 9))
     lab.running("a", 4)
     lab.seen("G0", foreign=5)

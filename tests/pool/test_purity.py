@@ -124,7 +124,7 @@ def test_no_module_is_too_long():
 
 
 def test_hold_that_gets_a_free_slice_runs_little_code():
-    """The event may take at most this many calls, files, and jumps from file to file."""
+    """Limits for one event: the function calls, the files that run, and the jumps between files."""
     found = story()["HoldTaken"]
     assert found["calls"] <= 80
     assert found["files"] <= 9

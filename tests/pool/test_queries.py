@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""No query changes the pool, whatever the arguments of the query are."""
+"""A query never changes the pool. The tests try all arguments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Asked(Pool):
         return actions
 
 
-def test_every_public_method_but_handle_is_a_query():
+def test_all_public_methods_except_handle_are_queries():
     public = {
         name
         for name, _ in inspect.getmembers(Pool, inspect.isfunction)

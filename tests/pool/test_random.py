@@ -21,7 +21,7 @@ from .world import World
 
 
 class Draws:
-    """Makes choices like ``random.Random``, but by Hypothesis, which can then shrink a failure."""
+    """Makes the choices of ``random.Random`` with Hypothesis, which can then shrink a failure."""
 
     def __init__(self, data: Any) -> None:
         self.data = data

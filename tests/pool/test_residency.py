@@ -60,8 +60,8 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
     assert suspends(lab.after(0.01)) == ["a"]
 
 
-def test_idle_time_uses_up_no_protection_if_no_session_waits(make):
-    """The holder was idle before the wait, and now runs short cells: it keeps its slice."""
+def test_protection_time_runs_only_while_a_session_waits(make):
+    """The holder keeps its slice: it was idle only before the wait, and now runs short cells."""
     lab = make(device(0))
     moved(lab)
     lab.after(200)
@@ -193,7 +193,7 @@ def test_two_holders_lose_their_protection_together(make):
     assert sorted(suspends(lab.after(0.1))) == ["a", "b"]
 
 
-def test_wait_for_another_device_ends_no_protection(make):
+def test_wait_for_another_device_keeps_the_protection(make):
     lab = make(device(0), device(1, model="B"))
     moved(lab)
     lab.parked("w", 10, memory=16)  # w is on G1, because G0 has no room

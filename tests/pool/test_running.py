@@ -21,7 +21,7 @@ from jupyter_gpupool.pool.shares import Shares
 from .builders import Lab, all_of, device, got, none
 from .crowd import Crowd
 
-#: Either 0 or large enough that rounding never loses the difference of two values.
+#: 0, or a number so large that rounding does not hide the difference between two numbers.
 USED = st.one_of(st.just(0.0), st.floats(1e-6, 1000))
 RATE = st.sampled_from([0.0, 0.25, 1.0, 2.0])
 
@@ -315,7 +315,7 @@ def test_grown_state_does_not_preempt_the_session_on_its_device(make):
     assert lab.state("a") == "queued"
 
 
-def test_burst_rule_preempts_no_holder_that_has_not_grown(make):
+def test_burst_rule_preempts_only_holders_that_have_grown(make):
     lab = make(device(0), preempt=frozenset({"burst"}))
     lab.running("a", 16)
     lab.after(5)
@@ -406,7 +406,10 @@ def test_session_that_has_used_less_keeps_its_turn(make):
 
 
 def test_session_that_lost_its_turn_does_not_return_at_once(make):
-    """A turn lasts for two time slices: then the other owner's usage is one time slice less."""
+    """A turn lasts two time slices.
+
+    After these, the usage of the turn's owner is one time slice larger than the other owner's.
+    """
     crowd = Crowd(1, move=1.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     a, b = crowd.add("a", "ann", cell=1e9), crowd.add("b", "bob", cell=1e9)
     crowd.run(1000)
@@ -577,7 +580,7 @@ def test_holder_is_warned_once_for_each_wait(make):
     assert len(all_of(lab.past, ev.Warn)) == 2
 
 
-def test_holder_that_no_rule_may_preempt_gets_no_warning(make):
+def test_only_holders_that_a_rule_may_preempt_get_warnings(make):
     lab = make(device(0, can_suspend=False), preempt=PREEMPT_ALL)
     lab.running("stuck", 16, priority="interactive")
     lab.after(100)

@@ -136,7 +136,7 @@ def test_age_overtakes_a_class_but_not_a_fair_share(make):
     assert [position(lab, n) for n in ("poor", "new", "rich")] == [1, 2, 3]
 
 
-def test_without_half_life_usage_does_not_count(make):
+def test_usage_does_not_count_if_the_half_life_is_zero(make):
     lab = make(device(0), half_life=0.0)
     lab.running("used", 16, owner="ann")
     lab.after(100)
@@ -240,7 +240,7 @@ def test_session_within_its_guarantee_goes_before_any_class(make):
     assert lab.pool.explain("low").standing.entitled == ("bio",)
 
 
-def test_only_requests_that_fit_the_guarantee_are_entitled(make):
+def test_guarantee_covers_only_requests_that_fit_in_it(make):
     lab = make(device(0), groups={"bio": Group(guarantee=Portion(bytes=10))})
     lab.running("x", 16)
     lab.open("y", 4)

@@ -113,7 +113,7 @@ class Machine:
         return {n: p.used for n, p in self.programs.items()}
 
 
-def test_session_alone_runs_whatever_its_share():
+def test_sole_busy_session_runs_even_with_a_small_share():
     m = Machine(a=Program(10), b=Program(50, pause=10**9, work=0))
     for _ in range(20):
         assert m.turn().run == {"a", "b"}

@@ -280,7 +280,7 @@ def test_refusal_for_a_budget_of_zero_names_no_renewal(make, rule, group):
     assert lines[-1].endswith(f"no GPU-seconds: {kernels} get no new slice.")
 
 
-def test_budget_of_zero_that_stops_sessions_refuses_a_hold(make):
+def test_budget_of_zero_refuses_a_hold_under_the_rule_stop(make):
     lab = make(device(0), **budget(0.0, then="stop"))
     lab.open("a", 8, owner="ann")
     refusal = got(lab.hold("a"), ev.HoldRefused).refusal
@@ -332,7 +332,7 @@ def test_standing_names_the_rest_of_the_budget(make):
     ("then", "consequence"),
     [("refuse", "get no new slice"), ("borrow", "get only what no other kernel wants")],
 )
-def test_spent_budget_that_refills_names_the_consequence(make, then, consequence):
+def test_text_of_a_spent_budget_names_time_and_consequence(make, then, consequence):
     lab = make(device(0), **budget(100.0, then=then, rule="refill"))
     lab.running("a", 16, owner="ann")
     lab.after(150)
@@ -387,7 +387,7 @@ def test_members_of_a_group_share_its_budget(make):
 # --------------------------------------------------------------------------- caps
 
 
-def test_group_has_no_more_than_its_cap_at_once(make):
+def test_leases_of_a_group_together_stay_within_its_cap(make):
     lab = make(groups={"bio": Group(cap=Portion(bytes=20))})
     open_in(lab, "a", "ann", "bio", 12)
     open_in(lab, "b", "bob", "bio", 10)

@@ -427,7 +427,7 @@ class World:
         s = self.naive.sessions.get(name)
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
-        # This tick does all work that is already due. So the growth causes all later changes.
+        # After this tick, no work is due any more. All later changes come from the growth.
         self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
         planned = self._promised()

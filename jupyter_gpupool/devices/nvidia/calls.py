@@ -25,16 +25,17 @@ from .checkpoint import DriverAnswer
 LOCK_GRACE = 5.0
 
 #: Time-out in seconds for a query about a process before the operation has changed anything. The
-#: driver answers at once unless a copy is in flight. For a frozen process it never answers, and
-#: other sessions wait for the device meanwhile.
+#: driver answers at once or, during a copy, after the copy. It never answers for a frozen process.
+#: Other sessions wait for the device meanwhile, so the time-out is short.
 PATIENCE = 10.0
 
 #: Bytes per second below which a copy counts as hung; half of the slowest copy seen in the field.
 SLOWEST_COPY = 0.5e9
 
-#: A slow copy makes progress if the process's host memory (in all, or its shared part) rises above
-#: its highest value so far, or falls below its lowest, by at least this many bytes. It must do so
-#: within the time for the whole copy.
+#: How a slow copy shows progress: the process's host memory rises above its highest value so far,
+#: or falls below its lowest value so far, by at least this many bytes. Either the total memory or
+#: its shared part must change like this within the time for the whole copy. Otherwise the copy
+#: counts as hung.
 PROGRESS = 16 << 20
 
 #: The states before and after a successful call.
@@ -59,7 +60,7 @@ _NO_CONTEXT = {
     "CUDA_ERROR_DEINITIALIZED",
     "CUDA_ERROR_INVALID_CONTEXT",
     "CUDA_ERROR_ILLEGAL_STATE",
-    checkpoint.NOT_SUPPORTED,  # cuda.core reports "not found" with this code, too
+    checkpoint.NOT_SUPPORTED,  # cuda.core also uses this code for "not found"
 }
 
 
@@ -102,7 +103,8 @@ class SessionCalls:
         self.lock_timeout = lock_timeout
         self._call_timeout = call_timeout
         self._copy_timeout = call_timeout
-        #: Seconds that :meth:`probe` waits. If a broker died, a copy may have to end first.
+        #: Seconds that :meth:`probe` waits for an answer. If an earlier broker died during a copy,
+        #: the driver answers only after the copy.
         self._patience = call_timeout
         #: Sum of the measured times of the driver calls so far.
         self.driver_seconds = 0.0
@@ -208,7 +210,7 @@ class SessionCalls:
         return {process: await self.probe(process) for process in await self.members()}
 
     async def _probed(self, process: ProcessId, member: Mapping[str, Any]) -> str:
-        if "state" not in member:  # it has ended: the worker did not ask the driver
+        if "state" not in member:  # the process has ended: the worker did not ask the driver
             return await self.probe(process)
         return await self.probe(
             process, thread=self._count(member["thread"]), state=self._count(member["state"])
@@ -241,8 +243,9 @@ class SessionCalls:
             raise Refused("drain", answer.message)
         if answer.outcome == "refused" and context:
             raise self.refusal(process, answer)
-        # Without a context, "running" only means that the process may have called cuInit. It is
-        # safe to assume that it has: then the session stays on the devices that it sees.
+        # If the process has no context, the driver's "running" does not prove that the process has
+        # called cuInit. The code assumes that it has, because this is safe: the session then stays
+        # on the devices that the process sees.
         if answer.outcome == "ok":
             self.cuda = True
         elif answer.code != checkpoint.NOT_INITIALIZED:
@@ -273,7 +276,7 @@ class SessionCalls:
         except (ChildLost, DriverError) as error:
             message = str(error)
         there = procfs.presence(process)
-        if there != "alive":  # the process was stopped meanwhile, so it does not answer
+        if there != "alive":  # the process has ended or was stopped meanwhile
             return DriverAnswer(there, message=checkpoint.absent(process, there))
         return DriverAnswer("hung", message=f"Process {process.pid} does not answer: {message}")
 
@@ -306,8 +309,9 @@ class SessionCalls:
             self._made[key] = self._count(made["answer"])
 
     async def call(self, op: str, process: ProcessId, **fields: Any) -> DriverAnswer:
-        """Make a call that changes the process; if the worker is lost, find out the result of the
-        call.
+        """Make a call that changes the process, and return its result.
+
+        If the worker is lost during the call, this method reads the result from the driver's state.
         """
         if (op, process) in self._made:
             return self._made.pop((op, process))
@@ -335,8 +339,8 @@ class SessionCalls:
                 return DriverAnswer(
                     "refused", LOST, f"The driver did not answer: {lost}", now.value
                 )
-            # Repeat the call: it did not reach the driver, or it was an unlock, which is safe to
-            # repeat.
+            # Repeat the call: the state shows that it had no effect. The worker has died, so the
+            # call cannot take effect later. If the worker hung, only an unlock is safe to repeat.
             lost = None
             await asyncio.sleep(RETRY_PAUSE)
 

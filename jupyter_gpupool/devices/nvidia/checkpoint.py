@@ -3,8 +3,9 @@
 """Suspend and resume of one process: a thin typed layer on ``cuda.core.checkpoint``.
 
 Runs in a worker child. cuda.core's failures differ only in their text; only this module turns the
-text into a code. Each call first checks, by the start time, that the pid still names the same
-process. It also checks that this process is not stopped: every call on a stopped process hangs.
+text into a code. Each call first compares the start time of the process, because another process
+may have got the pid. It also checks that the process is not stopped (SIGSTOP): every driver call on
+a stopped process hangs.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from ...errors import DriverError
 from ...procfs import ProcessId
 from . import interpreter
 
-#: The codes mean, in this order: success; the process has ended (or its pid names another process);
-#: the process is stopped; the driver refused; not even the state of the process could be read (only
-#: the parent sets this code).
+#: - ``ok``: success.
+#: - ``gone``: the process has ended, or its pid names another process.
+#: - ``stopped``: the process is stopped (SIGSTOP).
+#: - ``refused``: the driver refused.
+#: - ``hung``: even the state of the process could not be read. Only the parent sets this code.
 Outcome = Literal["ok", "gone", "stopped", "refused", "hung"]
 
 NOT_SUPPORTED = "CUDA_ERROR_NOT_SUPPORTED"
@@ -174,7 +177,7 @@ def checkpoint(process: ProcessId) -> DriverAnswer:
 
 
 def restore(process: ProcessId, mapping: Mapping[str, str] | None) -> DriverAnswer:
-    """Restore a checkpointed process; it stays locked. Too little device memory is fatal to it.
+    """Restore a checkpointed process; it stays locked. Too little memory is fatal to the process.
 
     ``mapping`` maps the UUID (as NVML shows it) of *every* GPU of the machine to the UUID of the
     GPU that replaces it. None means that each GPU stays.

@@ -44,8 +44,8 @@ NICE = 5
 #: Bytes of the self-test's pattern: more than one 2 MiB page of device memory.
 SIZE = 4 << 20
 
-#: Each piece of the pattern begins with its own number. The random bytes after that are the same in
-#: all pieces.
+#: Each piece of the pattern begins with the number of the piece. The random bytes after the number
+#: are the same in all pieces.
 _NOISE, _NUMBER = 1 << 16, 4
 
 _PR_SET_PDEATHSIG = 1
@@ -176,7 +176,7 @@ def worker(_out: int) -> dict[str, Handler]:
         return member
 
     def look(root: dict[str, int], session: str, known: list[dict[str, int]]) -> dict[str, Any]:
-        """Return the result of ``find``, with the driver's thread and state of each process.
+        """Return the result of ``find``, and add the driver's thread and state of each process.
 
         ``known`` are processes that were suspended. If all of them are still suspended, no other
         process of the session can have state, so this function does not read /proc.
@@ -223,8 +223,8 @@ class ProcessFinder:
     def find(self, root: dict[str, int], session: str, again: bool) -> dict[str, Any]:
         """Return the processes of a session, see :func:`members.session_members`.
 
-        ``again`` says that the same operation has looked before. If the machine has no new process
-        since then, only the processes found before are read again.
+        ``again`` says that the same operation has called this method before. If the machine still
+        has exactly the same processes, this method reads only those that it found before.
         """
         top = ProcessId(**root)
         about = (top, session, procfs.all_pids())
@@ -243,7 +243,7 @@ class ProcessFinder:
 
 
 def selftest(_out: int) -> dict[str, Handler]:
-    """Write known bytes to the only visible device."""
+    """Write known bytes to the only visible device, and return the handlers that check them."""
     pattern = Pattern(seed=sys.argv[-1])
     return {"check": pattern.check, "over": pattern.over}
 
@@ -275,7 +275,7 @@ class Pattern:
         return values[0] if values else None
 
     def _write(self) -> None:
-        # Random numbers for all bytes take much longer.
+        # All pieces get the same random bytes: new ones for each piece would take much longer.
         noise = self._random.randbytes(_NOISE - _NUMBER)
         for place in range(0, SIZE, _NOISE):
             self._pattern[place + _NUMBER : place + _NOISE] = noise

@@ -1,8 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVIDIA's driver: the abilities that a version can have, and sentences for its problems.
+"""NVIDIA's driver: what each version can do at most, and sentences for its problems.
 
-A version only rules abilities *out* here. The self-test decides what a device can really do.
+The version can only show that an ability is missing. The self-test decides what a device can do.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MODULE = Path("/proc/driver/nvidia/version")
 
 WITHOUT_GPU = "To try the pool without a GPU, set c.GPUPool.emulate = '2x16GiB'."
 
-#: Sentences for NVML's errors at initialisation, by the name of the constant.
+#: Sentences for NVML's errors at initialisation, by the name of NVML's constant.
 _PROBLEMS = {
     "LIBRARY_NOT_FOUND": (
         "No NVIDIA driver was found: libnvidia-ml.so.1 cannot be loaded. "
@@ -102,7 +102,7 @@ def capabilities(driver_version: str) -> Capabilities:
 
 
 def problem(name: str, text: str) -> str:
-    """Return a sentence for people about NVML's error ``name`` (``text`` is NVML's own)."""
+    """Return a sentence for people about NVML's error ``name``; ``text`` is NVML's sentence."""
     return _PROBLEMS.get(name, f"The NVIDIA driver does not start: {text}. Run nvidia-smi to see.")
 
 

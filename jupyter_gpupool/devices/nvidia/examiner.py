@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Derive a device's tier, and the reason, from self-tests: first with the guard, else without."""
+"""Derive a device's tier, and the reason, from a test with the guard and a test without it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Examiner:
         return Findings(verdict, unguarded if verdict.tested else verdict.reason)
 
     def apply(self, found: Findings, device: Device, limits: str) -> Device:
-        """Return the device with the findings; ``limits`` names what its driver cannot do."""
+        """Return ``device``, updated by the findings; ``limits`` says what its driver cannot do."""
         verdict = found.verdict
         tier: Tier = "guarded" if self._guard and not found.unguarded else "unguarded"
         unguarded = found.unguarded

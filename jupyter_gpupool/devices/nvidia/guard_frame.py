@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The self-test under the guard: a page, the guard's links, and answers to the guard's questions.
 
-The test program gets all that a session gets from the broker. In addition to the plain self-test,
-the guard must let calls through while the gate is open, and must refuse an allocation beyond the
-grant as the driver would. It must also hold a call at a closed gate, even during a suspend and
-resume.
+The test program gets all that a session gets from the broker. This test includes the plain
+self-test, and checks three facts about the guard. While the gate is open, the guard lets calls
+through. It refuses an allocation beyond the grant, with the driver's own error. It holds a call at
+a closed gate, even during a suspend and resume.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..children import Child
 from . import selftest
 from .child_programs import SIZE
 
-#: Bytes of the test's slice, and a size beyond it. The context is not charged here.
+#: Bytes of the test's slice, and a larger size. The test does not charge the context.
 GRANT = 64 << 20
 TOO_MUCH = GRANT + (1 << 20)
 
 #: Seconds for a call to reach the gate, or for calls under way to leave the driver.
 GATE_TIMEOUT = 10.0
 
-#: Seconds between two reads of the page, which sends no event when it changes.
+#: Seconds between two reads of the page. The page sends no event when it changes.
 _POLL = 0.005
 
 #: Prefix of a test's folder; the pid of its broker follows.
@@ -88,7 +88,7 @@ class GuardFrame(selftest.Frame):
         return f"a refused allocation left {left} bytes counted" if left else ""
 
     async def hold(self, target: Child) -> str:
-        """Close the gate in front of a call; return why the gate does not hold it."""
+        """Close the gate, then start a call; return why the gate does not hold the call, or ""."""
         self._opened.clear()
         self.page.set_gate(page.CLOSED)
         self._held = asyncio.create_task(super().check(target, ""))
@@ -106,8 +106,8 @@ class GuardFrame(selftest.Frame):
             return await super().check(target, device)
         held, self._held = self._held, None
         if held.done():
-            # Even if the bytes are right, the call read them while the program's state was not on
-            # the device.
+            # The call has read the bytes while the program's state was not on the device. This is
+            # an error even if the bytes are right.
             raise GPUPoolError(self.failed("a call went through the closed gate"))
         self._open(device)
         return await held
@@ -222,13 +222,13 @@ def _folder() -> Path:
 
 def _places() -> Iterator[Path]:
     yield _SHM
-    # Ask only now: gettempdir() raises if no folder for temporary files is writable, for example
-    # under a service manager that protects the file system.
+    # gettempdir() raises if no folder for temporary files is writable, for example under a service
+    # manager that protects the file system. So this call comes only after the first place failed.
     yield Path(tempfile.gettempdir())
 
 
 def _sweep(place: Path) -> None:
-    """Remove the folders of killed brokers' tests."""
+    """Remove the folders that the tests of killed brokers left behind."""
     for folder in place.glob(f"{_PREFIX}*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):

@@ -3,7 +3,7 @@
 """Choose the Python for the child processes: one whose environment has NVIDIA's packages.
 
 Frameworks pin other versions of these packages (PyTorch 2.10 pins cuda-bindings 12.9.4). So the
-packages may be in an environment of their own, and the broker's environment does not need them.
+packages may be in a separate environment, and the broker's environment does not need them.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _BELOW = Path("gpupool", "devices")
 #: Seconds for an interpreter to report its packages.
 _ASK_TIMEOUT = 60.0
 
-#: Children do not get these variables, nor a guard. The first two variables would hide devices from
-#: the children. With the others, the children would count as processes of the session from which a
-#: user started the broker.
+#: The environment of children lacks these variables. The first two variables would hide devices
+#: from the children. If a user starts the broker inside a session, the other two would make the
+#: children count as processes of that session.
 _SCRUBBED = (
     "CUDA_VISIBLE_DEVICES",
     "CUDA_DEVICE_ORDER",
@@ -114,9 +114,10 @@ def choose(configured: str = "") -> str:
 
 
 def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` for child processes that ``python`` runs.
+    """Return ``env``, changed for child processes that ``python`` runs.
 
-    It drops ``PYTHONPATH``, whose packages are for this process's version of Python.
+    For another interpreter, the result has no ``PYTHONPATH`` and no ``PYTHONHOME``: the packages
+    there are for this process's version of Python.
     """
     if os.path.abspath(python) == os.path.abspath(sys.executable):
         return dict(env)
@@ -205,7 +206,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def report() -> dict[str, Any]:
-    """Return the packages of the running interpreter; a child process calls it for its own."""
+    """Return the packages of this interpreter. The child program ``packages`` calls this."""
     import platform
 
     found = versions()

@@ -30,15 +30,15 @@ from .selftest import Abilities
 from .visibility import DEVICE_FILES, Aside, DeviceRow, Given, holders
 from .workers import Workers
 
-#: Most self-tests that run at the same time: each starts two processes that load the driver.
+#: Maximum number of self-tests at the same time. Each starts two processes that load the driver.
 _SELFTESTS = 4
 
-#: Seconds for one driver call of a self-test, which moves a few MiB. The time-out is short because
-#: kernels wait while a broker starts, and because a second test, without the guard, follows if the
-#: test under the guard hangs.
+#: Time-out in seconds for one driver call of a self-test. A self-test moves only a few MiB. The
+#: time-out is short, because kernels wait while a broker starts. If the test under the guard hangs,
+#: they also wait for a second test, without the guard.
 TEST_CALL_TIMEOUT = 15.0
 
-#: Seconds between two checks of the memory left by ended self-tests.
+#: Seconds between two checks of the memory that ended self-tests have left in use.
 _RESIDUE_POLL = 0.1
 
 #: Part of the name of every device of the emulated driver.
@@ -56,26 +56,27 @@ class Inventory:
     lock_timeout:
         Seconds that a suspend waits for a session's submitted GPU work before it gives up.
     call_timeout:
-        Seconds for any other driver call, without copying, before the service kills its worker.
+        Seconds for any other driver call, after which the service kills the worker. A copy gets
+        more time.
     sample_timeout:
         Seconds for NVML to take one sample.
     guard:
-        Whether sessions run under the guard: then each device is tested with it, and gets the tier
-        "guarded" if it passes.
+        Whether sessions run under the guard. If True, each device is tested under the guard, and
+        gets the tier "guarded" if the device passes.
     python:
         The interpreter for child processes, which has NVIDIA's packages; "": this process's own.
     numbers:
         :attr:`numbers` of an earlier service in this PID namespace; None if there is no result.
     choose:
-        Returns which of the machine's GPUs the pool may use, and why it may not use all.
+        Returns which of the machine's GPUs the pool may use, and why it may not use the others.
     files:
         Prefix of the paths of the GPUs' device files.
     version_file:
         File with the version of the loaded kernel module.
     on_device_lost:
-        Called with ``(uuid, reason)`` when NVML cannot read a device any more, and for an Xid that
-        is not the application's fault. Called once for each of these, until NVML shows the device
-        as healthy again.
+        Called with ``(uuid, reason)`` when a device fails: NVML cannot read it any more, or the
+        driver reports an Xid that is not the application's fault. Called once for each of these two
+        events, until NVML shows the device as healthy again.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Inventory:
         self._devices = {uuid: self._with_landing(d) for uuid, d in self._devices.items()}
 
     async def close(self, grace: float = 10.0) -> None:
-        """End all children, after operations in flight have ended or ``grace`` seconds."""
+        """Wait at most ``grace`` seconds for operations in flight, then end all children."""
         await self._workers.drain(grace)
         await self._children.close()
         await self._workers.close(grace)
@@ -217,11 +218,11 @@ class Inventory:
         return [*self._devices.values()]
 
     async def stand_down(self, reason: str, uuids: Sequence[str] | None = None) -> None:
-        """End the children that have device files open, once they have nothing to do.
+        """End the children that have files of these devices open, after their operations.
 
-        If ``uuids`` is given, no other child opens the files of these devices from now on. If it is
-        None, all children end, so that no process of this service uses the driver. Calls fail with
-        ``reason`` until :meth:`renew`.
+        If ``uuids`` is None, the method ends all children, so that no process of this service uses
+        the driver. Otherwise it ends only the workers of these devices, and no other child opens
+        their files from now on. Calls fail with ``reason`` until :meth:`renew`.
         """
         chosen = [*self._devices] if uuids is None else [*uuids]
         async with self._workers.locked(chosen):
@@ -233,9 +234,9 @@ class Inventory:
             await self._look_away()
 
     async def _look_away(self) -> None:
-        """End the children that may have files of set-aside devices open.
+        """Replace the children that may have files of set-aside devices open.
 
-        The new children do not open them.
+        The new children do not open these files.
         """
         for uuid in [uuid for uuid in self._devices if uuid not in self._aside]:
             async with self._workers.locked([uuid]):
@@ -243,11 +244,11 @@ class Inventory:
         await self._sampler.look_away([u for u in self._devices if u not in self._aside])
 
     def is_aside(self, uuid: str) -> bool:
-        """Return whether no child of this service has the device's file open."""
+        """Return whether a :meth:`stand_down` that names this device has released the device."""
         return uuid in self._aside
 
     def has_file(self, uuid: str) -> bool:
-        """Return whether a GPU has a device file of its own; a MIG instance has none."""
+        """Return whether a GPU has its own device file; a MIG instance has none."""
         return uuid in self._aside.numbers
 
     def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
@@ -285,12 +286,12 @@ class Inventory:
         return device
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
-        """Find the devices again; test ``uuids`` (None: all) and new ones; return all.
+        """Find the devices again, test ``uuids`` (None: all) and new devices, and return all.
 
         Raises
         ------
         DriverError
-            If the driver does not start or shows no device. Then nothing has changed.
+            If the driver does not start or shows no device. The method then changes nothing.
         """
         renewed = {*self._devices} if uuids is None else {*uuids}
         await self._sampler.child.hold("")
@@ -313,7 +314,7 @@ class Inventory:
         for uuid, worker in self._workers.children.items():
             if uuid not in self._aside:
                 await worker.hold("")
-        if self._aside:  # the search has opened all devices, those set aside included
+        if self._aside:  # the search has opened all devices, even set-aside devices
             await self._sampler.look_away([u for u in self._devices if u not in self._aside])
         else:
             await self._sampler.watch([*self._devices])
@@ -336,8 +337,8 @@ class Inventory:
         """Count memory in use before the first session as the driver's own.
 
         ``before`` was measured before the self-tests. The first context on a device may leave some
-        memory in use permanently, so the figure after the tests counts if it is larger. Some
-        drivers need a moment to show the memory of an ended process as free.
+        memory in use permanently, so this method measures again after the tests, and the larger
+        number counts. Some drivers need a moment to show the memory of an ended process as free.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + FREED_TIMEOUT
@@ -396,8 +397,8 @@ class Inventory:
         limits = able.reason if self._peers(device) else ""
         tested = self._examiner.apply(found, self._device(uuid), limits)
         if tested.can_suspend and device.can_migrate and not self._peers(device):
-            # An earlier test has moved a process to another device, and all such devices are set
-            # aside now. So the driver can migrate.
+            # All other devices of this model are set aside, so this test could not move a process.
+            # An earlier test has done so: the driver can migrate.
             tested = replace(tested, can_migrate=True)
         self._devices[uuid] = self._with_landing(tested)
         return self._devices[uuid]
@@ -419,8 +420,7 @@ class Inventory:
     def numbers(self) -> bool | None:
         """Whether the pids in samples belong to this PID namespace; None if that is unknown.
 
-        If the pids do not belong to it, they are negative in samples; no process has a negative
-        pid.
+        If NVML's pids may belong to another namespace, samples show them as negative numbers.
         """
         return self._sampler.numbers.proven
 
@@ -456,11 +456,11 @@ class Inventory:
         return device.context_bytes or assumed_context(device.memory_total)
 
     def _with_landing(self, device: Device) -> Device:
-        """Return the device with room for the context of a process that must leave it (landing).
+        """Return the device with ``landing_bytes``: room for the context of a process that lands.
 
-        A process may have initialised CUDA on this device, while its session got a slice on another
-        device of the same model. Such a process makes its first context here, and the broker then
-        moves it to the other device.
+        A process may initialise CUDA on this device although its session later gets a slice on
+        another device of the same model. The process then makes its first context on this device,
+        and the broker moves the process to the other device.
         """
         moves = any(d.can_migrate and d.tier == "guarded" for d in self._others(device))
         lands = moves and device.can_migrate and device.tier == "guarded"
@@ -487,7 +487,7 @@ class Inventory:
             ) from None
 
     def _physical(self) -> tuple[str, ...]:
-        """Return every GPU that the kernel driver sees, because a restore map must name all."""
+        """Return every GPU that the kernel driver sees: the mapping of a restore must name all."""
         found = (d.uuid for d in self._devices.values() if d.tier != "mig")
         return self._everything or tuple(found)
 

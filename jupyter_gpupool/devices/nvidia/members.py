@@ -22,9 +22,9 @@ from ...procfs import (
     session_of,
 )
 
-#: Each path of a mapped guard has one of these parts. The first is in the path of the package's
-#: file, which symbolic links point to. The second is in the path of the file in a container's
-#: folder, which is a hard link to the package's file.
+#: The path of a mapped guard contains one of these parts. The first is part of the path in the
+#: package; symbolic links point to that file. The second is part of the path in a container; the
+#: file there is a hard link to the package's file.
 _GUARDS = (b"/jupyter_gpupool/guard/lib/", b"/gpupool-guard/")
 
 
@@ -34,8 +34,9 @@ class Member:
 
     process: ProcessId
     presence: Presence
-    #: Whether the CUDA driver library is mapped; None if its map cannot be read. Without the
-    #: library there is no context; with it, only the driver knows.
+    #: Whether the CUDA driver library is mapped; None if the process's map cannot be read. A
+    #: process without the library has no context. If the library is mapped, only the driver knows
+    #: whether there is a context.
     libcuda: bool | None
 
 
@@ -89,12 +90,12 @@ def session_members(root: ProcessId, session: str, broker: int = 0) -> list[Memb
 
     The list has ``root`` and its descendants, except processes that were started for another
     session (a notebook may run a second pooled kernel). It also has processes of the same user
-    whose environment names ``session`` (their parent has ended, or they went to the background). It
-    is empty if ``root`` has ended.
+    whose environment names ``session`` (their parent has ended, or they went to the background).
+    The list is empty if ``root`` has ended.
 
-    ``broker`` never belongs to a session. Its descendants belong to the session only if their
-    environment names it: a notebook may start the broker, and the broker may adopt orphans of the
-    notebook.
+    A notebook may start the broker, and the broker may adopt orphans of the notebook. So ``broker``
+    never belongs to a session, and a descendant of the broker belongs to the session only if the
+    descendant's environment names the session.
     """
     if not session:  # otherwise each process of the user without the variable would be a member
         raise ValueError("A session must have a name.")

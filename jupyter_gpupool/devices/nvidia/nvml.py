@@ -58,8 +58,8 @@ class Nvml:
         self._lost: dict[str, str] = {}
         self._last: dict[str, DeviceSample] = {}
         self._handles: dict[str, Any] = {}
-        #: The UUID of each handle's device, by the address of the handle. An entry stays when the
-        #: device cannot be read any more.
+        #: The UUID of each handle's device, by the address of the handle. An entry remains after
+        #: the device fails.
         self._owners: dict[int | None, str] = {}
         self._places: dict[str, int] = {}
         try:
@@ -154,7 +154,7 @@ class Nvml:
         return [self._sample(uuid) for uuid in uuids]
 
     def remember(self, places: Mapping[str, int], lost: Mapping[str, str]) -> None:
-        """Store an earlier process's results, by UUID: indices of GPUs, and why GPUs failed."""
+        """Store what an earlier monitor found: by UUID, each GPU's index and reason of failure."""
         self._places |= places
         for uuid, reason in lost.items():
             self.mark_lost(uuid, reason)
@@ -214,8 +214,8 @@ class Nvml:
         """
         n = self._n
         if uuid in self._places:
-            # If the device cannot be read, it is lost. Do not search for its UUID then, because the
-            # search would open other devices.
+            # If this call fails, the device is lost. Do not search for the UUID of a lost device,
+            # because the search would open other devices.
             handle = n.nvmlDeviceGetHandleByIndex(self._places[uuid])
             if str(n.nvmlDeviceGetUUID(handle)) == uuid:
                 return handle
@@ -234,7 +234,7 @@ class Nvml:
         return int(memory.total), int(memory.used), reserved, int(memory.free)
 
     def _processes(self, handle: Any) -> tuple[ProcessMemory, ...]:
-        """Return every process with a context; it may have two, one compute and one graphics."""
+        """Return every process with a compute context, a graphics context or both."""
         n = self._n
         found: dict[int, int | None] = {}
         for name in ("Compute", "Graphics"):
@@ -257,7 +257,7 @@ class Nvml:
     # ------------------------------------------------------------------ events
 
     def losses(self, uuids: Sequence[str]) -> Iterator[tuple[str, str]]:
-        """Yield ``(uuid, reason)`` for every device failure as it happens, without end.
+        """Wait for device failures without end, and yield ``(uuid, reason)`` for each.
 
         If NVML has no events, the iterator ends at once.
         """
@@ -275,14 +275,14 @@ class Nvml:
                 n.nvmlDeviceRegisterEvents(handle, n.nvmlEventTypeXidCriticalError, events)
                 watched += 1
             except n.NVMLError:
-                continue  # such as a MIG instance: the samples show its parent's errors
+                continue  # for example a MIG instance: the samples show the errors of its GPU
         while watched:
             try:
                 event = n.nvmlEventSetWait_v2(events, 1000)
             except n.NVMLError_Timeout:
                 continue
             except n.NVMLError_GpuIsLost:
-                # NVML does not name the lost device here; the next samples show which it is.
+                # NVML does not name the lost device here. The next samples show it.
                 time.sleep(1.0)
                 continue
             except n.NVMLError:

@@ -2,14 +2,14 @@
 # Distributed under the terms of the Modified BSD License.
 """Suspend and resume of a whole session: all of its CUDA processes or none.
 
-An operation locks all processes, then checkpoints all (children first). So if a lock times out, no
-process has been copied, and no process waits for another process that is already suspended. After
-any refusal, the operation undoes all of its steps.
+An operation first locks all processes, then checkpoints all processes (children first). If a lock
+times out, the operation has not copied any process yet, and no process waits for a suspended one.
+After any refusal, the operation undoes all of its steps.
 
-A process is bound to the devices that it saw at cuInit. Its session's slice may be on another
-device when the process makes its first context. Then the process makes the context on the device
-that it is bound to, and *lands*: the broker suspends only this process there and restores it on the
-device of the slice. See ``guard/src/landing.c``, ``broker/gpu/landing.py``.
+A process is bound to the devices that it saw at cuInit. When the process makes its first context,
+its session's slice may be on another device. In this case the process makes the context on the
+device that it is bound to, and then *lands*: the broker suspends only this process, and restores it
+on the device of the slice. See ``guard/src/landing.c``, ``broker/gpu/landing.py``.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ from .calls import LOST, PATIENCE, Refused, SessionCalls
 from .checkpoint import DriverAnswer, complete_mapping
 from .sampler import Sampler, others
 
-#: Rounds of locking, because a session may start processes meanwhile.
+#: Maximum rounds of locking. A session may start processes during a round.
 _LOOKS = 3
 
-#: Seconds for a rollback to wait for memory that a program outside the pool took.
+#: Seconds that an undo waits for memory that a program outside the pool took.
 ROOM_WAIT = 5.0
 
-#: How to check a process that a lost caller may have locked: the number of checks, the first and
-#: the longest pause between two checks, and the time to wait for an answer, in seconds. All pauses
-#: together take most of an hour. The answer may come only when the process's GPU work has ended.
+#: Checks of a process after the worker died during the process's lock: the number of checks, the
+#: first pause between two checks, the longest pause, and the time-out of one check, in seconds. All
+#: pauses together take most of an hour. The driver may answer only when the process's GPU work has
+#: ended.
 _LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 
-#: Code of the parent's own answer: no room to restore a process, whose state is intact.
+#: Code from this module, not from the driver: a restore has no room; the state is intact.
 _NO_ROOM = "NO_ROOM"
 
-#: Refusals of a restore on another device that a retry would repeat.
+#: Refusals of a restore on another device. A retry on that device would be refused again.
 _NOT_MOVED = {checkpoint.NOT_SUPPORTED, checkpoint.INVALID_VALUE}
 
 _WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", "running")
@@ -71,12 +72,13 @@ class Operation:
         self._sampler = sampler
         self._root = root
         self._begin = time.perf_counter()
-        #: Processes that this operation has (or may have) locked or suspended, in that order.
+        #: Processes that this operation has (or may have) locked or suspended, in the order of the
+        #: calls.
         self.touched: list[ProcessId] = []
         self._before: list[DeviceSample] = []
-        #: Processes that could not be brought back to running because they are stopped.
+        #: Processes that did not run again, because they are stopped (SIGSTOP).
         self.unsettled: list[ProcessId] = [] if first is None else first.unsettled
-        #: Processes that the driver may still lock: the call has no answer yet.
+        #: Processes that the driver may still lock, because the lock call has no answer yet.
         self.late: list[ProcessId] = [] if first is None else first.late
         #: Processes that a refused suspend left suspended, in the order of their suspend, and the
         #: reason.
@@ -106,8 +108,8 @@ class Operation:
         self._calls.limit_patience(PATIENCE)
         try:
             targets, adopted = await self._lock_all()
-            # Sample only now, because memory that a process takes before the lock must count. A
-            # resume that reserves too little is fatal.
+            # Sample only after the locks: memory that a process takes before its lock must count. A
+            # resume that reserves too little memory is fatal.
             self._before = before = await self._sampler.sample_soon(devices)
             self._calls.allow_copy(sum(sample.used for sample in before))
             if not targets:
@@ -125,10 +127,10 @@ class Operation:
         return await self._verify(targets, adopted, before)
 
     async def _lock_all(self) -> tuple[list[ProcessId], bool]:
-        """Lock every CUDA process, children first; return them, and whether any was suspended.
+        """Lock every CUDA process; return them, and whether any was already suspended.
 
-        A session may start a process meanwhile, so this method looks again until it finds no new
-        process.
+        Children come first. A session may start a process during the locks, so this method repeats
+        its search until it finds no new process.
         """
         targets: list[ProcessId] = []
         adopted = False
@@ -148,12 +150,12 @@ class Operation:
                     raise Refused("failed", f"The driver has lost process {process.pid}.")
                 if state:
                     targets.append(process)
-                    # A lock by a dead broker counts as ours: an undo must unlock the process.
+                    # A dead broker may have locked the process: an undo must unlock it, too.
                     if process not in self.touched:
                         self.touched.append(process)
                     adopted |= state == "checkpointed"
-        # A process that was found later may be a child of one that was found first: use the order
-        # of the last list.
+        # Use the order of the last list: a process from a later search may be a child of a process
+        # from the first search.
         order = {process: place for place, process in enumerate(listing)}
         return sorted(targets, key=lambda process: order.get(process, -1)), adopted
 
@@ -169,7 +171,8 @@ class Operation:
         if answer.code == LOST or answer.outcome == "hung":
             self.late.append(process)
             raise Refused("drain", f"Process {process.pid} was not suspended. {answer.message}")
-        # With any code, a refusal after the whole time means that the work took too long.
+        # If the driver refuses only at the end of the time-out, the work took too long, whatever
+        # the error code is.
         late = answer.outcome == "refused" and answer.seconds >= self._calls.lock_timeout
         if answer.code == checkpoint.NOT_READY or late:
             raise Refused(
@@ -195,7 +198,7 @@ class Operation:
             return await self._calls.call(op, process, **fields)
 
     async def landed(self, late: Collection[ProcessId]) -> list[ProcessId]:
-        """Wait for locks whose caller was lost; return the processes that are locked."""
+        """Wait for lock calls whose worker was lost; return the processes that are locked."""
         found = []
         for process in late:
             for look in range(_LATE_LOOKS):
@@ -213,7 +216,7 @@ class Operation:
             return self._suspended("gone", checkpoint.absent(self._root, "gone"))
         if trouble:
             return self._suspended(trouble[0], f"{refused.message} {trouble[1]}")
-        # The state could not be read before, but now every process runs.
+        # "hung" means that a state could not be read. Now the undo has read it: all processes run.
         status = "drain" if refused.status == "hung" else refused.status
         outcome = self._suspended(status, refused.message)
         if not self.kept:
@@ -270,10 +273,10 @@ class Operation:
         return trouble
 
     async def _back(self, process: ProcessId, patience: float) -> DriverAnswer:
-        """Restore a process on its old devices; repeat for a while if that fails without a loss.
+        """Restore a process on its old devices; retry for ``patience`` seconds.
 
-        If there is no room for its memory, the process stays suspended. That is safe; a restore
-        would be fatal.
+        The method retries only if the driver still has the process's state. If there is no room for
+        the process's memory, the process stays suspended: that is safe, but a restore is fatal.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -290,9 +293,9 @@ class Operation:
             await asyncio.sleep(0.1)
 
     async def _wait_for_room(self, process: ProcessId, deadline: float) -> str:
-        """Wait a little for the memory that a process had; return why it is not free.
+        """Wait until ``deadline`` for the memory that a process had; return why it is not free.
 
-        The lease is still the session's, so a program outside the pool took the memory.
+        The session still has the lease, so a program outside the pool took the memory.
         """
         had = {s.uuid: sum(p.bytes or 0 for p in s.processes if p.pid == process.pid)
                for s in self._before}  # fmt: skip
@@ -362,7 +365,8 @@ class Operation:
         mapping = complete_mapping((*origin,), (*devices,), (*everything,))
         self._calls.allow_copy(sum(need.values()))
         self._calls.limit_patience(PATIENCE)
-        # Ask two children at the same time: the room is reserved for this session.
+        # Ask the worker and the monitor at the same time. The free memory does not change
+        # meanwhile, because the broker has reserved it for this session.
         found, problem = await asyncio.gather(self._look(known), self._no_room(need))
         if isinstance(found, Refused):
             if found.status == "gone":
@@ -412,7 +416,7 @@ class Operation:
             return refused
 
     async def _no_room(self, need: Mapping[str, int]) -> str:
-        """Return why a restore must not begin now, or "": without room, it would be fatal."""
+        """Return why a restore has no room now, or "". A restore without room is fatal."""
         try:
             samples = await self._sampler.sample([*need])
         except DriverError as error:
@@ -466,7 +470,7 @@ class Operation:
             states = [await self._calls.probe(process) for process in await self._calls.members()]
         except Refused as refused:
             if refused.status == "pinned":
-                return "running"  # the driver gives no state, so it was not suspended
+                return "running"  # the driver cannot suspend this session, so the session runs
             return "gone" if refused.status == "gone" else "hung"
         return next((state for state in _WORST if state in states), "none")
 
@@ -495,11 +499,11 @@ def freed_bytes(
 ) -> dict[str, int]:
     """Return the bytes that ``pids`` gave back, by device; empty if that is unknown.
 
-    If NVML's process lists show all of ``pids``, the bytes come from these lists, where other
-    processes have no effect. Otherwise they come from the increase of free memory. A list may lack
-    a part of a process (such as its context), and a resume that reserves too little is fatal. So if
-    no other process changed on the device, a larger increase of free memory counts, up to one
-    context more for each process.
+    If NVML's lists do not show all of ``pids``, the bytes are the increase of free memory. If the
+    lists show all of them, the bytes come from the lists, where other processes have no effect. But
+    a list may lack a part of a process (such as its context), and a resume that reserves too little
+    is fatal. So if no other process changed on the device, and the increase of free memory is
+    larger than the bytes in the list, the increase counts: at most one context more per process.
     """
     known = {p.pid for s in before for p in s.processes if p.bytes is not None}
     if not set(pids) <= known:
@@ -528,9 +532,9 @@ async def land(
 ) -> ResumeOutcome:
     """Move the process of ``operation`` from ``origin[i]`` to ``devices[i]``.
 
-    This function calls ``restoring`` when the process is suspended, before the restore. After a
-    refusal (``refused``, ``no-room``; ``stay`` if the driver cannot move it) the process runs on
-    its old devices. After ``failed`` and ``hung``, the driver has lost the process.
+    This function calls ``restoring`` after the suspend and before the restore. After ``refused``
+    and ``no-room`` the process runs on its old devices; ``stay`` is True if the driver cannot move
+    it. After ``failed`` and ``hung``, the driver has lost the process.
     """
     suspended = await operation.suspend(origin)
     if suspended.status in ("gone", "failed", "hung"):

@@ -2,12 +2,15 @@
 # Distributed under the terms of the Modified BSD License.
 """Ask the monitor child for NVML's samples, with a time-out; decide whether to trust NVML's pids.
 
-In a container most drivers list the pids of the host. Such a pid names no process here or, by
-chance, a different process. If the pool trusted such a pid, it would charge the wrong session and
-end the wrong process. So the sampler trusts pids only if NVML's list has shown the program of a
-self-test under the pid that this program has here. Without a self-test, the sampler trusts pids in
-the initial PID namespace, because NVML lists the pids of that namespace. In all other cases
-:meth:`Numbers.translate` makes the pids negative, because no process has a negative pid.
+In a container, most drivers list the pids of the host. In the container, such a pid may belong to
+no process, or to a different process. If the pool trusted such pids, it could charge the wrong
+session and end the wrong process.
+
+The sampler trusts NVML's pids if NVML lists the program of a self-test under the pid that the
+program has here. If the self-tests give no result, the result of an earlier broker counts. If
+this is missing, too, the sampler trusts the pids in the initial PID namespace, because NVML lists
+the pids of that namespace. :meth:`Numbers.translate` makes untrusted pids negative, because no
+process has a negative pid.
 """
 
 from __future__ import annotations
@@ -29,14 +32,15 @@ from ...pool.attribution import slack
 from ..children import ChildLost, Children
 from ..model import DeviceSample, ProcessMemory
 
-#: Seconds for NVML to read the devices once, before a new process replaces the monitor.
+#: Seconds for NVML to read all devices once. After this time, a new process replaces the monitor.
 SAMPLE_TIMEOUT = 5.0
 
-#: Seconds until the memory of a suspended process must show as free, and between two checks.
+#: Seconds to wait until NVML shows the memory of an ended or suspended process as free, and seconds
+#: between two checks.
 FREED_TIMEOUT = 2.0
 _FREED_POLL = 0.02
-#: The time-out if NVML's pids can be trusted and its list does not show the process. Such a process
-#: has no context.
+#: The time-out if the sampler trusts NVML's pids and NVML does not list the process: it has no
+#: context.
 _UNLISTED_TIMEOUT = 0.25
 
 
@@ -53,8 +57,9 @@ def others(sample: DeviceSample, pids: Collection[int]) -> dict[int, int | None]
 def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> bool:
     """Return whether ``pids``, suspended between the samples, have given their memory back.
 
-    Both NVML's list and free memory must show this. Some drivers still list a little memory of each
-    suspended process. Free memory does not count if other processes came or went.
+    Both NVML's list and free memory must show this. In the list, a little memory of each suspended
+    process is allowed, because some drivers list it. If other processes came or went, only the list
+    counts.
     """
     had = {p.pid: p.bytes or 0 for p in before.processes if p.pid in pids}
     for process in after.processes:
@@ -70,8 +75,8 @@ def _left(before: DeviceSample, after: DeviceSample, pids: Collection[int]) -> b
 class Sampler:
     """The monitor child. It calls ``on_lost`` once for each device that fails.
 
-    It calls ``on_lost`` once more if an Xid names the failure of a device that NVML could not read
-    before.
+    If NVML cannot read a device, and the driver then reports an Xid for it, this class calls
+    ``on_lost`` a second time, with the Xid.
     """
 
     def __init__(
@@ -86,8 +91,8 @@ class Sampler:
         self.child = children.make("monitor", on_event=self._take)
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
-        #: Allowed seconds of each copy under way; and the most seconds allowed to a copy since the
-        #: last moment without any copy.
+        #: The seconds allowed for each copy that is under way. ``_longest`` is the largest of these
+        #: numbers since the last moment without a copy.
         self._copies: list[float] = []
         self._longest = 0.0
         #: When the last copy ended.
@@ -120,8 +125,8 @@ class Sampler:
     async def look_away(self, uuids: Sequence[str]) -> None:
         """Watch only these devices from now on, and open no other device. Does not call NVML.
 
-        The method replaces the monitor process. If that interrupts a request, the new process gets
-        the request, about these devices only.
+        The method replaces the monitor process. If this interrupts a request, the new process
+        answers the request, and only for these devices.
         """
         self._uuids = tuple(uuids)
         await self.child.replace()
@@ -130,10 +135,9 @@ class Sampler:
     def copying(self, seconds: float) -> Iterator[None]:
         """Allow up to ``seconds`` more for samples while a checkpoint or restore is copying.
 
-        Some drivers answer NVML only after the copy, so a late sample is no failure then. Samples
-        that were requested before the copy get the additional time, too. Copies may follow each
-        other without end, so the additional time of a sample is limited to that of the longest
-        copy.
+        Some drivers answer NVML only after the copy, so a late sample is no failure during a copy.
+        A sample that was requested before the copy gets the additional time, too. Many copies may
+        follow each other, so a sample gets at most the additional time of the longest copy.
         """
         self._longest = max(seconds, self._longest if self._copies else 0.0)
         self._copies.append(seconds)
@@ -164,13 +168,13 @@ class Sampler:
         Raises
         ------
         DriverError
-            If NVML does not answer in time. The monitor process has been killed then.
+            If NVML does not answer in time. This method has then killed the monitor process.
         """
         await self._rewatch()
 
         def fields() -> dict[str, Any]:
-            # This may be the first request to a process that replaces a lost one. That process must
-            # find the devices without opening others.
+            # This may be the first request to a new monitor process. The new process needs the
+            # indices ("places") to find the devices, so that it opens no other device.
             wanted = self._uuids if uuids is None else uuids
             return {"uuids": wanted, "lost": self._xids, "places": self._places}
 
@@ -191,10 +195,12 @@ class Sampler:
     ) -> tuple[list[DeviceSample], bool]:
         """Wait, with a time-out, until the devices of ``before`` hold no memory of ``pids``.
 
-        Return new samples and whether this happened. If NVML's lists did not show these processes,
-        an increase of free memory is the sign. If NVML lists the pids of another PID namespace, it
-        never shows ``pids``. If it lists the pids of this namespace, it shows each process that has
-        a context; a process without a context has almost no memory to wait for.
+        Return new samples, and whether the memory is free.
+
+        If NVML's lists in ``before`` show none of ``pids``, this method waits for an increase of
+        free memory instead. NVML may list the pids of another PID namespace, so the wait is long.
+        If NVML is known to list the pids of this namespace, the processes have no context and
+        almost no memory. The wait is then short.
         """
         uuids = [sample.uuid for sample in before]
         shown = any(process.pid in pids for sample in before for process in sample.processes)
@@ -212,10 +218,10 @@ class Sampler:
             await asyncio.sleep(_FREED_POLL)
 
     async def renew(self, uuids: Collection[str]) -> None:
-        """Start a new monitor process, and forget that any of ``uuids`` was lost.
+        """Start a new monitor process, and forget earlier failures of ``uuids``.
 
-        A device may be healthy again after a reset, and only a newly initialised NVML sees
-        exchanged devices.
+        A device may be healthy again after a reset. After an exchange of devices, only a newly
+        initialised NVML finds the new devices.
         """
         for uuid in uuids:
             self._xids.pop(uuid, None)
@@ -275,8 +281,8 @@ class Sampler:
             self._on_lost(uuid, reason)
 
 
-#: If a listed pid has no process in this many samples in a row, NVML lists the pids of another
-#: namespace. In one sample, NVML may still list a process that has just ended.
+#: If NVML lists a pid without a process in this many samples in a row, NVML lists the pids of
+#: another namespace. One sample is not enough: NVML may still list a process that has just ended.
 ABSENT = 3
 
 
@@ -286,7 +292,7 @@ def to_memo(proven: bool | None) -> str:
 
 
 def from_memo(text: str) -> bool | None:
-    """Return the value from :func:`to_memo`; None if from another boot or PID namespace."""
+    """Return the value in the text of :func:`to_memo`; None if boot or PID namespace differ."""
     try:
         *where, proven = json.loads(text or "[]")
     except ValueError:
@@ -342,7 +348,7 @@ class Numbers:
         return replace(sample, processes=tuple(hidden))
 
     def _look_for(self, listed: Sequence[ProcessMemory]) -> None:
-        """Withdraw the proof if a listed pid has no process in :data:`ABSENT` samples in a row."""
+        """Stop trusting NVML's pids if a pid has no process in :data:`ABSENT` samples in a row."""
         absent = {process.pid for process in listed if process.pid > 0 and _absent(process.pid)}
         self._absent = Counter({pid: self._absent[pid] + 1 for pid in absent})
         if max(self._absent.values(), default=0) >= ABSENT:

@@ -27,10 +27,10 @@ from .sampler import Sampler, others
 
 
 class Stage:
-    """Starts test programs and lets them move to other devices; never does both at the same time.
+    """Starts test programs and moves them to other devices, but never both at the same time.
 
-    If NVML does not list processes (in a container), the size of a context comes from the device's
-    free memory. A program that moves to the device at that time would change the free memory.
+    If NVML does not list processes (in a container), the size of a context is measured as a change
+    of free memory. A program that moves to the device meanwhile would make the size wrong.
     """
 
     def __init__(self, sampler: Sampler) -> None:
@@ -57,12 +57,12 @@ class Stage:
             if target.pid is not None:
                 self._sampler.numbers.learn(before, after, target.pid)
             cost = _taken(before, after, target.pid) - size
-            if 0 < cost <= after.total // 2:  # otherwise another process came or went
+            if 0 < cost <= after.total // 2:  # otherwise another process changed the free memory
                 self.found[uuid] = cost
 
     @contextlib.asynccontextmanager
     async def moving(self) -> AsyncIterator[None]:
-        """Allow no :meth:`start` while a program may be on another device."""
+        """Delay every :meth:`start` while a program may be on another device."""
         async with self._alone("_moving", "_starting"):
             yield
 
@@ -99,7 +99,7 @@ def _taken(before: DeviceSample, after: DeviceSample, pid: int | None) -> int:
     return taken
 
 
-#: Seconds for one step of the test program: it makes a context and copies a few MiB.
+#: Time-out in seconds for one step of the test program, such as the copy of a few MiB.
 STEP_TIMEOUT = 30.0
 
 SESSION = "gpupool-selftest"
@@ -110,8 +110,8 @@ class Abilities:
     """The proven abilities of a device; ``reason`` names the failed step, in a sentence.
 
     If ``tested`` is False, the device had no room for the test, and nothing is proven. In this case
-    the pool suspends sessions if the driver has the calls, because it can undo a refused suspend.
-    But it moves no process to another device, because a failed restore is fatal.
+    the pool suspends sessions if the driver has the calls, because the pool can undo a refused
+    suspend. The pool moves no process to another device, because a failed restore is fatal.
     """
 
     can_suspend: bool
@@ -200,8 +200,8 @@ async def judge(
             try:
                 problem = await there_and_back(peer)
             except _NoRoom as error:
-                # The move was not tried. Without room it would at least take the driver's whole
-                # time-out.
+                # The test did not try the move. Without room, the move would take at least the
+                # driver's whole time-out.
                 return Abilities(True, False, f"The self-test had no room on another GPU: {error}")
             if problem:
                 return Abilities(True, False, f"The self-test on another device failed: {problem}")

@@ -29,11 +29,11 @@ class DeviceService(Inventory):
 
     @property
     def guard(self) -> DeviceService:
-        """The service itself: it has the guard's functions, as the guard is for NVIDIA's driver."""
+        """The service itself, which also has the functions for guarded kernels."""
         return self
 
     def environment(self, devices: Sequence[str]) -> dict[str, str]:
-        """Return the variables that show a new program these devices."""
+        """Return environment variables for a new program, which then sees only these devices."""
         return environment(devices)
 
     # ------------------------------------------------------------------ calls of the broker
@@ -44,7 +44,7 @@ class DeviceService(Inventory):
         Raises
         ------
         DriverError
-            If NVML does not answer in time. The next call asks a new process.
+            If NVML does not answer in time. The next call starts a new monitor process.
         """
         return await self._sampler.sample()
 
@@ -63,8 +63,8 @@ class DeviceService(Inventory):
         the caller is cancelled, the operation continues: a driver call cannot be stopped.
 
         If a refused suspend cannot be undone (a program outside the pool took the memory, or the
-        restore fails), the service retries the undo as long as the driver has the state. No other
-        session waits for that. The service calls ``on_kept`` once, with the reason.
+        restore fails), the service retries the undo as long as the driver has the state. Other
+        sessions do not wait for these retries. The service calls ``on_kept`` once, with the reason.
         """
         refused = [self._device(uuid) for uuid in devices if not self._device(uuid).can_suspend]
         if refused:
@@ -103,9 +103,9 @@ class DeviceService(Inventory):
     ) -> ResumeOutcome:
         """Bring a suspended session back: from ``origin[i]`` to ``devices[i]``.
 
-        ``need`` is the free memory that the resume needs, by device; with less, it does not begin.
-        The caller has reserved this memory: no other session may take it meanwhile. ``known`` are
-        the processes of the last suspend.
+        ``need`` is the free memory that the resume needs, by device. If less memory is free, the
+        resume does not begin. The caller has reserved this memory, so that no other session takes
+        it meanwhile. ``known`` are the processes of the last suspend.
         """
         for uuid in devices:
             self._device(uuid)

@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Choose the GPUs that the broker, its children and new programs see; find processes that use one.
+"""Choose the GPUs that the broker, its children and new programs see; find processes that use GPUs.
 
 - NVML shows every GPU whose device file can be opened. On a machine without device cgroups these
   can be more GPUs than a batch system or an admin has given to the broker's user. Environment
-  variables say which GPUs were given, and the broker never touches the others. If only a part of
-  the devices is visible (a container, a job with cgroups), a variable with numbers does not limit
-  them further.
+  variables say which GPUs were given, and the broker never touches other GPUs. If a container or a
+  job's cgroup already hides the other GPUs, the broker uses all visible GPUs, and ignores the
+  numbers in the variable.
 - CUDA opens the files of all GPUs that a process sees, and NVML opens a file for each handle that
-  it returns. So while an admin has set a device aside, new children do not see it (CUDA) and do
-  not ask for it (NVML).
+  it returns. While an admin has set a device aside, CUDA_VISIBLE_DEVICES therefore hides the
+  device from new children, and the monitor requests no NVML handle for the device.
 - A driver cannot be replaced while a process has device files open.
 """
 
@@ -28,14 +28,15 @@ DeviceRow = Mapping[str, Any]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: The broker reads these variables in this order; the first that is set counts. Slurm sets
-#: CUDA_VISIBLE_DEVICES for every step, so Slurm's own variables only matter if that one is missing.
+#: The broker reads these variables in this order, and uses the first that is set. Slurm sets
+#: CUDA_VISIBLE_DEVICES for every step. The broker reads Slurm's own variables only if
+#: CUDA_VISIBLE_DEVICES is missing.
 _FIRST = (_VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
-#: Variable of the container toolkit, which counts the host's GPUs.
+#: Variable of the container toolkit. Its numbers are those of the host.
 _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
 
-#: The numbers in these variables are those of the machine, even if not all its GPUs are visible.
+#: These variables number all GPUs of the machine, even if some of the GPUs are not visible.
 _GLOBAL = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _TOOLKIT)
 
 #: CUDA must number devices as NVML does, or one index would name two devices.
@@ -63,7 +64,7 @@ class Given:
 
 
 def environment(devices: Sequence[str]) -> dict[str, str]:
-    """Return the variables that show a new program these devices."""
+    """Return environment variables for a new program, which then sees only these devices."""
     return {_VISIBLE: ",".join(devices), **_ORDER, **_FRUGAL}
 
 
@@ -119,9 +120,9 @@ def _named(rows: tuple[DeviceRow, ...], name: str, text: str) -> tuple[DeviceRow
     entries = [entry.strip() for entry in text.split(",")]
     numbers = {n for entry in entries for n in _numbers(entry)}
     if name in _GLOBAL and numbers:
-        # If the number of visible GPUs is at most the length of the list, the other GPUs are
-        # already hidden. The visible GPUs may then be numbered from 0, so the numbers cannot be
-        # compared.
+        # If the number of visible GPUs is at most the length of the list, a container or a cgroup
+        # already hides the other GPUs. The visible GPUs may then have new numbers from 0, so a
+        # comparison with the list would be wrong.
         if len(rows) <= len(numbers):
             return rows
         return tuple(row for row in rows if row.get("minor", row["index"]) in numbers)
@@ -158,7 +159,7 @@ class Aside:
     def __init__(self, env: dict[str, str]) -> None:
         self._env = env
         self._reasons: dict[str, str] = {}
-        #: The numbers of the GPUs' device files, by UUID. A MIG instance has no own device file.
+        #: The numbers of the GPUs' device files, by UUID. A MIG instance has no device file.
         self.numbers: dict[str, int] = {}
 
     def __contains__(self, uuid: str) -> bool:
@@ -177,7 +178,7 @@ class Aside:
             raise DriverError(self._reasons[uuid], code=Code.PAUSED)
 
     def put(self, uuids: Iterable[str], reason: str, machine: Iterable[str]) -> bool:
-        """Set devices of this ``machine`` aside; return False if all were aside before."""
+        """Set devices of this ``machine`` aside; return False if no device was newly set aside."""
         fresh = {*uuids} - self._reasons.keys()
         self._reasons.update(dict.fromkeys(fresh, reason))
         self._see(machine)

@@ -27,8 +27,8 @@ from .sampler import Sampler
 
 _T = TypeVar("_T")
 
-#: Seconds before the first retry of an undo that left processes suspended, and the longest pause.
-#: The pause doubles after each retry.
+#: Pauses in seconds between the retries of an undo that left processes suspended: the first pause
+#: and the longest. The pause doubles after each retry.
 KEPT_POLL, KEPT_PAUSE = 0.5, 30.0
 
 #: Seconds between two checks whether a stopped process has continued (SIGCONT).
@@ -75,7 +75,7 @@ class Workers:
     def warm(self, uuid: str) -> None:
         """Start the worker of a device that sessions use, while the monitor looks for the device.
 
-        Otherwise the start of a broker would take the time of both, one after the other.
+        The two run at the same time, so the broker starts faster.
         """
         self.add(uuid)
         task = asyncio.ensure_future(self.children[uuid].start())
@@ -84,7 +84,7 @@ class Workers:
         def over(ended: asyncio.Future[Any]) -> None:
             self._running.discard(task)
             if not ended.cancelled():
-                ended.exception()  # the first call of the worker reports this error
+                ended.exception()  # the first call to the worker reports this error
 
         task.add_done_callback(over)
 
@@ -94,7 +94,7 @@ class Workers:
         return (free or uuids)[:1]
 
     async def drain(self, grace: float) -> None:
-        """Wait until operations in flight have ended, or ``grace`` seconds."""
+        """Wait at most ``grace`` seconds until operations in flight have ended."""
         waiting = {*self._running, *self._stop_settling()}
         if waiting:
             await asyncio.wait(waiting, timeout=grace)
@@ -103,7 +103,7 @@ class Workers:
         """Wait at most ``grace`` seconds until operations have noticed the end of the workers."""
         if self._running:
             await asyncio.wait(self._running, timeout=grace)
-        if self.settling:  # operations that have ended meanwhile began these tasks
+        if self.settling:  # operations that ended during the wait above started these tasks
             await asyncio.wait(self._stop_settling(), timeout=grace)
 
     def _stop_settling(self) -> set[asyncio.Task[None]]:
@@ -174,11 +174,12 @@ class Workers:
     def _settle(
         self, operation: Operation, root: ProcessId, session: str, devices: Sequence[str]
     ) -> None:
-        """Bring back processes that were stopped during an operation, once they continue.
+        """Unlock or restore processes that an operation could not bring back.
 
-        When such a process continues, the driver's own thread in it may resume its call and leave
-        the process locked. A lock that exceeded its time-out and still waits for GPU work can also
-        leave its process locked.
+        If a process was stopped (SIGSTOP) during the operation, this method waits until it
+        continues: the driver's own thread in the process may then finish its call and leave the
+        process locked. A lock that exceeded its time-out can also leave its process locked, when
+        the GPU work ends.
         """
         stopped, late = operation.unsettled, operation.late
         if not stopped and not late:

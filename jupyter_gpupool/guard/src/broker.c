@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Questions to the broker. Each question is one line of JSON on a new connection, and so is its
- * answer. A process withdraws a question by closing the connection. The guard reads figures from
- * the page, never from the answer. It takes only the sentences for people from the answer.
+ * Questions to the broker. Each question is one line of JSON on a new connection, and the answer is
+ * also one line. A process withdraws a question by closing the connection. The guard takes the
+ * result and the sentences for people from the answer. It reads all figures from the page.
  */
 #include "guard.h"
 
@@ -20,8 +20,8 @@
 
 #define LOOK_MS 50            /* time between two checks of the gate and of interrupts, and before a
                                * connection's retry */
-#define AWAY_NS 4500000000ull /* if a broker has hung up on every connection for this long, a call
-                               * fails */
+#define AWAY_NS 4500000000ull /* if the broker has closed every connection at once for this long, a
+                               * call fails */
 #define HOME_NS 500000000ull  /* longest wait for the answers to "cancel" and, in cuInit, to "home":
                                * these calls need no lease */
 #define CROWD_MS 4            /* time before a connection's retry while the broker's queue of
@@ -30,8 +30,8 @@
 #define ANSWER_BYTES 4096     /* how many bytes of an answer to read: its type is at the
                                * beginning */
 
-/* These are copies, because another thread may change the environment while this one waits. A value
- * that is too long counts as missing. */
+/* These are copies, because another thread may change the environment while this thread waits. The
+ * guard ignores a value that is too long. */
 static struct {
     char socket[sizeof(((struct sockaddr_un *)0)->sun_path)];
     char session[128], token[512];
@@ -187,7 +187,7 @@ static int receive(int fd, char *answer, size_t *have)
 {
     struct pollfd wait = {.fd = fd, .events = POLLIN};
     if (poll(&wait, 1, LOOK_MS) <= 0)
-        return 0; /* a time-out, or a signal: the caller finds out which */
+        return 0; /* a time-out or a signal; the caller checks which */
     ssize_t n = take(fd, answer + *have, ANSWER_BYTES - 1 - *have);
     if (n < 0)
         return errno == EINTR || errno == EAGAIN ? 0 : -1;
@@ -198,9 +198,9 @@ static int receive(int fd, char *answer, size_t *have)
     return strchr(answer, '\n') || *have == ANSWER_BYTES - 1;
 }
 
-/* `through`: this thread's question must reach the broker, and while no broker runs the thread
- * keeps waiting for one. The broker acts on a question as soon as it arrives, so an interrupt
- * withdraws the question only while no broker runs. */
+/* `through`: this thread's question must reach the broker, so the thread waits for a broker without
+ * a time limit. The broker acts on the question as soon as it arrives. So an interrupt ends the
+ * wait only while the thread has no connection to a broker. */
 static __thread bool through;
 
 /* `at_most`: the most nanoseconds to wait for the answer, or for a broker if none runs; 0: no
@@ -214,7 +214,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     uint64_t began = monotonic();
     uint64_t since = 0; /* when the connection began */
     uint64_t away = 0;  /* since when no process listens; 0: a process listens */
-    uint64_t hung = 0;  /* since when a broker has hung up on every connection; 0: it has not */
+    uint64_t hung = 0;  /* since when a broker has closed every connection at once; 0: it has not */
     int fd = -1;
     if (why)
         *why = 0;
@@ -247,7 +247,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
                 away = 0; /* a broker listens */
             else if (!away) {
                 away = since;
-                hung = 0; /* the broker has died: it no longer hangs up */
+                hung = 0; /* the broker has died, so nobody closes connections now */
             }
             if (fd >= 0 && send(fd, question->at, question->length, MSG_NOSIGNAL) !=
                                (ssize_t)question->length) {
@@ -279,7 +279,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
             break;
         }
         if (got < 0) {
-            /* A broker that hangs up at once, again and again, counts as away. */
+            /* A broker that closes every connection at once counts as away. */
             if (monotonic() - since >= HELD_NS)
                 hung = 0;
             else if (!hung)
@@ -304,7 +304,7 @@ CUresult broker_attach(void)
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
     if (ask(&question, true, 0, NULL) != ANSWER_OK)
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    /* If the gate has closed again already, pause before the next question. */
+    /* If the gate has already closed again, wait a moment before the next question. */
     if (!gate_lets(true))
         nap(1);
     return CUDA_SUCCESS;
@@ -349,8 +349,7 @@ CUresult broker_land(const char *step, char *why)
     put(&question, ",\"step\":\"%s\",\"pid\":%d,\"tid\":%ld}\n", step, (int)getpid(),
         syscall(SYS_gettid));
     through = !strcmp(step, "move");
-    /* If a "cancel" does not arrive, the broker releases the reserved memory later without the
-     * "cancel". */
+    /* If a "cancel" does not arrive, the broker still releases the reserved memory, but later. */
     enum answer answer = ask(&question, false, strcmp(step, "cancel") ? 0 : HOME_NS, why);
     through = false;
     return answer == ANSWER_OK        ? CUDA_SUCCESS

@@ -68,8 +68,8 @@ static __attribute__((noinline)) bool remembered_slowly(void)
 }
 
 /* Whether to answer from the cache. If true, this thread holds the lock. The function first tests
- * the byte that the entry points test: if the byte is zero, the driver does not block. This single
- * load then replaces all the loads of guard_blocked(). */
+ * the byte that the entry points test. If the byte is zero, the driver does not block, and the
+ * function need not call guard_blocked(), which is slower. */
 static inline bool remembered(void)
 {
     return __builtin_expect(*__atomic_load_n(&guard_free_gate, __ATOMIC_ACQUIRE), 0) && remembered_slowly();

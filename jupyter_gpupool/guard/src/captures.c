@@ -1,11 +1,11 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Streams that record a graph. During most of a recording no call is inside the driver, and a
- * recording may last longer than an idle session keeps its slice. But a suspend must not interrupt
- * it. So the slot holds the number of streams that record, and the broker treats a recording as use
- * of the slice. A recording ends with the stream's capture, with the stream, with the stream's
- * context, or with the thread if only this thread may end the capture.
+ * Streams that record a graph. A suspend must not interrupt a recording. During most of a recording
+ * no call is inside the driver, and a recording may last longer than an idle session keeps its
+ * slice. So the slot holds the number of streams that record, and the broker treats a recording as
+ * use of the slice. A recording ends when the program ends the capture, or destroys the stream or
+ * its context. If only one thread may end the capture, the recording also ends with this thread.
  */
 #include "counting.h"
 #include "wraps.h"
@@ -71,7 +71,8 @@ static void make_key(void) { pthread_key_create(&at_end, thread_ends); }
 
 /* ---- the calls */
 
-/* The number of the stream's context, which may differ from the current context; 0: unknown. */
+/* The number of the stream's context, 0 if it is unknown. This context may differ from the current
+ * context. */
 static uint64_t context_of(CUstream stream, bool per_thread)
 {
     typedef CUresult (*ask)(CUstream, CUcontext *);
@@ -105,7 +106,8 @@ static CUresult ended(CUresult result, CUstream stream, bool per_thread)
     int entry = per_thread ? E_cuStreamIsCapturing_ptsz : E_cuStreamIsCapturing, status = 0;
     if (!guard_page || !table_take(OWN_CAPTURE, key_of(stream, per_thread), &own))
         return result;
-    /* After an error the stream may still record: then another thread has to end the capture. */
+    /* After an error the stream may still record. In this case another thread must end the
+     * capture. */
     if (result && guard_has(entry) && !((is)guard_real[entry])(stream, &status) && status)
         table_put(&own, &stale);
     else

@@ -3,23 +3,24 @@
  *
  * The session's bytes. Each process counts its bytes in its own slot of the page, and adds bytes to
  * no other slot. So a process that is killed at any instruction leaves nothing to repair: another
- * process frees its slot, and with the slot exactly its bytes.
+ * process frees its slot, and this frees exactly the bytes of the dead process.
  *
  * An allocation that fits takes no lock: the process first adds the bytes, and then sums the slots.
- * If two processes race for the last bytes, both sums may be too large. Then both processes take
- * their bytes back and try again under the lock, where a process adds only bytes that fit.
+ * If two processes add the last bytes at once, both sums may be too large. In this case both
+ * processes subtract their bytes and try again under the lock, where a process adds only bytes that
+ * fit.
  */
 #include "counting.h"
 #include "guard.h"
 
-/* Other processes of the session may take the granted bytes this many times before this process
- * gives up. */
+/* The broker may grant the bytes, and another process of the session may take them first. After
+ * this many such tries, the allocation fails. */
 #define TRIES 8
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
 
-/* Called before a slot gets its first bytes. Without ``slots_used``, each sum would have to read
- * all 256 slots. */
+/* Include the slot in ``slots_used``, before the slot gets its first bytes. Without ``slots_used``,
+ * each sum would have to read all 256 slots. */
 static void reach(const struct page_slot *slot)
 {
     uint64_t wanted = (uint64_t)(slot - guard_page->slot) + 1, seen = LOAD(guard_page->slots_used);
@@ -58,8 +59,8 @@ static void add(struct page_slot *slot, int ordinal, uint64_t bytes)
     __atomic_add_fetch(&slot->used[ordinal], bytes, __ATOMIC_SEQ_CST);
 }
 
-/* The result is never below zero: after an accounting error the slot must not show 16 EiB in
- * use. */
+/* The result is never below zero. Otherwise, after an accounting error, the slot could show 16 EiB
+ * in use. */
 static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
 {
     uint64_t seen = LOAD(slot->used[ordinal]);
@@ -81,7 +82,7 @@ static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, boo
     return taken;
 }
 
-/* How many bytes are missing. 0 if no grant can ever fit a request of this size. */
+/* The number of missing bytes; 0 if the request is too large for any grant. */
 static uint64_t missing(int ordinal, uint64_t bytes)
 {
     uint64_t wanted, granted = LOAD(guard_page->granted[ordinal]);

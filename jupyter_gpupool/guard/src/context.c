@@ -11,11 +11,11 @@
 
 struct devices {
     uint32_t lock;
-    uint32_t changes; /* number of ended contexts: after each end no thread may use its cached
-                       * context any more */
+    uint32_t changes; /* number of ended contexts: a thread may use its cached context only while
+                       * this number stays the same */
     uint64_t numbers;
     struct {
-        uint32_t live;     /* number of contexts, with the primary one */
+        uint32_t live;     /* number of contexts, including the primary context */
         bool charged;
         CUcontext primary; /* the primary context's handle while it is active */
         uint64_t bytes;    /* bytes that were charged */
@@ -110,8 +110,8 @@ struct here here_of_stream(CUstream stream, bool per_thread)
 
 /* ---- the constant charge of a context, and everything that ends with a context */
 
-/* Whether this process has any context. If it has one, it already sees the slice, because it
- * moves with its session. */
+/* Whether this process has any context. A process with a context already sees the slice, because
+ * the process moves with its session. */
 static bool any_live(struct devices *d)
 {
     bool live = false;
@@ -122,9 +122,9 @@ static bool any_live(struct devices *d)
     return live;
 }
 
-/* Charge for a context that the process is about to make, unless it already has one on the device.
+/* If the process has no context on the device yet, charge for the context that it is about to make.
  * If two threads make a context at the same time, both charge, because no thread holds a lock while
- * it asks the broker. One of them then gets its charge back. */
+ * it asks the broker. Later the guard gives one of the two charges back. */
 static CUresult context_begin(int ordinal, uint64_t *charged)
 {
     struct devices *d = devices();
@@ -149,7 +149,8 @@ static CUresult context_begin(int ordinal, uint64_t *charged)
     return result;
 }
 
-/* Called after a context was made: `primary` is its handle if it is the primary context. */
+/* Called after the driver's call that makes a context. If the context is the primary context,
+ * `primary` is its handle. */
 static CUresult context_end(CUresult result, int ordinal, uint64_t charged, CUcontext primary)
 {
     struct devices *d = devices();
@@ -219,9 +220,9 @@ static void context_gone(int ordinal, uint64_t number, bool was_primary)
 }
 
 /* Called before a context ends: take it out of the table and return its number, 0 if it has none.
- * This must not happen after the end: the driver may by then have given the handle to a new context
- * of another thread. That thread would allocate under the old number, and these bytes would never
- * be given back. */
+ * After the end it would be too late, because the driver may already have given the same handle to
+ * a new context of another thread. That thread would allocate under the old number, and the guard
+ * would never give these bytes back. */
 static uint64_t number_taken(CUcontext context)
 {
     struct devices *d = devices();
@@ -344,9 +345,9 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
     return result;
 }
 
-/* Asks the driver for the state of the primary context, and stores the state for later queries
- * while the driver would block. Returns whether the context is active; true if the driver does not
- * answer. */
+/* Asks the driver for the state of the primary context, and stores the state to answer later
+ * queries while the driver would block. Returns whether the context is active; true if the driver
+ * does not answer. */
 static bool primary_state(struct devices *d, CUdevice device, int ordinal)
 {
     typedef CUresult (*state)(CUdevice, unsigned *, int *);
@@ -375,8 +376,8 @@ CUresult wrap_cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice device)
     return context_end(result, ordinal, charged, result ? NULL : *out);
 }
 
-/* Called before the call of the driver, because the guard may only note that call. The state is
- * then unknown until the noted call is made. */
+/* Called before a release or a reset of the primary context. The guard may only note this call, so
+ * the state is unknown until the driver has made the call. */
 static void primary_unknown(CUdevice device)
 {
     int ordinal = here_of_device(device).ordinal;
@@ -388,10 +389,9 @@ static void primary_unknown(CUdevice device)
     own_unlock(&d->lock);
 }
 
-/* PyTorch makes this query while it handles an error of another call. If that call failed because
- * its wait was interrupted, this query would wait again, and the interrupt, which has already
- * happened, would not end the second wait. So while the driver would block, the guard answers from
- * its copy. */
+/* PyTorch makes this query while it handles an error of another call. That call may have failed
+ * because an interrupt ended its wait. If this query also waited, the same interrupt could not end
+ * the second wait. So, while the driver would block, the guard answers from its copy. */
 CUresult wrap_cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)
 {
     int ordinal = here_of_device(device).ordinal;
@@ -407,7 +407,7 @@ CUresult wrap_cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *
         if (known)
             return CUDA_SUCCESS;
     }
-    ENTER; /* if a release was noted, it is made first */
+    ENTER; /* first makes a noted release */
     return REAL(cuDevicePrimaryCtxGetState)(device, flags, active);
 }
 

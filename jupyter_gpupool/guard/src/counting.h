@@ -16,7 +16,7 @@
 
 struct here {
     CUcontext context;
-    uint64_t number; /* the context's number, which is never used again, unlike a handle */
+    uint64_t number; /* the context's number; unlike a handle, no later context gets the same one */
     CUdevice device;
     int ordinal; /* -1: the guard does not count here (no page, no context, or a device outside the
                   * session) */
@@ -31,7 +31,7 @@ struct here here_of_device(CUdevice device);
 /* ---- calls (memory.c) */
 
 /* The first line of a wrapper of a call that uses the device. The macro passes the gate, and
- * counts the call until the wrapper returns. Work that needs no slice may come before it. */
+ * counts the call until the wrapper returns. Code that needs no slice may come before the macro. */
 #define ENTER                                                          \
     CUresult entered_ = guard_enter();                                 \
     if (entered_)                                                      \
@@ -59,11 +59,12 @@ static inline void guard_left(int *unused)
     guard_leave();
 }
 
-/* Called after an allocation that was charged, with the driver's `result`. After success, this
- * function enters the allocation in the table. After an error, it gives the charge back. If the
- * table has no room, `undo` frees the allocation. */
+/* Called after a charged allocation, with the driver's `result`. After success, this function
+ * enters the allocation in the table. After an error, it gives the charge back. If the table has no
+ * room, it calls `undo` to free the allocation, and gives the charge back. */
 CUresult keep(CUresult result, const struct own *own, CUresult (*undo)(CUdeviceptr key));
-/* Before cuInit this returns true, so that the driver itself reports the error. */
+/* Whether managed memory is allowed. Before cuInit this is true, so that the driver reports the
+ * error. */
 static inline bool managed_allowed(void)
 {
     return !guard_initialised() || __atomic_load_n(&guard_page->managed, __ATOMIC_RELAXED) == MANAGED_ALLOW;
@@ -96,11 +97,11 @@ struct reserve {
     CUdevice device;
     uint32_t calls;   /* calls inside the driver now; each may make the reserve grow */
     uint64_t unseen;  /* bytes allocated since the driver was last asked */
-    uint32_t ended;   /* ALIVE, ENDING or ENDED. Even after the end, allocations from the reserve
-                       * exist until they are freed */
+    uint32_t ended;   /* ALIVE, ENDING or ENDED. After the end of a reserve, its allocations exist
+                       * until the program frees them */
     CUmemoryPool pool;
-    uint64_t charged; /* bytes counted for the reserve; all but `pending` of them are charged to the
-                       * page */
+    uint64_t charged; /* bytes counted for the reserve: the bytes already charged to the page, plus
+                       * `pending` */
     uint64_t pending; /* bytes that threads are charging to the page now */
     uint64_t live;    /* bytes allocated from the reserve */
 };
@@ -108,7 +109,7 @@ struct reserve {
 /* Charges `growth` before a call that may grow the reserve. Call reserve_end after that call. */
 CUresult reserve_begin(struct reserve *r, uint64_t growth);
 /* Compares the charge with the real growth. Returns CUDA_ERROR_OUT_OF_MEMORY if the growth exceeds
- * the charge and the rest does not fit. The caller must then undo its call and call
+ * the charge and the rest does not fit. After this error the caller must undo its call, and call
  * reserve_settle. */
 CUresult reserve_end(struct reserve *r, bool look);
 void reserve_settle(struct reserve *r);

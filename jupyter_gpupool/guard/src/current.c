@@ -4,8 +4,8 @@
  * The context that is current in each thread. A destructor asks for the current context, makes its
  * own context current, and then restores the first one. These calls need no device, but the driver
  * may block in them while the process is suspended. So the guard keeps its own copy of each
- * thread's stack of contexts. While the driver would block, the guard changes only its copy. It
- * makes the same changes in the driver before the thread's next call.
+ * thread's stack of contexts. While the driver would block, the guard changes only its copy. Before
+ * the thread's next call to the driver, the guard makes the same changes in the driver.
  */
 #include "table.h"
 #include "wraps.h"
@@ -160,8 +160,8 @@ void current_fork(enum fork_when when)
     mine.differ = mine.lost = false;
 }
 
-/* ---- the calls. While the driver would not block, these functions pass the call on at the cost of
- * a few instructions. */
+/* ---- the calls. If the driver would not block, these functions pass the call on at the cost of a
+ * few instructions. */
 
 /* Whether the guard answers from its own stack. If not, the caller returns *error, or calls the
  * driver if *error is 0. */

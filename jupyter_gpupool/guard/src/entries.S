@@ -250,7 +250,7 @@
     movq %rsp, %rsi
 .endm
 
-/* Go on to the driver without counting the call; or note the call and return success. */
+/* Call the driver without counting the call, or note the call and return success. */
     .balign 16
 .Lsave_note:
     .cfi_startproc
@@ -279,8 +279,8 @@
     ret
     .cfi_endproc
 
-/* A call that gives something back, with at most three arguments: enter, call the driver, leave. If
- * the call is noted instead, return success. */
+/* A call that frees or destroys, with at most three arguments: enter, call the driver, leave. If
+ * the guard notes the call, return success. */
     .balign 16
 .Lback:
     .cfi_startproc

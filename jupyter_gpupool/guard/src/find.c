@@ -35,8 +35,8 @@ static bool is_driver(const char *path)
                 pread(fd, &head, sizeof head, 0) == sizeof head &&
                 !memcmp(head.e_ident, ELFMAG, SELFMAG) && head.e_ident[EI_CLASS] == ELFCLASS64 &&
                 head.e_machine == EM_X86_64;
-    /* Every copy of the guard is smaller than 16 MiB, even one built with a sanitizer. Today's
-     * drivers are larger, so they need no search. */
+    /* Every copy of the guard is smaller than 16 MiB, even if it is built with a sanitizer. Today's
+     * drivers are larger, so a larger file needs no search for the mark. */
     if (good && st.st_size < 16 << 20) {
         void *text = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
         if (text != MAP_FAILED) {
@@ -53,8 +53,8 @@ static void *open_path(const char *path)
     return is_driver(path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
 }
 
-/* Search the directories of the loader: those of LD_LIBRARY_PATH as it was when the process began,
- * or, with `defaults`, the system's directories. */
+/* Search the loader's directories. Without `defaults`, these are the directories of LD_LIBRARY_PATH
+ * at the start of the process. With `defaults`, these are the system's directories. */
 static void *search_directories(const char *soname, bool defaults)
 {
     _Alignas(Dl_serinfo) char room[32768];

@@ -5,9 +5,9 @@
  * counts the calls that a suspend waits for.
  *
  * The broker closes the gate and then waits until the count is zero. A call first counts itself and
- * then reads the gate again. Both write before they read (the additions are full barriers), so at
- * least one of them sees the other's write. So no call is inside the driver when the broker locks
- * the session.
+ * then reads the gate again. Both write before they read, and the additions are full barriers. So
+ * either the broker sees the count, or the call sees the closed gate. When the broker locks the
+ * session, no call is inside the driver.
  */
 #include "guard.h"
 #include "own.h"
@@ -31,9 +31,9 @@ const uint8_t *guard_gate = &guard_shut.gate, *guard_free_gate = &guard_shut.gat
 
 static bool initialised, context, ending;
 
-/* The calls that this thread has inside the driver, and the word that counts them. One thread of
- * the process has its own word. When this thread leaves the driver, it uses a plain store, which
- * takes half the time of a locked instruction. */
+/* The depth of this thread's nested calls, and the word of the slot that counts the outermost call.
+ * `own`: this is the word ``first``, which only one thread of the process writes. This thread can
+ * leave the driver with a plain store, which takes half the time of a locked instruction. */
 static __thread struct {
     uint32_t depth;
     bool own;
@@ -61,8 +61,8 @@ bool gate_lets(bool use)
     if (gate == GATE_OPEN)
         return true;
     if (gate == GATE_UNUSED) {
-        /* If the broker closes the gate meanwhile, the exchange fails. Then the caller checks the
-         * gate again, or the lock of the driver's suspend stops the call. */
+        /* If the broker closes the gate meanwhile, the exchange fails. In this case the caller
+         * checks the gate again, or the lock of the driver's suspend stops the call. */
         if (use)
             __atomic_compare_exchange_n(&guard_page->gate, &gate, GATE_OPEN, false,
                                         __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -96,11 +96,11 @@ CUresult gate_pass(void)
         if (!__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
             return CUDA_SUCCESS;
         /* The end of the process frees everything, so a suspended kernel can shut down without a
-         * lease. Frameworks handle this error: a driver that was unloaded before the framework also
-         * returns it. */
+         * lease. Frameworks can handle this error: at exit, the driver may be unloaded before the
+         * framework, and then returns the same error. */
         if (gate_ends())
             return CUDA_ERROR_DEINITIALIZED;
-        /* If an admin's pause has suspended the process, ask for the slice: then the broker
+        /* If an admin's pause has suspended the process, ask for the slice, so that the broker
          * restores the process. */
         CUresult error = landing_aside()   ? broker_attach()
                          : landing_moves() ? landing_wait()
@@ -143,9 +143,9 @@ uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
 /* While the process still has such calls to make, or moves to another device, the entry points take
- * the slow path even if the gate is open. In a process without a context the driver always answers
- * calls that need no lease, unless the broker has suspended the process. In that case the first
- * byte of `landing` is not zero. */
+ * the slow path even if the gate is open. For calls that need no lease, a process without a context
+ * tests the first byte of `landing` instead of the gate. If the byte is zero, the driver answers.
+ * If the broker has suspended the process, the byte is not zero. */
 static void point(void)
 {
     struct page_slot *slot = guard_slot();
@@ -204,7 +204,7 @@ static bool drained(void)
 enum purpose {
     LOOK_UP, /* needs no lease */
     USE,     /* waits for the lease, and for the noted calls of all threads */
-    QUERY,   /* a query whether work is done; a noted call may have recorded the event */
+    QUERY,   /* asks whether work is done; waits for the noted calls, which may record the event */
     BACK,    /* frees or destroys */
 };
 
@@ -298,8 +298,8 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
      * reports its error. */
     while (!in(BACK, guard_has_context())) {
         if (later_may(entry) && later_note(entry, argument)) {
-            /* The gate may have opened meanwhile. Then make the noted call now: the next call may come much
-             * later. */
+            /* If the gate has opened meanwhile, make the noted call now, because the next call may
+             * come much later. */
             if (!gate_closed() && in(BACK, true))
                 guard_leave();
             return GUARD_NOTED;
@@ -330,9 +330,10 @@ CUresult guard_enter_query(void)
         }
         if (__atomic_load_n(&ending, __ATOMIC_ACQUIRE))
             return CUDA_ERROR_DEINITIALIZED;
-        /* The process is being suspended, or another thread makes the noted calls. The caller may
-         * hold two locks: the interpreter's lock, and a lock for which a thread with the
-         * interpreter's lock waits. So this wait releases neither lock, and is short. */
+        /* The broker is suspending the process, or another thread makes the noted calls. The caller
+         * may hold the interpreter's lock and a lock of its library. If this wait released the
+         * interpreter's lock, another thread could take it and wait for the library's lock, and
+         * neither thread could continue. So this wait is short, and releases no lock. */
         uint64_t now = monotonic();
         if (!unanswered.since || now - unanswered.last > ANOTHER_TIME)
             unanswered.since = now;
@@ -354,8 +355,7 @@ CUresult guard_enter_query(void)
 /* ---- functions that the entry points call */
 
 /* Before an uncounted call goes on to the driver, apply this thread's own changes of the current
- * context. With `use`, also make the noted calls, whichever thread noted them. The context changes
- * of other threads do not matter here. */
+ * context. With `use`, also make the noted calls of all threads. */
 static CUresult pay(bool use)
 {
     if (!current_differs() && !(use && owing_calls()))
@@ -486,8 +486,8 @@ void guard_note_context(void)
     __atomic_or_fetch(&slot->flags, SLOT_CONTEXT, __ATOMIC_RELEASE);
     cached_fill();
     __atomic_store_n(&context, true, __ATOMIC_RELEASE);
-    /* From now on each answer of the driver may have to wait for a lease, even if the call needs no
-     * lease. */
+    /* From now on the driver may block in any call while the process is suspended, even if the call
+     * needs no lease. */
     gate_point();
 }
 

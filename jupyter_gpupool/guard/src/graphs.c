@@ -5,9 +5,9 @@
  * uploaded, and keeps it reserved for the next launch. cuDeviceGraphMemTrim gives it back. The
  * guard reads all nodes of a graph when the graph is made executable. So it also sees nodes that
  * come from a captured stream, from a clone or from a child graph. The sum over the nodes is the
- * most that the first launch may take. The launch takes less if nodes share memory, and after the
- * launch the guard counts the driver's own figure. The guard refuses a graph that is too large when
- * the graph is made executable, and again when it is launched.
+ * most that the first launch may take. The launch takes less if nodes share memory. After the
+ * launch the guard counts the driver's own figure. The guard can refuse a graph that is too large
+ * at two moments: when the program makes the graph executable, and when it launches the graph.
  */
 #include "counting.h"
 #include "own.h"
@@ -81,7 +81,7 @@ static void look_through(CUgraph graph, struct totals *sum, int depth)
         munmap(node, room);
 }
 
-/* The most by which a first launch may enlarge the reserve. A launch first uses the idle part of
+/* The most bytes that a first launch may add to the reserve. A launch first uses the idle part of
  * the reserve. */
 static uint64_t growth(const struct reserve *r, uint64_t bytes)
 {
@@ -176,8 +176,9 @@ CUresult wrap_cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph graph,
     INSTANTIATE(graph, REAL(cuGraphInstantiateWithParams_ptsz)(out, graph, params));
 }
 
-/* Fills `sum` and returns true if this launch may reserve memory: only the first launch since the
- * last trim may. A graph without memory nodes never reserves memory, and is not in the table. */
+/* If this launch may reserve memory, fills `sum` and returns true. Only the first launch of a graph
+ * after a trim reserves memory. A graph without memory nodes never does, and is not in the
+ * table. */
 static bool first(CUgraphExec exec, struct totals *sum)
 {
     uint32_t now = __atomic_load_n(&graph_trims, __ATOMIC_ACQUIRE) + 1;

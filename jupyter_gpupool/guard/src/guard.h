@@ -20,18 +20,18 @@
 
 /* ---- the real driver (real.c; the table and its indices are generated: entries_gen.h) */
 
-/* The driver's functions by index of the entry, spares included. When a call has entered, no
- * pointer is NULL: if the driver lacks an entry, the pointer is that of a stub that returns
+/* The driver's functions by index of the entry, including the spare entries. Inside an entered
+ * call, no pointer is NULL: if the driver lacks a function, the table has a stub, which returns
  * CUDA_ERROR_NOT_FOUND. */
 extern void *guard_real[E_COUNT + E_SPARES];
 
-/* REAL(cuMemAlloc_v2)(...) calls the driver's own function. Its prototype is that of
- * wrap_cuMemAlloc_v2: wraps.h declares one for every wrapped entry. For an entry without a wrapper,
- * use CALL(type, name). */
+/* REAL(cuMemAlloc_v2)(...) calls the driver's own function, with the prototype of
+ * wrap_cuMemAlloc_v2. wraps.h declares such a prototype for every wrapped entry. For an entry
+ * without a wrapper, use CALL(type, name). */
 #define REAL(name) ((__typeof__(&wrap_##name))guard_real[E_##name])
 #define CALL(type, name) ((type)guard_real[E_##name])
 
-/* The driver's version: 1000 x major + 10 x minor. If it is unknown, the largest number. */
+/* The driver's version: 1000 x major + 10 x minor. INT_MAX if the version is unknown. */
 extern unsigned guard_driver_version;
 
 /* Whether the driver has an entry. */
@@ -47,8 +47,8 @@ void *guard_exported(int entry);
  * the error for the application. After an error, a later call tries again. */
 CUresult guard_settle(void);
 extern bool guard_settled; /* whether guard_settle() has succeeded in this process */
-/* The entry points of each kind call the function of that kind if the byte of the gate is not zero.
- * Result 0: go on to the driver. The first function only loads the driver. */
+/* If the byte of the gate is not zero, an entry point calls the function for its kind. After the
+ * result 0, the entry point calls the driver. guard_slow_never only loads the driver. */
 CUresult guard_slow_never(void);
 CUresult guard_slow_free(uint32_t entry);
 CUresult guard_slow_gate(uint32_t entry);
@@ -58,8 +58,8 @@ CUresult guard_slow_note(uint32_t entry, const uint64_t *argument); /* or GUARD_
 /* ---- the gate (gate.c, wait.c) */
 
 /* Enter the driver: load the real driver, wait while the session has no lease (and ask the broker
- * for one), and count the call among those that a suspend waits for. Returns 0, or the error for
- * the application. After 0, and only then, the caller must call guard_leave(). Calls may be
+ * for one), and count the call, so that a suspend waits for it. Returns 0, or the error for the
+ * application. If the result is 0, the caller must call guard_leave() later. Calls may be
  * nested. */
 CUresult guard_enter(void);
 void guard_leave(void);
@@ -68,14 +68,13 @@ void guard_leave(void);
  * The function then returns GUARD_NOTED, and the application gets success. */
 CUresult guard_enter_back(uint32_t entry, const uint64_t *argument);
 /* The same as guard_enter() for a query whether work is done. Returns GUARD_NOTED if the process
- * is suspended, because its work is then done. Returns CUDA_ERROR_NOT_READY if the suspend has
- * been under way for more than a second. */
+ * is suspended, because the work of a suspended process is done. Returns CUDA_ERROR_NOT_READY if a
+ * suspend is under way and this thread has had no answer for more than a second. */
 CUresult guard_enter_query(void);
 #define GUARD_NOTED ((CUresult)-1)
 
-/* For calls that need no lease (properties). Loads the driver. Waits at the gate like guard_enter
- * only if this process may be suspended, because the driver would then block. Needs guard_leave
- * afterwards. */
+/* The same as guard_enter() for a call that needs no lease (a query for properties). It waits at
+ * the gate only if this process may be suspended, because the driver would block in this case. */
 CUresult guard_enter_free(void);
 
 /* Whether the driver would block now, because the session may be suspended. The guard then answers
@@ -113,13 +112,14 @@ bool gate_ends(void);
 bool gate_inside(void);
 /* Whether the session has no lease or is about to lose it; false in a pause. */
 bool gate_closed(void);
-/* Called before and after a wait for the broker inside a counted call. In between a suspend need
- * not wait for the call. */
+/* Called before and after a wait for the broker inside a counted call. During this wait, a suspend
+ * does not wait for the call. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
 /* Make the entry points check the gate again, because a landing has begun or ended. */
 void gate_point(void);
-/* Called instead of gate_step_in if the call returns an error without entering the driver again. */
+/* Called instead of gate_step_in if the call will not enter the driver again, and returns an
+ * error. */
 void gate_step_back(void);
 
 /* Cache the driver's answers about the devices. While the driver would block, the guard answers
@@ -144,16 +144,16 @@ void procaddr_ready(void); /* called when guard_real is filled */
 
 /* ---- the page (page.c) */
 
-/* NULL in a process without a session. The guard then limits, stops and counts nothing. */
+/* NULL in a process without a session. In such a process the guard only passes calls on. */
 extern struct page *guard_page;
 
 /* This process's slot. The process takes it at the first call that needs a slot. NULL if there is
- * no page, or no free slot. The process keeps the slot while a thread that has asked for it may
- * still write. */
+ * no page, or no free slot. The process keeps the slot while any of its threads may still write to
+ * the slot. */
 extern struct page_slot *guard_the_slot;
 extern __thread bool guard_slot_user;
-extern __thread bool guard_first; /* while this thread lives, no other thread of the process writes
-                                   * to ``first`` of the slot */
+extern __thread bool guard_first; /* this thread owns the word ``first`` of the slot: no other
+                                   * thread of the process writes to it */
 void guard_use_slot(void);
 
 static inline struct page_slot *guard_slot(void)
@@ -174,8 +174,9 @@ int guard_current(void);
  * the process makes a context, the session may get other devices. The process must not take
  * memory on its old devices, where the session has no grant. */
 bool guard_sees_slice(int ordinal);
-/* While a process has contexts, its devices are always those of the slice, even if the session
- * moves. After the end of its last context it still sees the devices that it had then. */
+/* Write to the slot whether the process's devices follow the slice. While the process has contexts,
+ * it moves with the session, and its devices are always the devices of the slice. After the end of
+ * its last context, the process keeps its present devices. */
 void guard_follow(bool follows);
 
 /* ---- moving to the slice before the first context (landing.c) */
@@ -213,18 +214,18 @@ void page_passed(int fd); /* the broker has sent the session's page: keep its de
  * instructions, and makes no driver calls meanwhile. */
 void page_lock(void);
 void page_unlock(void);
-/* Free the slots of processes that have ended; the caller holds the lock. It is slow, because it
- * reads /proc for each process. */
+/* Free the slots of processes that have ended. The caller holds the lock. The function is slow,
+ * because it reads /proc for each process. */
 void page_reap(void);
-/* Whether page_reap() may find a slot to free. If the parent of an ended process has reaped it, the
- * function finds this at once, otherwise up to 10 ms late. */
+/* Whether page_reap() may find a slot to free. If the parent has reaped an ended process, the
+ * function returns true at once, otherwise after at most 10 ms. */
 bool page_deaths(void);
 
 /* ---- calls that a process or a thread makes once the gate is open (gate.c, later.c, current.c) */
 
 enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* added once for each thread */ };
-/* Zero: there are no such calls to make. If the word is not zero, every entry point takes its
- * slow path. */
+/* Zero if the process has no such calls to make. Otherwise every entry point takes its slow
+ * path. */
 extern uint32_t guard_arrears;
 void gate_arrears(enum arrears what, bool more);
 
@@ -232,8 +233,8 @@ void gate_arrears(enum arrears what, bool more);
 /* Note a call, to make it later with the context that is current now. Returns false if there is no
  * memory for it. */
 bool later_note(uint32_t entry, const uint64_t *argument);
-/* Whether the call may be noted. The end of a context may not be noted while host memory is
- * registered. */
+/* Whether the guard may note the call. While host memory is registered, the guard must not note the
+ * end of a context. */
 bool later_may(uint32_t entry);
 /* Whether this process has host memory registered with the driver (registered.c). */
 bool registered_any(void);
@@ -278,7 +279,7 @@ struct polite {
 void polite_begin(struct polite *p);
 void polite_end(struct polite *p);
 bool polite_interrupted(const struct polite *p);
-/* Whether the interpreter of this process, if there is one, is being torn down. */
+/* Whether this process has an interpreter that is shutting down. */
 bool polite_finalizing(void);
 /* interpreter_release lets the interpreter's other threads run, if this thread holds the
  * interpreter's lock. interpreter_take takes the lock back. */
@@ -314,8 +315,8 @@ uint64_t guard_used(int ordinal);
 
 /* ---- the broker (broker.c) */
 
-/* The guard opens a connection for each question. While a thread waits for the answer, wait.c
- * applies. The functions return 0, or the error for the application. */
+/* The guard opens a connection for each question. The thread waits for the answer as described in
+ * wait.c. The functions return 0, or the error for the application. */
 void broker_remember(void); /* stores the broker's address before any thread waits */
 CUresult broker_attach(void);                            /* returns once the lease is granted */
 CUresult broker_grow(int ordinal, uint64_t more);        /* returns 0 if the page has a larger grant
@@ -334,8 +335,8 @@ void broker_home(void); /* the broker may write the devices of the next lease to
 /* ---- a broker that has died (revive.c) */
 
 void revive_remember(void);
-/* Starts the user's own broker if it has died, one attempt at a time. Returns for how many
- * nanoseconds in all a call waits while no broker listens; 0: no broker can be started. */
+/* Starts the user's own broker if it has died, one attempt at a time. Returns how long a call may
+ * wait in total while no broker listens, in nanoseconds; 0 if the last attempts have failed. */
 uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop

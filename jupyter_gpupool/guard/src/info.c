@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The slice's memory figures, by which an application may plan. See slice_memory in info.h for the
- * figures.
+ * The calls by which an application asks for free and total memory. They return the figures of the
+ * slice (slice_memory in info.h).
  */
 #include "info.h"
 #include "counting.h"
@@ -68,7 +68,7 @@ static bool keeps_the_total(void)
     static const char *const names[] = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"};
     static const char option[] = "expandable_segments";
     for (int i = 0; i < 2; i++) {
-        bool keeps = false; /* the last setting counts if the variable has several */
+        bool keeps = false; /* if the variable has the option several times, the last one counts */
         for (const char *at = getenv(names[i]); at && (at = strstr(at, option));) {
             at += strlen(option);
             at += strspn(at, " :");
@@ -89,8 +89,8 @@ CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
         bool keeps = h.ordinal >= 0 && keeps_the_total();
         if (keeps && cached_total(bytes, device))
             return CUDA_SUCCESS;
-        /* If the process got the slice's figure now, that figure would be too small after the slice
-         * grows. So if the device's total is unknown, wait for the slice. */
+        /* If `keeps` is true and the cache has no total of the device, wait for the slice below.
+         * The slice's own total would be too small after the slice grows. */
         if (h.ordinal >= 0 && !keeps && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             *bytes = m.total;
             return CUDA_SUCCESS;

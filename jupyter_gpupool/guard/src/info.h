@@ -19,13 +19,17 @@ struct slice_memory {
     uint64_t available; /* bytes that the session may still allocate now */
 };
 
-/* total: the limit, or the grant if the grant is larger (after the limit was lowered), but never
- * more than the device has. available: the unused bytes of the limit that are free on the device
- * now, but at least the unused bytes of the grant, which the broker keeps for the session. Beyond
- * the grant, bytes that are free on the device may be guaranteed to a neighbour that does not use
- * them yet. So beyond the grant the broker's figure (page->room) is the limit. A framework that
- * sizes itself by `available` really gets these bytes. real_free, real_total: the driver's figures;
- * UINT64_MAX if the guard cannot ask the driver. Returns false if the page has no figures yet. */
+/* Fills *out. Returns false if the page has no figures yet.
+ *
+ * total: the larger of limit and grant, and at most the device's total. The grant is the larger one
+ * after somebody has lowered the limit.
+ *
+ * available: the unused bytes of the grant, which the broker keeps for the session, and the bytes
+ * up to the limit that are free on the device. Such free bytes may be guaranteed to a neighbour
+ * that does not use them yet. So the broker's figure (page->room) is the most that `available` has
+ * beyond the grant. A framework that sizes itself by `available` really gets these bytes.
+ *
+ * real_free, real_total: the driver's figures; UINT64_MAX if the guard cannot ask the driver. */
 static inline bool slice_memory(const struct page *page, int ordinal, uint64_t real_free, uint64_t real_total,
                                 struct slice_memory *out)
 {

@@ -21,7 +21,7 @@ static bool chosen;
 static int seen, ordinal_of[PAGE_DEVICES];
 
 #define ENDS (-1)      /* the entry names no device and ends the list, as in the driver */
-#define ELSEWHERE (-2) /* the entry names a device that the session does not have */
+#define ELSEWHERE (-2) /* the entry names a device outside the session */
 
 /* The session's device that one entry of a list names. The entry is a number, a UUID or the
  * beginning of a UUID. */
@@ -43,8 +43,8 @@ static int by_text(const char *text, size_t length, const char *home)
                 return ENDS; /* two UUIDs begin like this: CUDA treats the entry as no device */
             found = i;
         }
-    /* The program may still name a home device by its UUID from before the lease. Treat this
-     * UUID as the slice's device at the same place in the list. */
+    /* The program may still have the UUID of a home device from before the lease. Treat this UUID
+     * as the slice's device at the same place in the list. */
     for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
         size_t n = strcspn(home, ",");
         if (n == length && !strncasecmp(text, home, n))
@@ -55,9 +55,9 @@ static int by_text(const char *text, size_t length, const char *home)
     return found;
 }
 
-/* Puts the session's devices that `asked` names into ordinal_of. Returns whether `asked` also names
- * other devices. The function leaves these out. If no device is left, the program gets all devices
- * of the session. */
+/* Puts the session's devices that `asked` names into ordinal_of, and leaves out all other devices.
+ * Returns whether `asked` names other devices. If it names only other devices, the caller gives the
+ * program all devices of the session. */
 static bool choose(const char *asked, const char *home)
 {
     bool taken[PAGE_DEVICES] = {false}, others = false;
@@ -70,7 +70,7 @@ static bool choose(const char *asked, const char *home)
         if (device == ELSEWHERE) {
             others = true;
         } else if (taken[device]) {
-            seen = 0; /* a device that is named twice hides all devices */
+            seen = 0; /* a list that names a device twice hides all devices */
             return false;
         } else {
             taken[device] = true;
@@ -131,8 +131,8 @@ CUresult wrap_cuInit(unsigned flags)
         /* cuInit has succeeded before: the driver blocks only in a process that has called it. */
         return CUDA_SUCCESS;
     if (guard_page) {
-        /* Set the flag before this process reads the home devices: the broker changes them only
-         * until it sees the flag. */
+        /* Set the flag before this process reads the home devices. Once the broker has seen the
+         * flag, it no longer changes them. */
         struct page_slot *slot = guard_slot();
         if (slot)
             __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
@@ -157,8 +157,8 @@ CUresult wrap_cuInit(unsigned flags)
     return error;
 }
 
-/* The texts of errors if there is no driver. Only two errors have texts: success, and the error
- * that every call then returns. */
+/* The texts of errors if there is no driver. Only two codes have texts: success, and the error that
+ * every call returns without a driver. */
 static CUresult words(CUresult error, const char **out, const char *of_none, const char *of_success)
 {
     if (!out)

@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The first context of a process that saw other devices at cuInit than those of its slice. Only the
+ * The first context of a process whose devices at cuInit are not the devices of its slice. Only the
  * driver can move a process to another device. So the process makes a context on the device that it
  * sees, in memory that the broker keeps free there. Then the broker lets the driver suspend the
  * process and restore it on the slice, as for every session that moves.
@@ -92,8 +92,8 @@ enum landing_kept landing_over(void)
     while (kept.count) {
         CUdevice device = kept.device[--kept.count];
         uint64_t argument[LATER_ARGUMENTS] = {(uint64_t)device};
-        /* The caller is a counted call. So if the gate is open now, it stays open until the caller
-         * leaves. */
+        /* The caller is a counted call. So if the gate is open now, no suspend begins until the
+         * caller leaves. */
         if (gate_lets(false) || !later_note(E_cuDevicePrimaryCtxRelease_v2, argument))
             REAL(cuDevicePrimaryCtxRelease_v2)(device);
         else
@@ -151,7 +151,7 @@ static CUresult land(void)
     if (!error && !gate)
         gate = take_contexts();
     if (gate || error == CUDA_ERROR_SYSTEM_NOT_READY) {
-        /* Tell the broker that it need no longer keep memory free for this process. */
+        /* Tell the broker to release the memory that it keeps free for this process. */
         landing_over();
         gate_step_out();
         broker_land("cancel", NULL);

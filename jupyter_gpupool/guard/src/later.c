@@ -44,8 +44,7 @@ static struct later *later(void) { return own_block(&the_later, sizeof(struct la
 
 #define ROOM (sizeof((struct chunk *)0)->call / sizeof(struct noted))
 
-/* These calls destroy a context, and the context must not be current when the guard makes the
- * call. */
+/* These calls destroy a context. The guard must not make the context current for the call. */
 static bool ends_context(uint32_t entry)
 {
     return entry == E_cuCtxDestroy_v2 || entry == E_cuCtxDetach || entry == E_cuGreenCtxDestroy ||
@@ -99,8 +98,8 @@ static bool begin(struct later *l, bool *left)
     return mine;
 }
 
-/* Gets the next noted call. Returns false if there is none, or if the gate has closed. This thread
- * then stops. */
+/* Gets the next noted call. Returns false if there is no noted call, or if the gate has closed.
+ * After false, this thread makes no more noted calls. */
 static bool next(struct later *l, struct noted *out, bool *left)
 {
     struct chunk *empty = NULL;
@@ -127,8 +126,8 @@ static bool next(struct later *l, struct noted *out, bool *left)
     return found;
 }
 
-/* Make the context current that was current in the thread that noted the call: the noted calls come
- * from several threads. */
+/* Noted calls come from several threads. So before a noted call, make current the context that was
+ * current in the thread that noted it. */
 static void make_current(CUcontext wanted, CUcontext *pushed)
 {
     CUcontext popped;

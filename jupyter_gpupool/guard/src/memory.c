@@ -95,9 +95,9 @@ CUresult wrap_cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, 
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* The driver cannot suspend managed memory, because it moves such memory on its own. The guard
- * refuses managed memory unless the policy allows it. If the policy allows it, the session is
- * pinned, and the bytes count as device memory. */
+/* The driver cannot suspend managed memory, because it moves such memory itself. If the policy
+ * forbids managed memory, the guard refuses the call. If the policy allows it, the guard counts the
+ * bytes as device memory, and the driver cannot suspend the session any more. */
 CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {
     ENTER;
@@ -122,8 +122,7 @@ CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
     return keep(result, &own, REAL(cuMemFree_v2));
 }
 
-/* ---- frees: the guard passes an address that is not in its table to the driver, and counts
- * nothing */
+/* ---- frees: if an address is not in the table, the guard only passes the call on */
 
 static bool take_address(uint64_t address, struct own *own)
 {
@@ -132,8 +131,8 @@ static bool take_address(uint64_t address, struct own *own)
            (table_seen(OWN_MANAGED) && table_take(OWN_MANAGED, address, own));
 }
 
-/* As take_address, for a stream-ordered free. The freed memory usually comes from a stream-ordered
- * allocation, so look there first. */
+/* The same as take_address, for a stream-ordered free. The memory usually comes from a
+ * stream-ordered allocation, so look for such an entry first. */
 static bool take_ordered(uint64_t address, struct own *own)
 {
     return (table_seen(OWN_POOLED) && table_take(OWN_POOLED, address, own)) || take_address(address, own);

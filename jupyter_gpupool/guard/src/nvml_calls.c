@@ -4,12 +4,12 @@
  * NVML calls, for the facade in nvml/, which is a separate library in the same process. In a
  * suspended process the driver blocks every NVML call until the resume (observed with 580.159.04),
  * and such a call does not ask the broker for the slice. So calls of the main thread, which runs
- * the cells, wait at the gate. Calls of other threads block in the driver: a thread that polls
- * figures must not bring its session back.
+ * the cells, wait at the gate. Calls of other threads block in the driver, because a thread that
+ * polls figures must not cause a resume of its session.
  *
  * These calls do not use the device, so they never change the gate. The guard counts the main
- * thread's calls in a separate word, and a suspend waits for them: a call that is inside the driver
- * during a suspend blocks there without a request for the slice.
+ * thread's calls in a separate word, and a suspend waits for these calls. Otherwise the driver
+ * could block a call that has passed the gate, and nobody would ask for the slice.
  */
 #include "guard.h"
 #include "nvml/calls.h"
@@ -17,13 +17,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The word that counts this process's call. Only the main thread uses it. So the guard sets it to 1
- * or 0 instead of adding: if a longjmp left a call, an added count would stay until the process
+/* The word that counts this process's call. Only the main thread uses it. So the guard stores 1 or
+ * 0 and does not add. If a longjmp left a call, an added count would stay until the process
  * ends. */
 static uint32_t *counted;
 
-/* Low half: the pid of the process that made the first use of CUDA or NVML. High half: 1 + the
- * lease's epoch if the process's session was suspended at that moment, otherwise 0. */
+/* Low half: the pid of the process at its first use of CUDA or NVML. High half: 1 + the lease's
+ * epoch if the session was suspended at that moment, otherwise 0. */
 static uint64_t began;
 
 /* The broker removes the lease when the driver has suspended the processes, and writes the next one before it opens
@@ -37,8 +37,8 @@ void nvml_calls_began(const struct page *page)
 {
     uint64_t before = __atomic_load_n(&began, __ATOMIC_ACQUIRE), now = (uint32_t)getpid();
     if ((uint32_t)before != now) {
-        /* In the child of a fork() the word still has the parent's value. If the parent was
-         * suspended, the child has inherited copies of its locks. */
+        /* In the child of a fork() the word still has the parent's value. If the driver had
+         * suspended the parent, the child has inherited copies of the driver's locks. */
         uint32_t epoch = page ? (uint32_t)page->epoch + 1 : 0;
         if (page && suspended(page) && (!before || before >> 32 == epoch))
             now |= (uint64_t)epoch << 32;
@@ -49,9 +49,10 @@ void nvml_calls_began(const struct page *page)
 }
 
 /* Whether the driver answers this process although its session is suspended. The driver can suspend
- * only a process that has called CUDA or NVML, so it has not suspended this process if the
- * process's first call came after the suspend. No other suspend has happened since, except perhaps
- * an admin's pause, which suspends processes without a context, too. */
+ * only a process that has called CUDA or NVML. So if the process's first call came after the
+ * suspend, the driver has not suspended the process. The epoch shows that this suspend is the last
+ * one. An admin's pause may have suspended a process without a context, which LANDING_ASIDE
+ * shows. */
 static bool spared(const struct page *page)
 {
     uint64_t word = __atomic_load_n(&began, __ATOMIC_ACQUIRE);
@@ -119,7 +120,7 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
 
 EXPORTED void gpupool_nvml_leave(void)
 {
-    if (counted) /* NULL in a child of a fork() that another thread made during the call */
+    if (counted) /* NULL in the child if another thread calls fork() during this call */
         __atomic_store_n(counted, 0, __ATOMIC_SEQ_CST);
     counted = NULL;
 }

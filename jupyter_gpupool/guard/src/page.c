@@ -4,8 +4,8 @@
  * The session's page as this process maps it, and this process's slot in it.
  *
  * If the environment names a page and the process cannot use it, every CUDA call fails. Without the
- * gate the process would call the driver while the broker suspends the process. A page stays mapped
- * and works after somebody has deleted its file. If the owner truncates the file, the processes
+ * gate the process would call the driver while the broker suspends the process. If somebody deletes
+ * the file, the page stays mapped and still works. If the owner truncates the file, the processes
  * that map it end (SIGBUS), as with any mapped file. The guard cannot prevent this, because tmpfs
  * cannot seal a file that has a name.
  */
@@ -36,7 +36,7 @@ __thread bool guard_slot_user, guard_first;
 
 static struct page_slot leftover; /* counts calls that end after the slot was given back */
 static uint32_t users;            /* number of threads that may write to the slot at any time */
-static uint32_t has_first;        /* 1: one living thread of the process has the word ``first`` */
+static uint32_t has_first;        /* 1: one living thread of the process owns the word ``first`` */
 static pthread_key_t at_end;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -76,7 +76,7 @@ static uint64_t start_time(uint32_t pid)
         if ((at = strchr(at, ' ')))
             at++;
     }
-    /* A zombie process that still has threads: only its first thread has ended, and the process is
+    /* If a zombie still has other threads, only its first thread has ended, and the process is
      * alive. */
     if (!at || state == 'X' || (state == 'Z' && threads <= 1))
         return 0;
@@ -184,7 +184,8 @@ static bool take_slot(void)
     uint64_t started = start_time(pid);
     struct page_slot *s;
     if (!started || started == UNKNOWN)
-        /* Without a start time in the slot, all other processes would take this one for dead. */
+        /* Without a start time in the slot, the other processes would treat this process as
+         * dead. */
         return false;
     me = pid | started << 32;
     page_lock();
@@ -242,9 +243,9 @@ void guard_pin(uint32_t pins)
         __atomic_or_fetch(&s->pins, pins, __ATOMIC_RELEASE);
 }
 
-/* A process that ends normally gives its slot back at once. A process that is killed leaves its
- * slot for others to free. This function takes no lock, for two reasons: no other process writes to
- * the slot, and the process that holds the lock may be stopped. */
+/* A process that ends normally gives its slot back at once. If a process is killed, another process
+ * frees its slot. This function takes no lock, for two reasons: no other process writes to the
+ * slot, and the process that holds the lock may be stopped. */
 __attribute__((destructor)) static void give_back(void)
 {
     struct page_slot *s = guard_slot();
@@ -252,9 +253,10 @@ __attribute__((destructor)) static void give_back(void)
         return;
     /* Other threads, and destructors of other libraries, may still make calls. */
     __atomic_store_n(&guard_the_slot, &leftover, __ATOMIC_SEQ_CST);
-    /* A thread that has read the address of this slot may count its calls there at any time. So no
-     * other process may take the slot while this process lives. After its end, another process
-     * frees the slot. */
+    /* Free the slot only if no other thread can still write to it. A thread that has read the
+     * slot's address may count a call there at any time, even if another process has taken the
+     * slot. A slot that is not freed here stays in use until this process has ended. Then another
+     * process frees it. */
     if (__atomic_load_n(&users, __ATOMIC_SEQ_CST) == (guard_slot_user ? 1 : 0) &&
         !__atomic_load_n(&s->inflight, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->first, __ATOMIC_SEQ_CST) &&
         !__atomic_load_n(&s->waiting, __ATOMIC_SEQ_CST) && !__atomic_load_n(&s->nvml, __ATOMIC_SEQ_CST))
@@ -298,7 +300,8 @@ void page_passed(int fd)
         close(before);
 }
 
-/* Follow a link only if the broker has made it to its own descriptor: see page_settle(). */
+/* Open the page. If the file was deleted, the broker puts a link to its own descriptor at the path.
+ * So follow a link only if it leads to /proc. */
 static int open_page(const char *path, bool *link)
 {
     char to[64];
@@ -320,8 +323,8 @@ static int open_page(const char *path, bool *link)
     return -1;
 }
 
-/* Map the page. Returns NULL, or why the page cannot be used. `lost`: whether the broker may have
- * the right page for this name. */
+/* Map the page. Returns NULL, or the reason why this process cannot use the page. *lost tells
+ * whether the broker may still have the right page. */
 static const char *map(const char *path, bool *lost)
 {
     struct stat st;
@@ -346,17 +349,17 @@ static const char *map(const char *path, bool *lost)
         close(fd);
         return "is of another version of jupyter_gpupool than the guard. Restart the kernel";
     }
-    /* If the descriptor's number has been reused, the link leads to another session's page. Its
-     * gate and its accounts do not belong to this process. */
+    /* If the broker has reused the descriptor's number, the link leads to another session's page.
+     * This process must not use the gate and the accounts of that page. */
     if (session && strncmp(page->session, session, sizeof page->session - 1)) {
         munmap(page, sizeof *page);
         close(fd);
         *lost = true;
         return "belongs to another session. Restart the kernel";
     }
-    /* Keep the file open: if a logout deletes the file's name and the broker also dies, the next
-     * broker finds the page here. The descriptor has a high number, because some programs rely on
-     * low ones. */
+    /* Keep the file open. If a logout deletes the file and the broker also dies, the next broker
+     * finds the page here. The descriptor has a high number, because some programs rely on low
+     * numbers. */
     if (fcntl(fd, F_DUPFD_CLOEXEC, KEPT_ABOVE) >= 0)
         close(fd);
     guard_page = page;
@@ -382,8 +385,8 @@ static enum page_state find_page(void)
             gate_at_exit();
     }
     pthread_mutex_unlock(&lock);
-    /* The file was deleted while the session lives, for example at a logout. The broker still has
-     * the page. */
+    /* If somebody has deleted the file while the session lives, for example by a logout, the broker
+     * still has the page. */
     return why && lost ? PAGE_LOST : why ? refuse(why) : PAGE_READY;
 }
 
@@ -400,8 +403,8 @@ enum page_state page_settle(void)
 
 /* Returns the session's page to the NVML library of the guard. That library has no connection to
  * the broker, so it cannot find a page that has no path. The function does not load the driver
- * and does not take a slot. It asks the broker at most once, because the thread may only want to
- * show figures. */
+ * and does not take a slot. It asks the broker at most once, because the thread may only read
+ * figures. */
 __attribute__((visibility("default"))) const struct page *gpupool_page(void);
 const struct page *gpupool_page(void)
 {

@@ -7,9 +7,9 @@
  * compares the two.
  *
  * Who writes what: the broker writes the header, except for the words marked "guard". Each process
- * writes its own slot, but the broker writes ``sees`` and ``landing`` of a slot while the process
- * is suspended or its calls wait. Bytes are counted for each device of the session, in the order in
- * which its processes see the devices (CUDA ordinals).
+ * writes its own slot. While a process is suspended or its calls wait, the broker writes ``sees``
+ * and ``landing`` of its slot. The page has separate byte counts for each device of the session, in
+ * the order in which its processes see the devices (CUDA ordinals).
  */
 #ifndef GPUPOOL_GUARD_PAGE_H
 #define GPUPOOL_GUARD_PAGE_H
@@ -26,17 +26,17 @@
 /* The gate. With every value except zero, a call must check further before it may pass. */
 enum page_gate {
     GATE_OPEN = 0,   /* open, and used since the broker's last check */
-    GATE_UNUSED = 1, /* open, but not used since then: the first call changes it to GATE_OPEN
+    GATE_UNUSED = 1, /* open, and not used since that check: the first call changes it to GATE_OPEN
                       * (guard) */
     GATE_CLOSED = 2, /* no lease: ask the broker for one and wait */
-    GATE_PAUSED = 3, /* a neighbour has its turn: wait until pause_until at most, and ask the broker
-                      * nothing */
+    GATE_PAUSED = 3, /* a neighbour has its turn: wait at most until pause_until, without a question
+                      * to the broker */
 };
 
 enum page_managed { MANAGED_REFUSE = 0, MANAGED_ALLOW = 1 };
 
-/* Why the session cannot be suspended. The guard sets a bit, and nobody clears it while the process
- * lives. */
+/* Why the session cannot be suspended. The guard sets a bit, and the bit stays set while the
+ * process lives. */
 enum page_pins {
     PIN_MANAGED = 1,  /* managed memory */
     PIN_IPC = 2,      /* an exported or imported allocation, event or pool */
@@ -54,10 +54,10 @@ enum slot_flags {
 /* ``sees`` of a slot: page_name() of the device that the process sees as the session's device i, or
  * one of these two values. */
 #define SEES_NONE 0ull   /* the process has not called cuInit, or does not see this device */
-#define SEES_SLICE 1ull  /* the slice on any device: the process has state, which moves with the
-                          * session */
+#define SEES_SLICE 1ull  /* the slice, on whichever device it is: the process has state, and the
+                          * state moves with the session */
 
-/* ``landing`` of a slot: the progress of the process on its way from the devices at cuInit to those
+/* ``landing`` of a slot: the step of a process that moves from its devices at cuInit to the devices
  * of the slice (landing.c). While the process moves, none of its calls reaches the driver. */
 enum slot_landing {
     LANDING_NONE = 0,    /* no landing, or the landing has ended */
@@ -75,23 +75,23 @@ struct page_slot {
     uint32_t pid;
     uint64_t start_time; /* field 22 of /proc/<pid>/stat; together with the pid it identifies the
                           * process */
-    uint32_t inflight;   /* calls inside the driver that must return before a suspend; ``first`` is
-                          * not included */
+    uint32_t inflight;   /* calls inside the driver that must return before a suspend, without the
+                          * call that ``first`` counts */
     uint32_t waiting;    /* threads that wait at the gate */
     uint32_t flags;
     uint32_t pins;
-    uint64_t used[PAGE_DEVICES];    /* counted bytes, those of contexts included */
+    uint64_t used[PAGE_DEVICES];    /* counted bytes, including the bytes of contexts */
     uint64_t context[PAGE_DEVICES]; /* the part of these bytes that was charged for contexts */
     uint32_t captures;              /* streams that record a graph: a suspend must not interrupt a
                                      * recording */
-    uint32_t first;                 /* 1: a call of the thread that has this word is also inside the
-                                     * driver */
+    uint32_t first;                 /* one thread of the process owns this word; 1: this thread has
+                                     * a call inside the driver */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
     uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they do
                     * not count as use */
-    uint32_t held; /* 1: a thread that the interpreter does not know waits, and an interrupt has not
-                    * ended its wait */
+    uint32_t held; /* 1: a thread that the interpreter does not know still waits after an
+                    * interrupt */
     uint64_t unused;
 };
 
@@ -101,7 +101,7 @@ struct page {
     uint8_t gate;
     uint8_t managed;
     uint8_t unused;
-    uint8_t contended; /* 1: another session waits for memory that this one holds (window.c) */
+    uint8_t contended; /* 1: another session waits for memory of this session (window.c) */
     uint32_t devices; /* number of devices */
     uint64_t epoch;
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; after this time a paused gate counts as
@@ -127,9 +127,10 @@ struct page {
     struct page_slot slot[PAGE_SLOTS];
 };
 
-/* Whether the driver has suspended the session's processes or is about to: the gate is closed, and
- * a process has had a context. The driver then also suspends processes that have called only cuInit
- * or NVML. If a session has never had a slice, none of its processes has a context. */
+/* Whether the driver has suspended the session's processes or is about to suspend them: the gate is
+ * closed, and a process has had a context or an admin's pause has suspended it. The driver then
+ * also suspends processes that have called only cuInit or NVML. If a session has never had a slice,
+ * none of its processes has a context. */
 static inline bool page_suspends(const struct page *page)
 {
     if (__atomic_load_n(&page->gate, __ATOMIC_SEQ_CST) != GATE_CLOSED)

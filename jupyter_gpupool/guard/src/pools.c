@@ -9,12 +9,12 @@
 
 enum { ALLOC_TYPE_MANAGED = 2 };
 
-/* When this many bytes have been allocated from an idle reserve, the guard asks the driver for the
- * reserve's size. */
+/* After allocations of this many bytes without a growth of the reserve, the guard asks the driver
+ * for the reserve's size. */
 #define UNSEEN (64 * MIB)
 
-/* Enter a pool that this process did not create. It may be the default or current pool of a device,
- * or an imported pool or a pool in host memory, which the guard does not count. */
+/* Enter a pool that this process did not create. It may be the default or the current pool of a
+ * device. The guard does not count other such pools: imported pools, and pools in host memory. */
 static struct reserve *adopt(CUmemoryPool pool, struct here h)
 {
     typedef CUresult (*pool_of)(CUmemoryPool *, CUdevice);
@@ -83,9 +83,9 @@ static CUresult driver_free(const struct request *q)
     return q->per_thread ? REAL(cuMemFreeAsync_ptsz)(*q->out, q->stream) : REAL(cuMemFreeAsync)(*q->out, q->stream);
 }
 
-/* Finds the pool, and by how much the allocation makes it grow. The allocation counts from here on,
- * so that no second thread plans with the same idle bytes. `look`: whether to ask the driver after
- * the call. */
+/* Finds the pool, and the bytes by which the allocation makes it grow. The allocation counts from
+ * here on, so that no second thread plans with the same idle bytes. `look`: whether to ask the
+ * driver after the call. */
 static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here h, uint64_t extent, uint64_t *growth,
                             bool *look)
 {
@@ -123,7 +123,8 @@ static CUresult allocate(const struct request *q)
     CUmemoryPool pool = NULL;
     uint64_t extent, growth = 0;
     bool look = false;
-    /* No pool is larger than this, and with larger figures the sums below could overflow. */
+    /* No pool is larger than UINT64_MAX / 4, and larger figures could make the sums below
+     * overflow. */
     extent = q->bytes > UINT64_MAX / 4 ? UINT64_MAX / 4 : q->bytes;
     extent = (extent + 511) / 512 * 512;
     if (h.ordinal >= 0 && q->out && q->bytes && all && !capturing(q->stream, q->per_thread))

@@ -6,13 +6,14 @@
  * The driver's checkpoint maps host memory for all of the process's device memory with one
  * populated mmap() (MAP_POPULATE), in pages of 4 KiB, and then copies. One thread does both. With
  * 580.159.04 on an H200, making the pages takes two thirds of the time. The process calls this
- * mmap() instead of the C library's. This mmap() gives such a mapping huge pages where that is
- * quick, and lets several threads populate it.
+ * mmap() instead of the C library's. This mmap() gives the mapping huge pages if the kernel makes
+ * them quickly, and lets several threads populate it.
  *
- * All other mappings are the same as with the C library: smaller ones, those with other flags, and
- * all mappings of a process without a context or with a slice (the broker closes the gate before
- * each suspend). Nothing else changes for the caller: the control group counts the same bytes, all
- * bytes are zero, and an error while populating is ignored, as mmap(2) documents for MAP_POPULATE.
+ * This mmap() makes all other mappings as the C library does: smaller mappings, mappings with other
+ * flags, and all mappings of a process that has no context or has a slice (the broker closes the
+ * gate before each suspend). Nothing else changes for the caller. The control group counts the same
+ * bytes, and all bytes are zero. An error while populating is ignored, as mmap(2) documents for
+ * MAP_POPULATE.
  */
 #include "cuda_abi.h"
 #include "guard.h"
@@ -33,18 +34,18 @@
 #endif
 
 #define POPULATED (MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE)
-#define LEAST (32ul << 20) /* for smaller mappings nobody would notice the gain */
+#define LEAST (32ul << 20) /* smaller mappings would gain too little time */
 #define HUGE (2ul << 20)
 #define STEP (16ul << 20)
-/* The slowest rate of one thread at which huge pages are worth it, in bytes per ns. The kernel
- * makes and zeroes a small page in 2 to 4 us. */
+/* If a thread populates fewer bytes per ns than this, small pages are as fast as huge pages. The
+ * kernel makes and zeroes a small page in 2 to 4 us. */
 #define SLOWEST 1u
 #define THREADS 8
 #define STACK (256ul << 10)
 
-/* Does what the C library's mmap() does on this platform. The guard does not call the C
- * library's mmap(): to find it, dlsym() would take the loader's lock, and the thread that holds
- * this lock may be waiting for this thread. */
+/* Does the same as the C library's mmap() on this platform. The guard cannot call the C library's
+ * mmap(), because dlsym() takes the loader's lock to find it. Another thread may hold this lock and
+ * wait for this thread. */
 static void *map_plainly(void *at, size_t bytes, int prot, int flags, int fd, off_t offset)
 {
     return (void *)syscall(SYS_mmap, at, bytes, prot, flags, fd, offset);
@@ -107,7 +108,7 @@ static void populate(char *begin, size_t bytes)
     bool threads = !pthread_attr_init(&attributes);
     if (threads)
         threads = !pthread_attr_setstacksize(&attributes, STACK);
-    sigfillset(&all); /* signals must go to the program's own threads */
+    sigfillset(&all); /* the new threads block all signals, so the program's threads get them */
     pthread_sigmask(SIG_SETMASK, &all, &before);
     char *end = begin + bytes;
     for (unsigned i = 0; i < count; i++) {

@@ -52,9 +52,10 @@ static int find_address(const void *address)
     return low < E_COUNT && exported[by_address[low]] == address ? by_address[low] : -1;
 }
 
-/* An entry point for a function of a later driver that the guard does not know. The call passes the
- * gate, but is not counted. NULL if all 256 spares are in use: a call without the gate would crash
- * the process at a suspend. */
+/* An entry point for a function that the guard does not know, from a later driver. The call passes
+ * the gate, and is not counted. Returns NULL if all 256 spares are in use. The guard does not
+ * return the driver's function, because a call without the gate would crash the process at a
+ * suspend. */
 static void *spare_for(void *address)
 {
     void *found = NULL;
@@ -143,7 +144,7 @@ static CUresult get(int asked, bool five, const char *name, void **out, int vers
     void *address = *out;
     if (is_ours(address))
         return CUDA_SUCCESS;
-    /* A driver has no form that is newer than the driver's own version. */
+    /* The driver has no forms of calls that are newer than its own version. */
     if ((unsigned)version > guard_driver_version)
         version = (int)guard_driver_version;
     int entry = guard_find(name, version, flags & PROC_PER_THREAD_STREAM);
@@ -152,7 +153,8 @@ static CUresult get(int asked, bool five, const char *name, void **out, int vers
         if (other >= 0) {
             entry = other;
         } else if ((unsigned)version > KNOWN_VERSION) {
-            /* This may be a form that is newer than entries.txt, and that has other arguments. */
+            /* This may be a form of the call that is newer than entries.txt and has other
+             * arguments. */
             void *known = NULL;
             if (ask(asked, five, name, &known, KNOWN_VERSION, flags, NULL) || known != address)
                 entry = -1;

@@ -31,9 +31,10 @@ static bool driver_missing, handed_over;
 bool guard_settled;
 static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: before this time no call looks for the
                                 * page */
-/* The broker was away: before this time no call asks it for the page. */
+/* CLOCK_MONOTONIC, ns: before this time no call asks the broker for the page, because the broker
+ * was away. */
 static uint64_t away_until;
-/* How long calls do not ask the broker, in ns; doubles each time. 0: the broker was not away. */
+/* The length of this back-off in ns; it doubles each time. 0: the broker was not away. */
 static uint64_t away_for;
 
 #define REFUSED_NS 1000000000ull
@@ -109,9 +110,9 @@ static void *first_guard(void)
 
 static void load(void)
 {
-    /* Hold no lock during the calls of the loader: a constructor that calls CUDA in another thread
-     * may hold the loader's own lock. All threads find the same functions, and the first one
-     * publishes the result. */
+    /* Hold no lock during the calls of the loader, because another thread may hold the loader's own
+     * lock: its constructor may call CUDA. All threads find the same functions, and the first
+     * thread publishes them. */
     void *table[E_COUNT];
     void *handle = first_guard();
     bool second = handle != NULL;
@@ -123,7 +124,7 @@ static void load(void)
             if (!table[i])
                 table[i] = (void *)not_in_driver;
         }
-    /* NVIDIA's drivers answer this before cuInit, without touching a device. */
+    /* NVIDIA's drivers answer this query before cuInit, and do not touch a device. */
     int version = 0;
     if (handle && table[E_cuDriverGetVersion] != (void *)not_in_driver)
         ((CUresult(*)(int *))table[E_cuDriverGetVersion])(&version);
@@ -146,7 +147,7 @@ static void load(void)
 }
 
 /* If there is no driver, every call returns the same error as on a machine without a GPU. Programs
- * know that error. They then go on without a GPU, as they do if the library is missing. */
+ * can handle that error, and continue without a GPU. */
 static bool loaded(void)
 {
     if (!__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE))
@@ -156,8 +157,8 @@ static bool loaded(void)
     return !__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE);
 }
 
-/* A refusal is never final: the process may have no descriptor left for a moment, or the broker may
- * be away for a moment. */
+/* A refusal is never final. The cause may be short: the process may have no descriptor left, or the
+ * broker may be away. */
 static enum page_state look(void)
 {
     pthread_mutex_lock(&publishing);
@@ -193,7 +194,7 @@ static void refuse(enum answer answer)
         refused_until = now + REFUSED_NS;
         if (answer != ANSWER_AWAY)
             away_for = 0;
-        else if (now >= away_until) /* only the first of several waiting threads changes it */
+        else if (now >= away_until) /* if several threads wait, only the first one doubles it */
             away_for = !away_for ? REFUSED_NS : away_for < AWAY_MOST_NS ? 2 * away_for : AWAY_MOST_NS;
         if (answer != ANSWER_AWAY || now >= away_until)
             away_until = now + away_for;

@@ -2,9 +2,9 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * Host memory that the program has registered with the driver. The end of its context unregisters
- * the memory, and then the program may unmap it. So the guard does not note such an end for later:
- * until the noted call the driver would still have the pages pinned, and the restore would register
- * pages that no longer exist.
+ * the memory, and then the program may unmap it. If the guard noted this end for later, the driver
+ * would still have the pages pinned, and the restore would register pages that no longer exist. So
+ * the guard does not note the end of a context while host memory is registered.
  */
 #include "counting.h"
 #include "own.h"

@@ -31,8 +31,8 @@ struct reserve *reserve_add(struct reserves *all)
             if (!r->at[i].kind)
                 return &r->at[i];
         if (r->count < ROOM) {
-            /* Stored atomically, because a reader that only checks whether there is any reserve
-             * takes no lock. */
+            /* Store the count atomically, because pools_settle() and others first read it without
+             * the lock. */
             __atomic_store_n(&r->count, r->count + 1, __ATOMIC_RELAXED);
             return &r->at[r->count - 1];
         }
@@ -76,8 +76,8 @@ void reserve_compare(struct reserve *r)
         charge_fact(r->ordinal, now - r->charged);
         r->charged = now;
     } else if (!r->calls) {
-        /* Give back only bytes that are already charged to the page. The thread that charges the
-         * other bytes compares again afterwards. */
+        /* Give back only bytes that are already charged to the page. The threads that charge the
+         * pending bytes call this function again afterwards. */
         uint64_t less = r->charged - now, there = r->charged - r->pending;
         less = less < there ? less : there;
         guard_credit(r->ordinal, less);

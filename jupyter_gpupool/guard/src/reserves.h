@@ -33,8 +33,8 @@ struct reserves *reserves(void);
 /* Returns a free place, which the caller fills. */
 struct reserve *reserve_add(struct reserves *all);
 struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool);
-/* Change the charge to the driver's figure. While other calls are inside the driver, the charge for
- * their growth stays, although the driver may not have reserved these bytes yet. */
+/* Change the charge to the driver's figure. While calls that may grow the reserve are inside the
+ * driver, the charge does not shrink, because the driver may reserve these bytes later. */
 void reserve_compare(struct reserve *r);
 
 /* Rounds up to the device's pages of 2 MiB, because a reserve grows in such pages. */

@@ -2,8 +2,8 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * What happens if the broker has died: this part starts the next broker, and returns how long a
- * call waits for it. A separate program (`python -m jupyter_gpupool.starting`) starts the broker,
- * from the record that the dead broker left beside its socket. startrecord.py describes the files.
+ * call waits for it. It runs a separate program (`python -m jupyter_gpupool.starting`), which reads
+ * the record that the dead broker left beside its socket. startrecord.py describes the files.
  */
 #include "guard.h"
 
@@ -20,9 +20,9 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* wait this long if no broker can be started, so that a call fails
-                                 * within 5 s */
-#define START_NS 90000000000ull /* wait this long for a start, which loads the driver and tests
+#define AWAY_NS 4500000000ull   /* how long to wait if this process cannot start a broker: a call
+                                 * fails within 5 s */
+#define START_NS 90000000000ull /* how long to wait for a start, which loads the driver and tests
                                  * every device */
 #define AGAIN_NS 2000000000ull  /* time between two attempts of this process */
 #define ATTEMPTS 3              /* after this many failed starts in a row, calls fail at once */
@@ -74,7 +74,7 @@ static double member(const char *text, const char *name)
     return at ? strtod(at + strlen(name), NULL) : 0;
 }
 
-/* Whether the last starts have failed and the next attempt is not due yet. */
+/* Whether the last ATTEMPTS starts have failed and the next attempt is not due yet. */
 static bool given_up(const char *socket)
 {
     char path[256], text[512];
@@ -96,8 +96,8 @@ static bool given_up(const char *socket)
     return member(text, "\"count\": ") >= ATTEMPTS && member(text, "\"due\": ") > (double)now.tv_sec;
 }
 
-/* Uses posix_spawn, because it allocates nothing and runs no handlers of fork(): this process may
- * have many threads, and much mapped memory. The shell returns at once, and the broker does not
+/* Uses posix_spawn, because it allocates nothing and runs no handlers of fork(). This process may
+ * have many threads and much mapped memory. The shell returns at once, and the broker does not
  * become a child of this process. */
 static void start(void)
 {
@@ -125,8 +125,8 @@ static void start(void)
     posix_spawnattr_destroy(&attributes);
 }
 
-/* Whether this thread may start a broker. Only one thread of this process may, and after its
- * attempt no thread may for AGAIN_NS. */
+/* Whether this thread may start a broker now. Only one thread of this process gets true within
+ * AGAIN_NS. */
 static bool my_turn(void)
 {
     uint64_t now = monotonic(), at = __atomic_load_n(&attempt_at, __ATOMIC_ACQUIRE);
@@ -160,8 +160,8 @@ uint64_t revive(const char *socket)
         return START_NS;
     if (!beside(record, sizeof record, socket, ".start.json"))
         return AWAY_NS;
-    /* If there is neither a record nor its copy, the broker has ended normally, and no waiting call
-     * starts the next broker. */
+    /* If the record and its copy are both missing, the broker has ended normally. In this case a
+     * waiting call does not start the next broker. */
     if (being_started(socket))
         return START_NS;
     if (!*command || (access(record, F_OK) && !can_restore(socket)))

@@ -5,11 +5,11 @@
  * pools keep beyond their release thresholds. The guard then lowers the figures in the page, so
  * that the session's other processes can use this memory.
  *
- * A suspended process has no work under way. So the guard answers a query whether work is done
- * without a lease. It does not answer a synchronise without a lease, although no work is left to
- * wait for, for two reasons. The result of a synchronise tells a program that its work has failed,
- * before the program reads what that work left in host memory. And a program that measures time
- * synchronises before it starts the clock, so that the device is attached by then.
+ * A suspended process has no work under way. So the guard needs no lease to answer a query whether
+ * work is done. A synchronise waits for a lease, although no work is left, for two reasons. First,
+ * a program learns from its result that the work has failed, before it reads the output of the work
+ * in host memory. Second, a program that measures time synchronises before it starts the clock. The
+ * device must be attached at that moment.
  */
 #include "counting.h"
 #include "wraps.h"

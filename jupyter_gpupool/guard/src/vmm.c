@@ -3,15 +3,15 @@
  *
  * Virtual memory management. The guard counts the physical block of cuMemCreate. The block exists
  * until its last handle is released and its last mapping is removed, in either order. An imported
- * handle belongs to another process's block. That process counts the block if it belongs to a
- * session; otherwise nobody counts it.
+ * handle belongs to another process's block. If that process belongs to a session, it counts the
+ * block. Otherwise no process counts the block.
  */
 #include "counting.h"
 #include "own.h"
 #include "wraps.h"
 
 struct vmm {
-    uint32_t lock; /* protects the entries of a block together with those of its handles and maps */
+    uint32_t lock; /* protects the entries of a block, of its handles and of its mappings */
     uint64_t blocks;
 };
 
@@ -120,7 +120,7 @@ CUresult wrap_cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGe
         own_lock(&v->lock);
         if (table_get(OWN_HANDLE, handle, &own)) {
             map = (struct own){.key = address, .bytes = bytes, .owner = own.owner, .kind = OWN_MAP};
-            change(own.owner, 0, 1); /* this reference must exist before the driver has its own */
+            change(own.owner, 0, 1); /* count the mapping before the driver makes it */
         }
         own_unlock(&v->lock);
     }
@@ -153,7 +153,8 @@ CUresult wrap_cuMemUnmap(CUdeviceptr address, size_t bytes)
             block = change(map.owner, 0, -1);
         own_unlock(&v->lock);
         guard_credit(block.ordinal, block.bytes);
-        /* The guard does not count a mapping of an imported block here: go to the next granule. */
+        /* If the mapping is of an imported block, the table does not have it: try the next
+         * granule. */
         at += ours && map.bytes ? map.bytes : 65536;
     }
     return result;
@@ -202,8 +203,8 @@ CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, voi
     return result;
 }
 
-/* The process that made the block counts it. If a process imports a block that it has exported, it
- * may get its old handle again, and that handle then needs one more release. */
+/* The process that made the block counts it. If a process imports a block that it has exported, the
+ * driver may return the old handle. In this case the handle needs one more release. */
 CUresult wrap_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle, int type)
 {
     ENTER;

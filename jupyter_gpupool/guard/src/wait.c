@@ -21,8 +21,8 @@
 /* ---- the interpreter's lock
  *
  * The guard looks up these functions in the process, where they exist if the process runs CPython.
- * All of them belong to the stable ABI, except the older of the two names of one function, so the
- * same guard works with all versions, even free-threaded ones. */
+ * All of them belong to the stable ABI, except the older name of PyThreadState_GetUnchecked. So the
+ * same guard works with all versions of CPython, including the free-threaded builds. */
 
 struct python {
     void *(*current)(void);    /* this thread's state if it is attached, NULL if not */
@@ -44,8 +44,9 @@ static bool find_python(struct python *py)
 
 /* PyGILState_Check() returns true for every thread once the process has had a second interpreter,
  * and up to Python 3.11 the current state may be another thread's. So this function tests that the
- * current state is not NULL and is this thread's. Then this thread has the lock. If this test is
- * wrongly false, the thread keeps the lock, and the interpreter's other threads also wait. */
+ * current state is not NULL and is this thread's. If both are true, this thread has the lock. If
+ * the test wrongly fails, the thread keeps the lock, and the interpreter's other threads also
+ * wait. */
 void *interpreter_release(void)
 {
     struct python py;
@@ -77,10 +78,11 @@ bool polite_finalizing(void)
  * In a process without a handler, the signal ends the process or is ignored, as without the guard.
  *
  * A thread that the interpreter does not know is a foreign thread: it belongs to a library. JAX
- * gives such a thread arrays to reuse (donated arguments). If the thread's call fails, these arrays
- * are lost. If the call succeeds after the interrupt, the exception drops the call's result. So in
- * a process with a context the first interrupt does nothing if only foreign threads wait, and the
- * guard hides it from the program, too. The second interrupt ends their waits. */
+ * gives such a thread arrays to reuse (donated arguments). If an interrupt makes the thread's call
+ * fail, these arrays are lost. If the program gets the interrupt and the call then succeeds, the
+ * exception drops the call's result. So, in a process with a context, the guard hides the first
+ * interrupt from the program if only foreign threads wait. The second interrupt ends their
+ * waits. */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
@@ -89,8 +91,8 @@ static uint32_t foreign, held; /* number of waiting foreign threads, and whether
                                 * come while they wait */
 static struct page_slot *held_slot;
 static struct sigaction before;
-static struct sigaction under; /* our handler calls this one if another handler, set above ours,
-                                * calls ours */
+static struct sigaction under; /* if the program sets another handler and that handler calls ours,
+                                * ours calls this handler */
 /* Whether our handler is installed. It is installed when the first of the present waits begins. */
 static bool installed;
 static __thread volatile sig_atomic_t nested;
@@ -110,7 +112,7 @@ static bool hold_back(void)
         __atomic_store_n(&slot->held, 1, __ATOMIC_RELEASE);
     if (__atomic_load_n(&watching, __ATOMIC_SEQ_CST) != unknown)
         return false;
-    /* In a notebook the agent shows its own line instead of this one. */
+    /* In a notebook the agent shows its own message instead of this one. */
     static const char told[] =
         "\nGPU pool: a thread of a library waits for a GPU slice. If its call ended now, arrays "
         "that the call may reuse could be lost, so the interrupt changed nothing. Interrupt once "
@@ -144,9 +146,10 @@ static bool is_ours(const struct sigaction *action)
     return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == on_interrupt;
 }
 
-/* Whether the program has set the same handler as before again, over ours. An IPython kernel does
- * so for each cell while a thread of an earlier cell waits. (All handlers of Python look the same
- * to the system.) A handler that is not the same may call ours, and stays on top. */
+/* Whether the program has replaced our handler with its handler from before. An IPython kernel sets
+ * its handler for each cell, even while a thread of an earlier cell waits. (All handlers of Python
+ * look the same to the system.) A different handler may call ours, so install() leaves it in
+ * place. */
 static bool is_before(const struct sigaction *action)
 {
     return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
@@ -174,8 +177,8 @@ static void install(void)
 static void watch(bool unknown)
 {
     pthread_mutex_lock(&lock);
-    /* Count in this order: an interrupt between the two must not treat a known thread as a foreign
-     * one. */
+    /* Count in this order: if an interrupt comes between the two additions, hold_back() must not
+     * treat a known thread as a foreign thread. */
     __atomic_add_fetch(&watching, 1, __ATOMIC_SEQ_CST);
     if (unknown)
         __atomic_add_fetch(&foreign, 1, __ATOMIC_SEQ_CST);
@@ -184,8 +187,8 @@ static void watch(bool unknown)
 }
 
 /* Restore the old handler only if the present handler is ours. Otherwise the program has set
- * another handler meanwhile, and that one may call ours. After the next install, our handler may
- * then run twice for one interrupt. */
+ * another handler meanwhile, which may call ours. In this case our handler may run twice for one
+ * interrupt after the next install, and its inner run calls `under`. */
 static void put_back(void)
 {
     struct sigaction now;
@@ -220,8 +223,7 @@ bool polite_interrupted(const struct polite *p)
     if (p->foreign ? __atomic_load_n(&forced, __ATOMIC_SEQ_CST) != p->forced
                    : __atomic_load_n(&interrupts, __ATOMIC_SEQ_CST) != p->interrupts)
         return true;
-    /* Install our handler again at each check, because the program may have set its own again
-     * meanwhile. */
+    /* Install our handler again at each check, because the program may have replaced it. */
     pthread_mutex_lock(&lock);
     install();
     pthread_mutex_unlock(&lock);

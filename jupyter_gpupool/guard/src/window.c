@@ -1,23 +1,22 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * The launch window: how much unfinished work a process may have submitted while another session
- * waits for memory that this one holds. A suspend waits until all submitted work is done. Without a
- * limit this takes as long as the queue that the program has built up.
+ * The launch window limits the unfinished launches of a process while another session waits for the
+ * memory of this session. A suspend waits until all submitted work is done. Without a limit, the
+ * suspend takes as long as all the work that the program has queued.
  *
- * The idea and the range of 1 to 2,048 launches are those of nvshare (src/hook.c, cuLaunchKernel;
- * G. Alexopoulos, "nvshare: Practical GPU Sharing Without Memory Size Constraints", ICSE 2024):
- * after a number of launches, wait for the device. A short wait doubles this number, a long wait
- * halves it. There are two differences. First, nvshare's bounds of a wait are seconds. Ours are
+ * The idea and the range of 1 to 2,048 launches come from nvshare (src/hook.c, cuLaunchKernel; G.
+ * Alexopoulos, "nvshare: Practical GPU Sharing Without Memory Size Constraints", ICSE 2024): after
+ * a number of launches, wait for the device. A short wait doubles this number, a long wait halves
+ * it. There are two differences. First, nvshare's bounds of a wait are seconds. Ours are
  * milliseconds, because a cell waits until the work is done. Second, nvshare waits for the whole
- * context. That fails while any stream of the context records a graph (nvshare#22), and never ends
- * if submitted work waits for something that this thread does later. So the guard waits only for
- * the stream of the launch, by an event. It does not wait while any stream records a graph, nor
- * longer than LONGEST_NS. While it waits it releases the interpreter's lock, which a host function
+ * context. This wait fails while any stream of the context records a graph (nvshare#22). It never
+ * ends if submitted work waits for a later action of this thread. So the guard waits only for the
+ * stream of the launch, by an event. It waits for LONGEST_NS at most, and does not wait while any
+ * stream records a graph. During a wait it releases the interpreter's lock, which a host function
  * of that stream may need.
  *
- * Each process has its own window. All its streams share the window, but each stream has its own
- * count.
+ * Each process has one window for all its streams, and a separate count for each stream.
  */
 #include "counting.h"
 #include "wraps.h"
@@ -30,7 +29,7 @@
 #define LONGEST_NS 5000000000ull
 #define FIRST_NAP_NS 20000u
 #define LAST_NAP_NS 500000u
-#define STREAMS 64u /* if there are more streams, some streams share a count and wait earlier */
+#define STREAMS 64u /* with more streams, some streams share a count, and so they wait earlier */
 
 enum { RELAXED = 2 };
 
@@ -101,8 +100,7 @@ static void drain(CUstream stream, bool per_thread)
                                                                   : CALL(record, cuEventRecord);
     if (!submit(event, stream)) {
         wait_for(event, began);
-        /* If the gate has closed, it has ended the wait early, and the length of the wait means
-         * nothing. */
+        /* If the gate has closed, the wait has ended early, so do not use its length. */
         if (gate_lets(false))
             adapt(monotonic() - began);
     }
@@ -163,8 +161,8 @@ CUresult wrap_cuLaunchKernel_ptsz(CUfunction f, unsigned gx, unsigned gy, unsign
     LAUNCH(cuLaunchKernel_ptsz, stream, true, f, gx, gy, gz, bx, by, bz, shared, stream, params, extra);
 }
 
-/* If the guard need not count the launch, it does not read the structure that `config` points
- * to: the driver may refuse the call before it reads the structure. */
+/* Read the structure that `config` points to only if the guard counts the launch. The driver may
+ * refuse a call before it reads the structure. */
 static CUstream stream_of(const CUlaunchConfig *config)
 {
     return config && contended() ? config->hStream : NULL;

@@ -1,8 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Prototypes of the guard's own functions for entry points, for REAL(). The types are the published
- * types where the difference matters: a pointer that the guard only passes on may be a void *.
+ * Prototypes of the guard's C functions for entry points. REAL() takes its types from them. A
+ * pointer that the guard only passes on may be a void *. All other types are the published
+ * types.
  */
 #ifndef GPUPOOL_GUARD_WRAPS_H
 #define GPUPOOL_GUARD_WRAPS_H

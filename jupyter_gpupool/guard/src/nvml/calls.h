@@ -20,10 +20,10 @@ enum nvml_call {
                         * false */
 };
 
-/* The facade calls this before an NVML call of any thread. The guard counts only the main
- * thread's calls, and only they wait: if the process is suspended and `waits` is true, the
- * function waits for the resume. `seen`: the session's page if the guard has not mapped it in
- * this process yet, or NULL. */
+/* The facade calls this before an NVML call of any thread. The guard counts only the main thread's
+ * calls, and only these calls wait: if the process is suspended and `waits` is true, the function
+ * waits for the resume. `seen`: the page that the facade has mapped, or NULL. The guard uses `seen`
+ * until it has mapped the page itself. */
 EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits);
 EXPORTED void gpupool_nvml_leave(void);
 

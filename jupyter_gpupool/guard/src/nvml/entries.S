@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML's functions (x86-64, System V ABI); the generated list of them includes this file. Each
- * function jumps to the driver's own. First it calls facade.c if the driver is not loaded yet, or
- * if the guard must decide whether the call has to wait.
+ * NVML's functions (x86-64, System V ABI). The generated list of functions includes this file. Each
+ * function jumps to the driver's function of the same name. If the driver is not loaded yet, or if
+ * the guard must decide whether the call has to wait, the function first calls facade.c.
  */
     .hidden nvml_enter, nvml_leave, nvml_real, nvml_slow
     .text

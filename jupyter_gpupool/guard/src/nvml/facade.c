@@ -1,11 +1,11 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * NVML as a session sees it. For its own devices the session sees the memory of its slice, and
- * everything else is unchanged. The library is not preloaded: a program that asks for NVML finds it
- * by LD_LIBRARY_PATH. It opens the driver's own library at the first call. Without a page it only
- * passes calls on. In a suspended process the main thread's calls wait for the slice at the guard's
- * gate (../nvml_calls.c).
+ * NVML as a session sees it. For the session's devices, NVML reports the memory of the slice. All
+ * other answers are unchanged. The library is not preloaded: a program that asks for NVML finds
+ * this library by LD_LIBRARY_PATH. The library opens the driver's NVML at the first call. In a
+ * process without a page, the library only passes calls on. In a suspended process, the main
+ * thread's calls wait for the slice at the guard's gate (../nvml_calls.c).
  */
 #define NVML_NAMES
 #include "../find.h"
@@ -54,8 +54,8 @@ const char gpupool_guard[] = FIND_MARK " nvml";
 #define HIDDEN __attribute__((visibility("hidden")))
 
 extern HIDDEN void *nvml_real[]; /* in nvml_gen.S; load() fills it */
-/* The entry points test this byte. It is zero only in a process without the guard, and only once
- * the driver is loaded. */
+/* The entry points test this byte. load() sets it to zero if the process does not have the
+ * guard. */
 HIDDEN uint8_t nvml_slow = 1;
 static const struct page *page;
 static bool loaded;
@@ -125,13 +125,13 @@ HIDDEN void nvml_leave(void)
     guard.leave();
 }
 
-/* Called before the driver's function. Returns GO_ON, or GO_ON_COUNTED (then nvml_leave() must
- * follow the driver's function), or the result of the call. */
+/* Called before the driver's function. Returns GO_ON, or GO_ON_COUNTED, or the result of the call.
+ * After GO_ON_COUNTED, the caller must call nvml_leave() after the driver's function. */
 HIDDEN int nvml_enter(int index)
 {
     load();
-    /* A shutdown in a suspended process does nothing: it usually runs at the end of the process,
-     * and that end shuts NVML down anyway. */
+    /* In a suspended process, a shutdown does nothing. It usually runs at the end of the process,
+     * and the end of the process shuts NVML down, too. */
     bool waits = index != N_nvmlShutdown;
     switch (guard.enter && guard.leave ? guard.enter(page, waits) : NVML_CALL_PASSES) {
     case NVML_CALL_COUNTED:
