@@ -99,6 +99,10 @@ def main() -> int:
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}")
+    try:  # An error after the benchmarks would lose their figures.
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"the folder {options.out} cannot be made: {error.strerror}")
 
     lines, broken = [], []
     for name in options.names or known:

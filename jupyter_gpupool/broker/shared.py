@@ -386,7 +386,7 @@ class SharedLimits:
         """Stop: cancel the timers and the agent's request."""
         self._forget_pending()
         self._views.close()
-        for timer in (self._soon, self._expiry):
+        for timer in (self._soon, self._expiry, self._window):
             if timer is not None:
                 timer.cancel()
 

@@ -125,6 +125,14 @@ def test_unknown_benchmark_is_refused_with_the_known_names():
     assert "suspend_overhead" in done.stderr
 
 
+def test_no_benchmark_starts_if_its_folder_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    done = run("guard_calls", "--out", str(tmp_path / "file" / "results"))
+    assert done.returncode == 2
+    assert "results cannot be made: Not a directory" in done.stderr
+    assert "==" not in done.stdout
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1600)
 def test_every_benchmark_writes_anonymous_figures(tmp_path):
