@@ -155,13 +155,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Otherwise, pytest rewrites the assertions of each module in each run.
     sys.dont_write_bytecode = False
-    # LIGHT comes first on the path of the tests' children. This process has started already, so
-    # rfc3987_syntax is hidden from it below.
+    # The tests' child processes search LIGHT before other folders. For this process, which has
+    # already started, the code below hides rfc3987_syntax.
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
-    # Each garbage collection goes through the objects of all tests. By default, this takes a
-    # tenth of the time of tests that start no process. With fewer collections, a leak may show
-    # only in a later test.
+    # Each garbage collection visits the objects of all tests. By default, the collections take a
+    # tenth of the time of tests that start no process. With fewer collections, a leak may show only
+    # in a later test.
     gc.set_threshold(50_000, 20, 100)
     # In each process, numpy's library starts a thread per core, which spins for a while.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

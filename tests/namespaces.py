@@ -6,8 +6,8 @@ import subprocess
 from functools import lru_cache
 from pathlib import Path
 
-#: Words that run a command with its own process numbers. The command ends with the process that
-#: started it.
+#: Put before a command, these words run the command with its own process numbers. The command ends
+#: with the process that started it.
 OWN_NUMBERS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The rule for dependencies, checked in the source: left may import right, never back."""
+"""The rule for dependencies, checked in the source: a part imports only the parts in its row."""
 
 from __future__ import annotations
 
@@ -153,8 +153,9 @@ def test_tests_of_the_emulated_driver_do_not_import_the_product():
 
 
 def test_only_two_modules_import_the_emulated_driver():
-    """One module is the product's, the other is the tests'. The emulated driver's
-    own tests need neither.
+    """One module belongs to the product, and one to the tests.
+
+    The emulated driver's own tests use neither module.
     """
     users = {
         str(path.relative_to(ROOT))

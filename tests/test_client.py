@@ -146,7 +146,7 @@ def test_close_from_the_reader_thread_does_not_deadlock(server, pushes):
     assert done.wait(60)
 
 
-def test_dead_socket_file_is_reported_as_no_broker(tmp_path):
+def test_socket_file_without_a_broker_is_reported(tmp_path):
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead"))
     with pytest.raises(BrokerUnavailable, match="cannot be reached"):

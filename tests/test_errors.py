@@ -109,6 +109,6 @@ def test_code_stays_the_same_over_the_wire():
 
 
 @pytest.mark.parametrize("word", ["of-next-year", "", None, 7])
-def test_unknown_code_becomes_the_general_one(word):
+def test_unknown_code_becomes_the_general_code(word):
     assert Code.of(word, Code.REFUSED) is Code.REFUSED
     assert GPUPoolError("Oh.").code is Code.ERROR

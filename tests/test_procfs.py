@@ -249,7 +249,7 @@ def test_numbers_of_another_namespace_are_translated():
     assert translation.here(session, {there}) == {}
 
 
-def test_page_with_false_processes_causes_few_looks(monkeypatch):
+def test_page_with_false_processes_causes_few_look_ups(monkeypatch):
     own, looks, now = procfs.identify(os.getpid()), [], [0.0]
     child = ProcessId(7, own.start_time)
     monkeypatch.setattr(procfs, "other_space", lambda _: 1)
@@ -258,7 +258,7 @@ def test_page_with_false_processes_causes_few_looks(monkeypatch):
     translation = Translation(lambda: now[0])
     kernel = ProcessId(procfs.number_inside(own.pid), own.start_time)
     assert translation.here(session, {kernel}) == {kernel: own}
-    assert not looks  # a kernel without children needs no look
+    assert not looks  # a kernel without children needs no look-up
     for false in range(10):
         assert translation.here(session, {kernel, ProcessId(9, false)}) == {kernel: own}
         assert translation.number(session, 1 << 22, own.pid) == 0
@@ -267,19 +267,19 @@ def test_page_with_false_processes_causes_few_looks(monkeypatch):
     now[0] = 1.0
     assert translation.here(session, {child}) == {child: own}
 
-    # All sessions of a user share a limit of looks. It does not affect another user's looks.
+    # All sessions of one user share a limit of look-ups. The limit does not affect other users.
     many = [SimpleNamespace(id=f"{n}", uid="mallory", process=own) for n in range(100)]
     looks.clear()
     for one in many * 2:
         translation.here(one, {kernel, ProcessId(9, id(one))})
     assert len(looks) == 32
-    # A message asks for this look, and messages have their own limit.
+    # A message asks for this look-up, and messages have their own limit.
     translation.number(many[0], 1 << 22, own.pid)
     assert len(looks) == 33
     now[0] = 2.0
     assert translation.here(session, {child, ProcessId(9, 1)}) == {child: own}
     for one in many:
         translation.forget(one)
-    # The looks of ended sessions still count.
+    # The look-ups of ended sessions still count.
     assert translation.here(many[0], {child}) == {child: own}
     assert len(looks) == 35

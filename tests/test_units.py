@@ -89,7 +89,7 @@ def test_sizes_are_read_as_jupyterlab_reads_them(text, value):
 
 
 @pytest.mark.parametrize("text", SIZES["refused"])
-def test_sizes_that_jupyterlab_refuses_are_refused(text):
+def test_python_refuses_the_sizes_that_jupyterlab_refuses(text):
     with pytest.raises(ValueError, match="like 12GiB"):
         parse_bytes(text)
 

@@ -9,8 +9,8 @@
 ``reload``              changes it at SIGHUP and by the calendar; checks it on this machine
 ``timekeeper``          applies each change of the calendar once, on time
 ``shared``              limits that several machines share; loaded in a cluster only
-``demand``              what sessions want of these limits; loaded in a cluster only
-``cluster_views``       what all machines have, for people; loaded in a cluster only
+``demand``              how much of these limits sessions need; loaded in a cluster only
+``cluster_views``       shows users what all machines have; loaded in a cluster only
 ``membership``          which group a user is in
 ``nss``                 asks for the machine's users and Unix groups in threads
 ``core``                what all parts share: pool, sessions, journal, clock
@@ -22,7 +22,7 @@
 ``transport/listener``  the socket's file, and accepting connections
 ``transport/usersockets``  one socket for each user whose kernels run in containers
 ``transport/connection``  bytes to messages and back, with limits
-``transport/dispatch``  turns between users
+``transport/dispatch``  the order in which the requests of users are served
 ``request_fields``      the requests that the broker accepts, and the fields of each
 ``messages/router``     the table: message -> method
 ``messages/provisioner``  open, launched, retire, close
@@ -37,17 +37,17 @@
 ``messages/parsing``    what a message asks for, and whether its sender may ask it
 ``messages/snapshot``   the answer to status
 ``messages/explanation``  the answer to why
-``hour``                the last hour of devices and queue, by minutes
+``hour``                devices and queue in each minute of the last hour
 ``gpu/actions``         the pool's actions: attach, suspend, end
-``gpu/landing``         processes that initialised CUDA on another GPU than their slice's
+``gpu/landing``         moves a process that initialised CUDA on a GPU other than its slice's
 ``gpu/monitor``         samples of devices and host memory -> events
 ``gpu/samples``         the last sample
 ``gpu/accounting``      learns overhead, overuse and the driver's own memory from samples
 ``gpu/health``          devices that failed
 ``gpu/maintenance``     pause, drain, resume, retest
 ``gpu/setaside``        kernels without a slice, suspended for a pause
-``gpu/refusals``        when a state that the driver refuses to restore counts as lost
-``pages/setup``         whether new kernels run under the guard, and their variables for it
+``gpu/refusals``        decides when a state that the driver does not restore is lost
+``pages/setup``         decides whether new kernels run under the guard; sets its variables
 ``pages/control``       the shared pages, kept equal to the pool's records
 ``pages/translation``   translates the numbers of processes in containers
 ``pages/activity``      use of devices, read from the pages -> holds; compute time slices
@@ -63,9 +63,9 @@
 ``store/recovery``      journal + driver -> the pool as it was before a kill
 ``store/files``         the start record; restores files, and removes left-over files
 ``metrics``             switches ``figures`` on and off, and serves them
-``ratelimit``           limits on what one user or one cause may take
+``ratelimit``           limits rows, log records and loop time of one user or one cause
 ``environment``         the driver that the broker sees, its files and limits
-``wakeups``             how soon Linux runs the event loop after a message
+``wakeups``             makes Linux run the event loop sooner after a message
 ``supervisor``          sockets of systemd, and messages to it
 ``shutdown``            signals, and a shutdown in bounded time
 ======================  ========================================================================

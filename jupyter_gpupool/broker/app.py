@@ -128,8 +128,8 @@ class BrokerApp:
             supervisor = Supervisor()
             claim = Claim(self.path, supervisor.listening(self.path))
             stack.callback(claim.close)
-            # After a request to end, nothing may start this broker again, even if it does not end
-            # in time and is forced to end.
+            # A forced end also calls these two functions. The first one deletes the start record,
+            # so that after a request to end, no client starts this broker again.
             self._ending.before_force(self.start_record.forget)
             self._ending.before_force(claim.close)
             tidy_due = asyncio.Event()
@@ -208,9 +208,9 @@ class BrokerApp:
     def _open_journal(
         self, stack: AsyncExitStack, on_long: Callable[[], None]
     ) -> tuple[JournalLock, Journal, str]:
-        """Return the journal's lock, the journal, and a note on its folder, or "".
+        """Return the journal's lock, the journal, and a note about its folder ("" if none).
 
-        No other broker uses this journal.
+        The lock keeps other brokers away from the journal.
         """
         state_dir = self.configuration.settings.state_dir
         where = place(state_dir, self.path)
@@ -234,8 +234,8 @@ class BrokerApp:
     ) -> list[Device]:
         """Return the machine's devices.
 
-        The broker tests them first. While an admin has paused the pool, the broker does not touch
-        them.
+        The broker tests the devices first. If an admin's pause of the whole pool is complete, the
+        broker does not touch the devices. This method then returns the devices in the journal.
         """
         stack.push_async_callback(service.close, CLOSE)
         paused = untouchable(journal)
@@ -254,9 +254,10 @@ class BrokerApp:
     def _known(self, journal: Journal) -> dict[str, Device]:
         """Return the devices that need no self-test, because an earlier broker tested them.
 
-        The result is empty if no session of the earlier broker can still be alive. A self-test
-        takes the memory of a CUDA context. If that memory is granted to a session that is still
-        alive, the session's resume may fail, and then the session ends.
+        If no session of the earlier broker can still be alive, the result is empty, and the broker
+        tests all devices. If a session may be alive, a self-test is a risk: it takes the memory of
+        a CUDA context, which the session's slice may need. The session's resume could then fail,
+        and the session would end.
         """
         if not journal.records() or journal.meta("boot") != boot_id():
             return {}
@@ -339,7 +340,7 @@ class BrokerApp:
             if core.journal.seq != written:
                 written = core.journal.seq
                 await asyncio.to_thread(core.journal.tidy)
-            # The clean-up that has just ended also answers requests that came while it ran.
+            # Parts may have asked for a clean-up while this one ran. They need no second clean-up.
             due.clear()
             if loop.time() - checked >= TIDY:
                 checked = loop.time()
@@ -381,7 +382,7 @@ class BrokerApp:
         broker.setup.close()
 
     def _forget_emulated(self, journal: Journal) -> None:
-        """Remove the emulated devices of a user's own broker, unless sessions use them."""
+        """Remove the emulated devices of a user's own broker if no session uses them."""
         if not self.configuration.settings.emulate or self.configuration.machine_wide:
             return
         if journal.records() or journal.set_aside or journal.problem:
@@ -469,7 +470,7 @@ def main(
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}
-            # A broker that already serves the caller's pool, if there is one.
+            # The socket of the broker that already serves the caller's pool, if there is one.
             listens = str(error.details.get("socket", ""))
             report(options.ready_fd, {**failure, "next_step": error.next_step, "socket": listens})
         print(f"jupyter gpupool broker: {error}", file=sys.stderr)

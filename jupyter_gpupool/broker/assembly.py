@@ -107,8 +107,8 @@ async def assemble(
 ) -> Broker:
     """Return a broker for the opened devices that ``find`` returns.
 
-    ``alone_since`` is a monotonic time. No other broker can have used the journal's sessions after
-    it.
+    ``alone_since`` is a monotonic time. From this time on, no other broker uses the journal's
+    sessions.
     """
     settings, socket = configuration.settings, configuration.socket
     sessions = LiveSessions()
@@ -133,8 +133,8 @@ async def assemble(
         DeviceOptions(
             log=log.getChild("devices"),
             env={**os.environ, **machine_environment(settings, socket, journal.path, os.environ)},
-            # A user may start a broker inside a kernel, in whose environment the pool has set
-            # variables.
+            # A user may start a broker inside a kernel. The pool has set variables in the
+            # environment of that kernel, so they are removed here.
             given=without_guard(os.environ),
             wanted=settings.devices,
             lock_timeout=settings.lock_timeout,
@@ -156,7 +156,7 @@ async def assemble(
     content = content_inside(settings, socket) if configuration.machine_wide else None
     guarded = [device.uuid for device in devices if device.tier == "guarded"]
     folder, problem = _page_folder(configuration)
-    # If the service has no guard, no session is guarded, so nothing calls a method of
+    # If the service has no guard, the pool has no guarded session, and the broker never uses
     # ``guardable``.
     guardable = service.guard or cast(GuardedDevices, service)
     context_bytes = max((service.context_bytes(uuid) for uuid in guarded), default=0)
@@ -273,7 +273,7 @@ def _guard_problem(service: Devices) -> str:
 
 
 def _page_folder(configuration: Configuration) -> tuple[Path, str]:
-    """Return the folder for pages, and the reason if the broker cannot make it, or ""."""
+    """Return the folder for pages, and why the broker cannot make it ("" if it can)."""
     socket = configuration.socket
     try:
         return page_folder(socket, machine_wide=configuration.machine_wide), ""
@@ -285,10 +285,11 @@ def _page_folder(configuration: Configuration) -> tuple[Path, str]:
 def _links(configuration: Configuration, pages: Path, journal: Path) -> Path:
     """Return the folder for the links to the guard's library.
 
-    Without the links a new process would run without the guard. So a user's own broker keeps them
-    beside its journal, where a logout does not delete them. The machine's broker keeps them in the
-    folder of pages, which all users may enter. A user's own broker does the same if the path beside
-    its journal has a space or a colon, which LD_PRELOAD does not allow.
+    Without the links, a new process would run without the guard. A user's own broker keeps the
+    links beside its journal, where a logout does not delete them. LD_PRELOAD allows no space and no
+    colon in a path. If the path beside the journal has one of them, the broker keeps the links in
+    the folder of pages. The machine's broker always does this, because all users may enter that
+    folder.
     """
     lasting = journal.with_suffix(".guard")
     plain = not set(str(lasting)) & set(": \t\n")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What all machines of the cluster have, for people who ask this broker.
+"""Shows users of this broker what all machines of the cluster have.
 
 Only the ledger knows what all machines have. The broker asks the ledger in its next report, and the
 ledger's answer to the report contains a view of the cluster, so no user needs access to Ray.
@@ -24,8 +24,8 @@ from .transport.connection import Connection
 View = Mapping[str, Any]
 Give = Callable[[View | None], None]
 
-#: Seconds for which the broker shows the same view again: any local user may ask, as often as they
-#: like.
+#: The broker shows the same view for this many seconds, because any local user may ask as often as
+#: they like.
 FRESH = 1.0
 #: Seconds within which the ledger must answer. After that, the broker answers the request without
 #: the ledger's view.

@@ -21,7 +21,7 @@ from ..endpoint import MACHINE_SOCKET, find_socket, is_usual_socket, machine_ser
 from .transport.auth import Access, Peer
 from .transport.listener import is_machine_wide
 
-#: Seconds for which the broker may give the same answer about schedules again.
+#: The broker may repeat an answer about schedules for this many seconds.
 SCHEDULE_LASTS = 5.0
 
 
@@ -74,8 +74,8 @@ class Configuration:
     def take(self, timetable: Timetable) -> tuple[str, ...]:
         """Put a configuration that :meth:`read` returned in force.
 
-        Return the names of the changed options that a running broker cannot follow: their new
-        values count when the broker starts again.
+        Return the names of the changed options that a running broker cannot follow. Their new
+        values take effect when the broker starts again.
         """
         late = needs_restart(self.timetable.base, timetable.base)
         self.timetable = timetable
@@ -85,8 +85,8 @@ class Configuration:
     def follow_calendar(self, now: float) -> bool:
         """Put the schedules of ``now`` in force; return whether anything has changed."""
         same = self.timetable.rules(now) == self.rules
-        # After a step of the clock, a priority class may open at another time, although the
-        # schedules in force are still the same.
+        # Even if the schedules in force have not changed, a priority class may open at another time
+        # after a step of the clock.
         if same and self.timetable.classes_open(now) == self.settings.pool.classes_open:
             return False
         self._enter(now)

@@ -29,8 +29,8 @@ from .store.records import journaled, slices_to_json
 #: reconnect (see ``recovery``).
 FLUSH_AFTER = 0.25
 
-#: The broker ignores a step of the time of day that is shorter than this many seconds: the time of
-#: day and the monotonic clock never run at exactly the same speed.
+#: The broker ignores a step of the time of day that is shorter than this many seconds, because the
+#: time of day and the monotonic clock never run at exactly the same speed.
 CLOCK_STEP = 1.0
 
 #: Receives an answer: (refusal or None, note for people).
@@ -41,11 +41,11 @@ RowReader = Callable[[Row], None]
 
 
 class Clock:
-    """A clock in seconds since the epoch. It never goes back, even over a restart of the broker."""
+    """A clock in seconds since the epoch. It never goes back, even if the broker restarts."""
 
     def __init__(self, not_before: float = 0.0) -> None:
         self._offset = max(time.time(), not_before) - time.monotonic()
-        #: Seconds by which the time of day is ahead of :meth:`now`, as the pool knows it.
+        #: The time of day minus :meth:`now`, in seconds, at the last call of :meth:`follow`.
         self.ahead = 0.0
 
     def now(self) -> float:
@@ -65,7 +65,7 @@ class Clock:
         return step
 
     def time_of_day(self) -> float:
-        """Return the time of day as the pool knows it: the windows of daily budgets follow it."""
+        """Return the time of day that the pool uses for the windows of daily budgets."""
         return self.now() + self.ahead
 
 
@@ -75,9 +75,9 @@ class Core:
     Parameters
     ----------
     handle:
-        Gives the pool an event and performs what the pool decides: :meth:`runner.Runner.handle`. If
-        a part calls it during another call, the event waits for its turn. An action that fails at
-        once causes such an event.
+        Gives the pool an event and performs what the pool decides: :meth:`runner.Runner.handle`. A
+        part may call it while another call runs, for example if an action fails at once. The pool
+        then gets the event after the events before it.
     """
 
     def __init__(
@@ -97,8 +97,8 @@ class Core:
         self.now = clock.now
         self._clock = clock
         self.handle = handle
-        #: For each device: how many times a process has come to it or left it. A sample that began
-        #: before the last such change is stale.
+        #: For each device: how many times a process has come to the device or left it. If this
+        #: number has changed since a sample began, the sample is stale.
         self.changes: dict[str, int] = {}
         #: Set whenever ``changes`` grows.
         self.changed = asyncio.Event()
@@ -120,7 +120,7 @@ class Core:
 
     @property
     def ahead(self) -> float:
-        """Seconds by which the time of day is ahead of :attr:`now`, as the pool knows it."""
+        """The time of day minus :attr:`now`, in seconds, as the pool knows it."""
         return self._clock.ahead
 
     def record(self, session: str) -> SessionRecord | None:
@@ -211,7 +211,7 @@ class Core:
             self.flush_later()
 
     def note_missing(self, *, all_of_them: bool = False) -> None:
-        """Write one row for each user with too many rows; the row counts those left out."""
+        """For each user with too many rows, write one row with the number of rows left out."""
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},
@@ -265,7 +265,7 @@ class Core:
     # ------------------------------------------------------------------ the agents
 
     def push_lease(self, session: LiveSession, reason: str = "") -> None:
-        """Tell the session's agent and members the present state of its lease."""
+        """Send the present state of the session's lease to its agent and members."""
         record = self.record(session.id)
         if session.has_listeners and record is not None:
             session.send(

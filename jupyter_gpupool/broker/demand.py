@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How much of each limit of the cluster the sessions of this machine have, or will soon need.
+"""Computes how much of each cluster limit this machine's sessions use and will soon need.
 
-Sessions use up GPU-seconds. So the machine borrows the GPU-seconds of a budget in parts, while its
-users have sessions. Shortly before the next day begins, the machine borrows GPU-seconds of that
-day. From a group's guarantee, the machine borrows the bytes that the sessions of the group have and
-wait for.
+Sessions use up GPU-seconds. So, while its users have sessions, the machine borrows the GPU-seconds
+of a budget in parts. Shortly before the next day begins, the machine borrows GPU-seconds of that
+day. From a group's guarantee, the machine borrows as many bytes as the sessions of the group have
+and wait for.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..cluster.overlay import (
 from ..pool.model import Charge, PoolSettings
 from .core import Core
 
-#: While a user or group has a session on a machine, the machine keeps PART GPU-seconds more than
-#: are used up, and EACH more for each GPU that the sessions have. Until the broker looks again, the
-#: sessions use fewer GPU-seconds than these.
+#: While a user or group has a session on a machine, the machine borrows more GPU-seconds than are
+#: used up: PART more, and EACH more for each GPU that the sessions have. The sessions cannot use up
+#: all of these before the broker looks again.
 PART, EACH = 300, 60
-#: The number of GPU-seconds that the machine keeps is a multiple of this, so that not every second
-#: of use needs a message. If a session may not run without GPU-seconds, it waits for this many.
+#: The machine borrows GPU-seconds in multiples of STEP. Otherwise each second of use would need a
+#: message. A session that may not run without GPU-seconds waits for STEP of them.
 STEP = 60
 #: The machine borrows GPU-seconds for a window this many seconds before the window begins.
 AHEAD = 60.0
@@ -51,7 +51,7 @@ class Demands(NamedTuple):
 
 
 def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) -> Demands:
-    """Return what all sessions have and want; ``now`` is the time of day."""
+    """Return how much of the limits all sessions use and need; ``now`` is the time of day."""
     used, keep = Counter[Key](), Counter[Key]()
     waits: list[tuple[float, dict[Key, int]]] = []
     leases = core.pool.leases()
@@ -76,8 +76,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
         lacks = (0, 0, 0)
         if slices:
-            # The session needs its requested memory. For growth beyond it, the session uses what
-            # the machine keeps.
+            # The session lacks the difference between its requested memory and its slices. If it
+            # grows beyond its request, it uses bytes that the machine already keeps for it.
             lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
         elif core.busy.get(session.id) == "queued":
             state = core.pool.record(session.id).suspended_bytes
@@ -87,8 +87,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         for key in keys:
             used[key] += _of(key, have)
             keep[key] += _of(key, again)
-        # Each window has its own key. Shortly before a window begins, its key counts in addition to
-        # the key of the present window.
+        # Each window has its own key. Shortly before the next window begins, the loop counts the
+        # session under the keys of both windows.
         for key in {*daily, *budgets_of(rules, session.owner, now + AHEAD)}:
             gpus[key] += len(slices)
         for key in guaranteed:

@@ -78,8 +78,8 @@ def version_file(settings: BrokerSettings, socket: Path, journal: Path) -> Path 
 def emulated_folder(socket: Path, journal: Path) -> Path:
     """Return the folder of the emulated devices.
 
-    The folder is beside the socket. If a logout would remove it beside the socket, it is beside the
-    journal.
+    The folder is normally beside the socket. If a logout would delete that folder, the broker uses
+    a folder beside the journal instead.
     """
     lasting = journal.with_suffix(".emulated")
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -98,23 +98,27 @@ def remove_emulated(socket: Path, journal: Path) -> None:
 
 
 def report(descriptor: int, message: Mapping[str, object]) -> None:
-    """Report the result of the start, once, as a line of JSON, to the process that asked for it."""
+    """Write the result of the start to ``descriptor`` as one line of JSON, and close it."""
     try:
         os.write(descriptor, json.dumps(message).encode() + b"\n")
         os.close(descriptor)
     except OSError:
-        pass  # the process that asked no longer waits
+        pass  # the process that started the broker no longer waits
 
 
 #: The broker logs a warning if its limit of open files is lower than this.
 FEW_DESCRIPTORS = 1024
 
-#: The most open files that a broker needs: three for each of thousands of sessions.
+#: The most open files that a broker needs. A broker may have thousands of sessions, and each of
+#: them needs up to three files.
 DESCRIPTORS = 1 << 16
 
 
 def raise_descriptor_limit(log: logging.Logger) -> None:
-    """Raise the limit of open files as far as allowed: a session takes two or three."""
+    """Raise the limit of open files as far as the system allows.
+
+    Each session needs two or three open files.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard == resource.RLIM_INFINITY:
         hard = max(soft, DESCRIPTORS)  # the kernel refuses a limit above nr_open

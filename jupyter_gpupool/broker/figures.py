@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the broker's ``/metrics`` reports on the whole pool, in Prometheus' units and conventions.
+"""The figures of the whole pool that the broker serves at ``/metrics`` for Prometheus.
 
-Gauges are the pool's own accounts at the time of the request. Counters and histograms count rows of
-the journal when the broker writes them; they begin when metrics are switched on. If the broker
+Gauges show the pool's own accounts at the time of the request. Counters and histograms count rows
+of the journal when the broker writes them; they begin when metrics are switched on. If the broker
 could not read a figure, or has not read it for a while, the figure is absent, never 0.
 
 Every user of the machine may read the figures, so they name devices and priority classes, but no
@@ -57,8 +57,8 @@ LAGS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 #: ``preempted`` for every preemption of a kernel in use.
 CAUSES = ("idle", "release", "waiting", "preempted")
 
-#: Seconds for which the broker serves the same page again: any local user may ask, as often as they
-#: like.
+#: The broker serves the same page for this many seconds, because any local user may ask as often as
+#: they like.
 FRESH = 0.5
 
 OPENMETRICS = "application/openmetrics-text"
@@ -218,16 +218,16 @@ class _Accounts(Collector):
 
 
 class Attached:
-    """For each device, the seconds for which kernels had slices, from the rows of transitions.
+    """For each device: the number of seconds for which kernels had slices.
 
-    This class reads the pool's record when the broker writes a row, because a row names only one
-    device.
+    When the broker writes a row about a transition, this class reads the session's record in the
+    pool, because the row names only one device.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._done: dict[str, float] = {}
-        #: For each session with slices: since when it has them, and on which devices.
+        #: For each session with slices: the time at which it got them, and their devices.
         self._open: dict[str, tuple[float, tuple[str, ...]]] = {}
         now = core.now()
         for view in core.pool.device_views():
@@ -254,7 +254,7 @@ class Attached:
             self._open.pop(session, None)
 
     def family(self) -> Metric:
-        """Return the seconds of each device until now."""
+        """Return, for each device, the seconds counted until now."""
         family = CounterMetricFamily(
             f"{PREFIX}device_attached_seconds",
             "Seconds for which kernels had a slice of the device, summed over kernels",
@@ -367,8 +367,8 @@ def _info(name: str, what: str, values: dict[str, str]) -> InfoMetricFamily:
     return InfoMetricFamily(f"{PREFIX}{name}", what, value=values)
 
 
-#: The most connections at the same time. If one more connects, the server closes the oldest
-#: connection and not the newest, because the newest may be a scraper's.
+#: The most connections at the same time. If there are more, the server closes the oldest
+#: connection, because the newest may be a scraper's.
 MOST = 32
 
 #: Seconds within which a connection must have its answer.
@@ -401,7 +401,7 @@ class Endpoint:
         self._page = page
         self._log = log
         self._asked: set[asyncio.Task[None]] = set()
-        # Any local process can send nonsense, which must not fill the broker's log.
+        # Any local process can send malformed requests. These must not fill the broker's log.
         logging.getLogger("tornado").setLevel(logging.ERROR)
         sockets = bind_sockets(port, "127.0.0.1", family=socket.AF_INET)
         self._server = _MetricsServer(

@@ -42,8 +42,8 @@ PATIENCE, SIGNAL_PATIENCE = 50.0, 10.0
 #: much later.
 END_PATIENCE = 2.0
 
-#: The most orders of one user, and of all users, that threads carry out at the same time; and the
-#: most credentials that threads check at the same time.
+#: MOST_OF_USER and MOST: the most orders of one user, and of all users, that threads carry out at
+#: the same time. MOST_CHECKS: the most credentials that threads check at the same time.
 MOST_OF_USER, MOST, MOST_CHECKS = 8, 64, 64
 
 #: The most bytes in the answer of the program that becomes a kernel. The program is the user's
@@ -56,8 +56,8 @@ KEPT = 1000
 #: kernel on this machine.
 _TOLD = frozenset({"release", "keep", "request", "why", "elsewhere"})
 
-#: Python runs in isolated mode (-I), so that no environment variable of an account, and nothing in
-#: a folder, adds to what the program imports.
+#: Python runs in isolated mode (-I). Otherwise the environment variables of an account, or files in
+#: a folder, could change what the program imports.
 PROGRAM = (sys.executable, "-I", "-m", "jupyter_gpupool.cluster.kernel_host")
 #: Capabilities to become another user, and their numbers in linux/capability.h.
 _NEEDED = {"CAP_SETGID": 6, "CAP_SETUID": 7}
@@ -83,14 +83,14 @@ class Account:
 
 
 def switch_to(account: Account) -> tuple[list[str], dict[str, Any]]:
-    """Return words to put before a command, and arguments of ``Popen``, to run it as a user."""
+    """Return what runs a command as a user: words before it, and arguments of ``Popen``."""
     if os.geteuid() != 0:
         return [], {}
     return [], {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
 
 
 def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
-    """Refuse to start kernels if its service gives this broker no right to become another user."""
+    """Refuse to start kernels if this broker runs as root but cannot become another user."""
     if os.geteuid() != 0:
         return
     found = re.search(r"^CapEff:\s*([0-9a-f]+)$", status.read_text(), re.MULTILINE)
@@ -142,7 +142,9 @@ def looked(status: Mapping[str, Any], kernels: Iterable[Any]) -> Mapping[str, An
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a program that nobody has reaped, and its whole process group; wait a short time.
+    """Kill a program and its process group, and wait a short time for the program's end.
+
+    The caller must not have reaped the program.
 
     The program runs as its user. So it may be stopped, it may ignore the end of its input, and it
     may have children that keep its output open.
@@ -188,8 +190,8 @@ class Hosting:
         self._starting: dict[tuple[int, str], bool] = {}
         #: By process id: waits for the end of the process, and then reaps it.
         self._deaths: dict[int, Death] = {}
-        #: The number of orders in threads, by user; -1 is for credentials whose user is not known
-        #: yet.
+        #: By user: the number of orders that threads carry out now. The key -1 counts credentials
+        #: whose user the broker does not know yet.
         self._working: Counter[int] = Counter()
 
     async def perform(self, credential: str) -> Message:
@@ -237,7 +239,7 @@ class Hosting:
         raise RefusedError(f"There is no order {str(do)[:40]!r}.", code=Code.UNKNOWN_TYPE)
 
     async def _look(self, uid: int, kernels: Any) -> Mapping[str, Any]:
-        """Return a user's sessions of these kernels, as ``status`` shows them, and their GPUs."""
+        """Return the sessions of a user's kernels, as ``status`` shows them, and their GPUs."""
         if not isinstance(kernels, list) or len(kernels) > MOST_LOOKED:
             raise RefusedError(
                 f"An order may ask about at most {MOST_LOOKED} kernels.", code=Code.BAD_REQUEST
@@ -344,7 +346,8 @@ class Hosting:
         if key in self._starting:
             if number not in (signal.SIGKILL, signal.SIGTERM):
                 raise RefusedError("This kernel has not started yet.", code=Code.AGAIN)
-            # The kernel's server has lost the answer, or no longer wants the kernel.
+            # A server sends this signal if it has lost the answer to its order, or no longer wants
+            # the kernel.
             self._starting[key] = True
             return {"running": True}
         process = self._started.get(key)
@@ -363,8 +366,8 @@ class Hosting:
     def _kill_as(self, uid: int, pid: int, number: int) -> None:
         """Send a signal with the rights of a user.
 
-        The children of a kernel may be processes of other users, to which the kernel's user may
-        send no signal.
+        A child of a kernel may run as another user. The kernel's user has no right to send this
+        child a signal, so the broker does not send it one either.
         """
         account = self._account(uid)
         prefix, switch = switch_to(account)
@@ -397,8 +400,8 @@ class Hosting:
             "address": self._address() if order["do"] == "start" else "",
         }
         line = encode(message)
-        # The program may wait for a file system that hangs, and it belongs to its user. So nothing
-        # below waits for it without a limit.
+        # The program may wait for a file system that hangs, and it belongs to its user. So every
+        # wait below has a limit.
         deadline = time.monotonic() + PATIENCE
         ours, theirs = socket.socketpair()
         try:
@@ -483,8 +486,8 @@ class Hosting:
             return configured
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                # ``connect`` sends nothing on this socket. It only finds the source address that a
-                # packet to another network would have.
+                # ``connect`` sends no packet on this socket. It only finds the source address of
+                # packets to another network.
                 probe.connect(("192.0.2.1", 9))
                 return str(probe.getsockname()[0])
             except OSError:

@@ -14,17 +14,17 @@ from ..units import format_bytes
 
 _T = TypeVar("_T")
 
-#: A suspend leaves the reserve free, and one eighth of the reserve in addition. Without this
-#: addition, memory would be short again as soon as a process takes a few more bytes, and the state
-#: would move back and forth.
+#: A suspend must leave the reserve and one eighth more free. Without this addition, memory would be
+#: short again as soon as a process takes a few more bytes. The state would then move back and
+#: forth.
 SLACK = 8
 
 
 class HostRoom:
     """The room for suspended state: each level's free memory, less the part that must stay free.
 
-    The bytes of suspends under way count as taken: no figure of the system shows their copies yet,
-    and two suspends must not both take the same bytes. A thread reads the system's files.
+    The bytes of suspends under way count as taken. The system's figures do not show these copies
+    yet, and two suspends must not take the same bytes. A thread reads the system's files.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class HostRoom:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gpupool-host")
 
     async def read(self, work: Callable[[], _T]) -> _T:
-        """Run ``work``, which reads files, in the thread that reads; return its result."""
+        """Run ``work``, which reads files, in this object's thread; return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
@@ -75,8 +75,9 @@ class HostRoom:
     async def take(self, session: str, pid: int, size: int) -> tuple[str, bool]:
         """Set ``size`` bytes aside for a suspend of process ``pid``, until :meth:`give`.
 
-        Return two values. The first is the reason if the broker refuses the suspend, or "". The
-        second says whether a limit refuses the suspend even when the memory is empty.
+        Return two values. The first is the reason for which the broker refuses the suspend; "" if
+        it allows the suspend. The second is true if the suspend would exceed a limit even when no
+        other process uses memory.
         """
         try:
             levels = await self.read(lambda: self.host.levels(pid))
@@ -88,8 +89,8 @@ class HostRoom:
         never = self.never(levels, size)
         if never:
             return never, True
-        # There must be no await from here on. If two suspends have read the levels at the same
-        # time, the second suspend must count the bytes of the first.
+        # No await may follow from here on. Two suspends may have read the levels at the same time.
+        # The second suspend must then count the bytes of the first.
         tightest = min(levels, key=self._spare)
         if size and size > self._spare(tightest):
             return self._refusal(tightest, size), False

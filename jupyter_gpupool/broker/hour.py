@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The last hour of the devices and the queue, in memory, with one point for each minute.
+"""Keeps the last hour's figures of devices and queue in memory: one point for each minute.
 
 A minute is null if the broker read nothing in it, because no session was open or the broker did not
 run. A graph then has a gap there.
@@ -98,7 +98,7 @@ class Hour:
 
 
 class HourBook:
-    """Fills an :class:`Hour` with the broker's figures, and returns what it shows."""
+    """Fills an :class:`Hour` with the broker's figures, and returns its points."""
 
     def __init__(self, core: Core, samples: Samples) -> None:
         self._core = core
@@ -113,7 +113,7 @@ class HourBook:
     def count_queue(self) -> None:
         """Count the queue; call this when a session begins to wait.
 
-        Most waits are shorter than the time between two looks.
+        Most waits are shorter than the time between two calls of :meth:`look`.
         """
         self._hour.take(self._core.now(), {}, self._waiting())
 

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Finds a user's groups, by the rules of the configuration, Unix groups and Hub groups.
 
-Unix groups come from NSS, Hub groups from a function of the admin. Both may ask the network and
-hang there. So a thread asks them. The broker opens a session when it has the answers, or without
-them after PATIENCE seconds.
+Unix groups come from NSS. Hub groups come from a function that the admin wrote. Both may ask the
+network and hang, so threads ask them. The broker opens a session when it has the answers. After
+PATIENCE seconds, it opens the session without them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from . import nss
 from .configuration import Configuration
 from .transport.auth import User, owner_of
 
-#: Seconds for which an answer is valid. If a user joins a Unix group, the broker knows this after
-#: at most these seconds.
+#: Seconds for which an answer is valid. If a user joins a Unix group, the broker learns this within
+#: this time.
 LASTS = 300.0
 
 #: Seconds that the opening of a session waits for NSS.
@@ -58,7 +58,7 @@ def _names(found: Iterable[str]) -> frozenset[str]:
 class Memberships:
     """Finds the owner of a session: a user and a group.
 
-    A session may choose among its user's groups.
+    A session may choose one of its user's groups.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class Memberships:
     async def learn(self, uid: User, settings: BrokerSettings | None = None) -> None:
         """Find the groups of a user. After PATIENCE seconds, keep the groups known before.
 
-        If ``settings`` are not None, they are not in force yet. Then this method asks the function
-        in these settings for the Hub groups.
+        ``settings`` are settings that are not in force yet. If the caller passes them, this method
+        asks their function for the Hub groups.
         """
         task = self._under_way.get(uid) or self._begin(uid, settings)
         done, _ = await asyncio.wait([task], timeout=PATIENCE)
@@ -153,12 +153,12 @@ class Memberships:
         return task
 
     def groups(self, uid: User) -> tuple[str, ...]:
-        """Return the known groups of a user. The first one counts if the session chooses none."""
+        """Return the known groups of a user. A session that chooses none uses the first one."""
         known, members = self._known.get(uid, _NOTHING), self._configuration.settings.members
         return groups_of(members, owner_of(uid).name, known.unix_groups, known.hub_groups)
 
     def owner(self, uid: User, chosen: str = "") -> Owner:
-        """Return the user with the group that counts: the ``chosen`` group, or else the first one.
+        """Return the user with the ``chosen`` group, or with the first group if none is chosen.
 
         Raises
         ------

@@ -44,9 +44,10 @@ class Metrics:
     def configure(self) -> None:
         """Serve the metrics as configured from now on.
 
-        If another process has the port, the broker logs this and goes on. Kernels do not depend on
-        metrics, and every user's own broker may read the same machine-wide configuration. If a port
-        served the metrics before, it stays in use. The next call tries again.
+        If another process has the port, the broker logs this and goes on, because kernels do not
+        depend on metrics. This happens if several users' own brokers read the same machine-wide
+        configuration. If another port served the metrics before, the broker still serves them
+        there. The next call tries the configured port again.
         """
         port = self._configuration.settings.metrics_port
         if port and port != self.port:

@@ -26,11 +26,11 @@ from .sessions import LiveSession
 #: A level is short if its processes wait for memory for at least this per cent of the time.
 STALLED = 10.0
 
-#: After this many rounds, the broker reads the control groups of a process again, because the
-#: process may have been moved.
+#: After this many rounds, the broker reads the control groups of a process again, because somebody
+#: may have moved the process to another group.
 AGAIN = 60
 
-#: The most sessions whose limits one round reads for the first time.
+#: One round checks the requested sizes of at most this many sessions against the limits.
 AT_ONCE = 50
 
 
@@ -39,12 +39,12 @@ class _Short:
     """A level that is short of memory."""
 
     level: Level
-    #: Sessions whose users got a notice, and whether it announced a move to a GPU.
+    #: The notices that users got: the session, and whether the notice announced a move to a GPU.
     told: set[tuple[str, bool]] = field(default_factory=set)
 
 
 class Pressure:
-    """Checks the levels that hold suspended state, while such state exists."""
+    """Checks the levels in which the pool keeps suspended state."""
 
     def __init__(self, core: Core, room: HostRoom, log: logging.Logger) -> None:
         self._core = core
@@ -53,7 +53,7 @@ class Pressure:
         self._looks = 0
         #: By process: its control groups, and the round that read them.
         self._groups: dict[ProcessId, tuple[int, tuple[ControlGroup, ...]]] = {}
-        #: By level: the number of times that it has been at its limit.
+        #: By level: how many times the level has been at its limit, by the system's count.
         self._events: dict[str, int] = {}
         self._short: dict[str, _Short] = {}
         self._concerned: frozenset[str] = frozenset()
@@ -104,16 +104,17 @@ class Pressure:
     def _is_short(self, level: Level) -> bool:
         kept = self._room.kept(level)
         if level.key in self._short:
-            # A short level must get as much free memory as a suspend must leave.
+            # A level that is already short stays short until it has as much free memory as a
+            # suspend must leave.
             kept += kept // SLACK
         if level.free < kept:
             return True
         if level.free >= 2 * kept:
             self._events.pop(level.key, None)
             return False
-        # If the free memory is near the reserve, the system's own signs of stress count. If more is
-        # free, they do not count: a group that reads many files is at its limit all the time, and
-        # the system drops the cached files again.
+        # If the free memory is near the reserve, the broker also looks at the system's own signs of
+        # stress. If more memory is free, these signs mean nothing: a group that reads many files is
+        # always at its limit, and the system can drop the cached files.
         stress = self._room.host.stress(level)
         before = self._events.get(level.key, stress.events)
         self._events[level.key] = stress.events
@@ -168,7 +169,10 @@ class Pressure:
     # ------------------------------------------------------------------ limits below the slice
 
     async def _look_at_limits(self) -> None:
-        """Check once for each requested size whether the session could ever be suspended."""
+        """Check whether each session's requested size could ever fit into host memory.
+
+        The broker checks each requested size once.
+        """
         todo: list[tuple[LiveSession, ProcessId, int]] = []
         for name in self._core.busy:
             session = self._core.sessions.find(name)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Limits on what one user or one cause may take: requests, rows, log records, time of the loop."""
+"""Limits the requests, rows, log records and loop time that one user or one cause may take."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ MAX_CAUSES = 1000
 
 
 class TokenBucket:
-    """A token bucket that one payment may overdraw.
+    """A token bucket. A payment may take more tokens than the bucket holds.
 
     It reads no clock: the time is an argument of each method.
 
     Parameters
     ----------
     rate, size:
-        Tokens a second, and the most that the bucket holds.
+        Tokens that flow into the bucket in a second, and the most that the bucket holds.
     """
 
     __slots__ = ("_at", "_left", "rate", "size")
@@ -49,7 +49,7 @@ class TokenBucket:
         self._left, self._at = size, now
 
     def left(self, now: float) -> float:
-        """Return the tokens in the bucket; below zero it is overdrawn."""
+        """Return the number of tokens in the bucket, which may be below zero."""
         self._left = min(self.size, self._left + (now - self._at) * self.rate)
         self._at = now
         return self._left
@@ -99,7 +99,7 @@ class RowBudget:
         self._users: dict[str, _Rows] = {}
 
     def admits(self, row: Row, now: float) -> bool:
-        """Return whether to write the row. A row that must not be written is counted."""
+        """Return whether to write the row. If not, count it for :meth:`summaries`."""
         cheap = row.kind in _CHEAP or (row.kind == "state" and row.device is None)
         if not cheap or not row.owner:
             return True
@@ -126,10 +126,10 @@ class RowBudget:
 class LogLimit(logging.Filter):
     """Limits what one cause can write to the log, so that no client can fill root's disk.
 
-    The first record after a period says how many records of that period were dropped.
+    The first record of a cause after a period says how many of its records the period dropped.
 
     The cause of a record is its text before its arguments are filled in. A record may add to its
-    cause with ``extra={"cause": ...}``, because one user's errors must not hide another user's
+    cause with ``extra={"cause": ...}``, so that one user's errors do not hide another user's
     record.
     """
 
@@ -171,8 +171,8 @@ PART, REST = 0.0003, 0.001
 class Pace:
     """Does long work on the event loop in short parts: await :meth:`step` after each item.
 
-    Python takes tens of milliseconds to read a thousand sessions. In one piece, this work would
-    delay a kernel that asks for a slice in this time.
+    Python takes tens of milliseconds to read a thousand sessions. Without pauses, this work would
+    delay a kernel that asks for a slice meanwhile.
     """
 
     def __init__(self) -> None:

@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Changes the settings while the broker runs: at a SIGHUP, and when the calendar says so.
+"""Changes the settings while the broker runs: at a SIGHUP, and when a schedule begins or ends.
 
 If a user is no longer in the group of a session, the session uses the share of the user's first
 group from then on.
 
-This module checks groups against the GPUs of the machine, and refuses a configuration that the
-machine cannot keep. If the broker is starting, it then ends. At a SIGHUP, it keeps the
-configuration in force. There is one exception: if the machine could give the same guarantees at an
-earlier start, the broker starts with a warning, because a GPU that is missing today must not take
-the pool away from everybody.
+This module checks whether the machine's GPUs suffice for the groups of a configuration. If they do
+not suffice at a SIGHUP, the broker keeps the configuration in force. If they do not suffice at a
+start, the broker ends. There is one exception: if the machine could give the same guarantees at an
+earlier start, the broker starts with a warning. A GPU that is missing today must not take the pool
+away from everybody.
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ class Field(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of at most ``most`` characters; half a surrogate pair becomes a question mark.
+    """Text of at most ``most`` characters; an unpaired surrogate becomes a question mark.
 
-    If ``plain`` is true, the text may have printable ASCII only. JSON writes each such character
-    with at most two characters.
+    If ``plain`` is true, the text may contain only printable ASCII characters. JSON writes each of
+    them with at most two characters.
     """
 
     most: int = 200
@@ -200,14 +200,14 @@ class HoldName:
 #: A client's text for people; the broker shortens it.
 _WORDS = Text(4096)
 
-#: Texts that agents carry between brokers. An agent encodes the text again, and the result must not
-#: exceed MAX_REQUEST.
+#: Texts that agents carry between brokers. An agent encodes the text again, and the encoded text
+#: must not exceed MAX_REQUEST.
 CREDENTIAL, RESULT = Text(1 << 16, plain=True), Text(1 << 17, plain=True)
 _PROCESS = Whole(-(1 << 32), 1 << 32)
 _COUNT = Whole(0)
 _REQUEST = Object(dict.fromkeys(("memory", "limit", "devices", "compute", "priority"), Scalar()))
 
-#: The most holds of a session: cells cannot nest this deep.
+#: The most holds of a session. Cells never nest so deep that a session needs more.
 MAX_HOLDS = 1000
 
 #: type -> (required fields, optional fields), each with the values that it accepts.
@@ -215,8 +215,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- a provisioner, about a kernel
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes. group: one of the
     # user's groups, instead of the first one. guarded: false for a process that has already loaded
-    # the driver, so that the guard comes too late. model, data: the GPU model that the kernel
-    # needs, and its folders, if a cluster has chosen its machine by them.
+    # the driver: it is too late for the guard. model, data: the GPU model and the folders that the
+    # kernel needs, if a cluster has chosen the machine by them.
     # ok: session, token, attach, request, group, env (variables for the kernel's process), config
     # (the options in force that differ from their defaults, and their origins), pid, broker, retire
     # (true if a kernel must be retired before it is killed)
@@ -234,8 +234,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     ),
     # pid: the process that was just started for the session. ok: -
     "launched": ({"session": Text(), "pid": _PROCESS}, {}),
-    # the server is about to kill the kernel: make the kernel safe to kill. Send this if the answer
-    # to ``open`` had ``retire``. ok: safe
+    # the server is about to kill the kernel: make the kernel safe to kill. The server sends this if
+    # the answer to ``open`` had ``retire``. ok: safe
     "retire": ({"session": Text()}, {}),
     # the kernel has ended or was never started; idempotent. ok: -
     "close": ({"session": Text()}, {"reason": _WORDS}),
@@ -263,19 +263,19 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- the guard in any process of a session (SO_PEERCRED and the token identify it)
     # a thread waits at the gate. ok, when the gate opens: epoch
     "attach": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # the process calls cuInit without a lease: write into the page the devices of the lease that
-    # the session would get now. ok, also if there are no such devices: -
+    # the process calls cuInit without a lease. The broker writes into the page the devices that a
+    # lease would have now. ok, even if no device is free for a lease: -
     "home": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
     # the session's page was deleted: put the page back. ok, when the page exists again: -
     "page": ({"session": Text(), "token": Text(500)}, {"pid": _PROCESS, "tid": _PROCESS}),
-    # the process makes its first context, but at cuInit it saw another device than that of its
-    # slice. step: begin (ok: the device that it sees has room for a context) | move (ok: the
-    # process sees the device of its slice now) | cancel
+    # the process makes its first context. At cuInit it saw a device other than its slice's device.
+    # step: begin (ok: the device that it sees has room for a context) | move (ok: the process sees
+    # the device of its slice now) | stay (ok: the session has given the slice back) | cancel
     "land": (
         {"session": Text(), "token": Text(500), "step": Text()},
         {"pid": _PROCESS, "tid": _PROCESS},
     ),
-    # the session needs ``bytes`` more than its grant on its device number ``device``. ok: granted
+    # on its device number ``device``, the session needs ``bytes`` more than its grant. ok: granted
     "grow": (
         {"session": Text(), "token": Text(500), "device": _COUNT, "bytes": _COUNT},
         {"pid": _PROCESS, "tid": _PROCESS},
@@ -283,7 +283,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- its agent again
     # the answer to a yield. yielded: whether the agent gave up the lease of this epoch. No answer.
     "yielded": ({"epoch": _COUNT, "yielded": Flag()}, {"cuda": Flag(null=True)}),
-    # after ``wanted``: no cell and no widget callback runs in the kernel now. No answer.
+    # after the message ``wanted``: no cell and no widget callback runs in the kernel now. No
+    # answer.
     "resting": ({}, {}),
     # ---- any client that may act on the session (its agent may leave ``session`` out)
     # ok: request (as it is now), note
@@ -353,34 +354,36 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # the free bytes of each GPU. Both are null if a message had no room for them
     "cluster": ({}, {}),
     # on a machine of a cluster, for a session that waits. ok, if the ledger answers: machines
-    # (sentences: what other machines have of the session's limits, and whether a kernel like it has
-    # room there), considered (the name of each machine, and the same as text)
+    # (sentences: how much of the session's limits other machines have, and whether a kernel like
+    # this session's has room there), considered (the name of each machine, and a text with these
+    # facts)
     "elsewhere": ({}, {"session": Text()}),
     # ok: the snapshot described in ``broker/messages/snapshot.py``
     "status": ({}, {}),
     # why the session waits, or why it may lose its slice. ok: see
     # ``broker/messages/explanation.py``
     "why": ({}, {"session": Text()}),
-    # the last hour by minutes. ok: now, step (seconds of a point), devices (by UUID: granted, used,
-    # utilisation), queue. Each figure is a list, oldest first, with null where the broker read
-    # nothing
+    # the figures for each minute of the last hour. ok: now, step (seconds of a point), devices (by
+    # UUID: granted, used, utilisation), queue. Each figure is a list, oldest first, with null where
+    # the broker read nothing
     "hour": ({}, {}),
     # ok: rows (those with ``seq`` above ``after``, oldest first, at most ``limit`` and at most
     # 1,000), more (whether there are further rows), seq (of the newest row of all)
     "journal": ({}, {"after": Whole(), "limit": Whole(), "session": Text()}),
-    # from now on push ``event``. ok: seq of the newest row
+    # push each new row as a message ``event`` from now on. ok: seq of the newest row
     "watch": ({}, {}),
     # ok: -
     "ping": ({}, {}),
 }
 
-#: Requests that change nothing and can be repeated.
+#: Requests that change nothing, so a client may repeat them.
 READS = frozenset({"status", "why", "hour", "journal", "watch", "ping"})
 
 
 def _whole(text: str) -> float:
     # A number with too many digits becomes a value that no field accepts. So the field refuses the
-    # request, and the refusal can name the request's id. An error of the decoder could not name it.
+    # request, and the refusal can name the request's id. An error from the decoder could not name
+    # the id.
     return int(text) if len(text) <= MAX_DIGITS else math.inf
 
 

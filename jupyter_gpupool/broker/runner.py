@@ -84,7 +84,7 @@ class Runner:
         self._schedule()
 
     def stop(self) -> None:
-        """Handle no further event: the journal keeps the state of the actions under way."""
+        """Handle no further event. The journal keeps the state of the actions under way."""
         self._stopped = True
         if self._wakeup is not None:
             self._wakeup.cancel()
@@ -122,7 +122,8 @@ class Runner:
             self._commit()
         elif self._core.marked:
             self._core.flush_later()
-        # This call comes first, because no process may go on before its page shows the new state.
+        # The broker writes the pages before it performs the actions, because no process may go on
+        # before its page shows the new state.
         self._tell_guard(actions, event)
         if self._changed is not None and not isinstance(event, _SAMPLES):
             self._changed()
@@ -221,7 +222,7 @@ class Runner:
                 raise AssertionError(f"an action that no code performs: {action!r}")
 
     def _tell_agents(self) -> None:
-        """Push each changed lease once, not each step of its change."""
+        """Send each agent its changed lease once, after all steps of the change."""
         news, self._news = self._news, {}
         for name, why in news.items():
             session = self._core.sessions.find(name)
@@ -278,9 +279,9 @@ def steady(change: e.StateChanged) -> bool:
 def _must_be_written_first(action: e.Action) -> bool:
     """Return whether the broker must commit to the journal before it performs ``action``.
 
-    A change of holds needs no such commit. A session for which the pool still looks for a slice
-    does not need it, either. The broker commits the search together with its result, so a grant
-    usually takes only one commit.
+    Two changes need no such commit: a change of holds, and the start of a session's search for a
+    slice. The broker commits the start of the search together with its result, so a grant usually
+    takes only one commit.
     """
     if isinstance(action, e.StateChanged):
         return not steady(action) and action.new not in WAITING

@@ -82,15 +82,15 @@ class Use:
     busy_seconds: float = 0.0
     #: Seconds with a lease before this broker began to count ``busy_seconds``.
     attached_before: float = 0.0
-    #: ``beyond``: the bytes that the driver uses beyond what the guard charges (negative if it uses
-    #: less), in the order in which the processes see their devices. ``explained``: by device, the
-    #: part of these bytes that the last sample explains.
+    #: ``beyond``: for each device, the bytes that the driver uses minus the bytes that the guard
+    #: charges, in the order in which the processes see their devices. ``explained``: by device, the
+    #: part of these bytes whose use the last sample explains.
     beyond: tuple[int, ...] = ()
     explained: Mapping[str, int] = field(default_factory=dict)
     #: The processes in its page when ``beyond`` and ``explained`` were measured.
     processes: Collection[ProcessId] = ()
-    #: The device bytes that the session uses beyond its slices, and the number of samples in a row
-    #: that have shown this.
+    #: The device bytes that the session uses beyond its slices, and the number of consecutive
+    #: samples that have shown this.
     overuse: int = 0
     overused: int = 0
 
@@ -137,8 +137,8 @@ class LiveSession:
     page: Page | None = None
     #: The devices that its processes see before a lease.
     home: tuple[str, ...] = ()
-    #: The epoch of its lease if other sessions wait for the lease; the agent then reports the end
-    #: of its cells.
+    #: The epoch of its lease, if other sessions wait for the lease. The agent then reports when its
+    #: cells end.
     wanted: int = -1
     #: The threads that wait at the gate and have asked for a lease: the id of each request.
     guards: dict[Connection, int | None] = field(default_factory=dict)
@@ -153,8 +153,8 @@ class LiveSession:
     not_landed: int = 0
     #: Its suspended processes, children first; empty once they are resumed.
     frozen: tuple[ProcessId, ...] = ()
-    #: The restores in a row that the driver refused although there was room and the state still
-    #: existed.
+    #: The consecutive restores that the driver refused although the device had room and the state
+    #: still existed.
     refusals: Refusals = field(default_factory=Refusals)
     #: ``host_limit``: why its state could never be suspended where it runs. ``host_short``: the
     #: notice to its user while host memory is short there. Each is "" if there is none.
@@ -168,9 +168,9 @@ class LiveSession:
         return hmac.compare_digest(self.token_digest, digest(token))
 
     def may_have(self, pid: int) -> bool:
-        """Return whether a process that is not a child of the session may belong to it.
+        """Return whether a process whose environment names this session may belong to it.
 
-        The process names this session in its message.
+        The process does not descend from the session's process.
         """
         if isinstance(self.uid, int) and procfs.real_uid(pid) != self.uid:
             return False
@@ -384,7 +384,8 @@ class Death:
             self._loop.add_reader(self._descriptor, self._ended)
         else:
             self._timer = self._loop.call_later(POLL, self._look)
-        # The pid may have been reused between its identification and pidfd_open.
+        # Between the identification of the process and pidfd_open, Linux may have given the pid to
+        # a new process.
         if not alive(process):
             self._loop.call_soon(self._ended)
 

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What this broker may grant of the limits that several machines share.
+"""Tracks how much of the cluster's shared limits this broker may grant.
 
 The agent of the cluster carries reports to the ledger, and brings the ledger's answers back. The
-pool counts everything that the ledger has not lent to this machine as in use elsewhere. So a grant
-within the lent budgets needs no message. A grant beyond them waits, even if no agent has ever
-connected.
+ledger lends this machine a part of each limit. The pool counts the rest as in use on other
+machines. So a grant within the lent parts needs no message. A grant beyond them waits, even if no
+agent has ever connected.
 
 The order matters: the pool must know a smaller ceiling before a report tells the ledger about this
 ceiling.
@@ -49,23 +49,26 @@ from .store.journal import Journal
 from .transport.auth import owner_of
 from .transport.connection import Connection
 
-#: The broker reports a change after this many seconds, because one grant makes several changes.
+#: The broker reports a change after this many seconds, so that one report has all changes of a
+#: grant.
 SOON = 0.01
-#: The least seconds between two reports, and the most seconds that a request for a report may wait.
+#: LEAST: the least number of seconds between two reports. LONGEST: the most seconds that a request
+#: for a report may wait.
 LEAST, LONGEST = 0.05, 60.0
-#: The most passes that apply changed budgets before a report. Each pass can only grant more.
+#: Before a report, the broker applies changed budgets in at most this many passes. Each pass can
+#: only grant more.
 ROUNDS = 8
 
 #: Seconds between two looks at the GPU-seconds in use.
 LOOK = 15.0
 
 #: Seconds between two reports of what users and groups have used. Fair shares compare hours, so
-#: TELL is enough. LEAST_TELL counts while the owner of some session was not in the last such
-#: report.
+#: TELL is enough. If the last such report left out the owner of a session, the broker sends the
+#: next one after LEAST_TELL.
 TELL, LEAST_TELL = 30.0, 1.0
 
-#: Keys in the journal's metadata. LIFE: the number of this broker's life, for the ledger. DRAINS:
-#: "1" while this machine drains and leaves the cluster.
+#: Keys in the journal's metadata. LIFE: a number for the ledger, which grows with each start of a
+#: broker. DRAINS: "1" while this machine drains and leaves the cluster.
 LIFE, DRAINS = "cluster-life", "cluster-drains"
 #: Another key: the GPU-seconds and guarantees that the ledger has lent to this machine. A broker
 #: that starts again uses them before the ledger answers, so that no session is suspended for lack
@@ -74,8 +77,8 @@ PARTS = "cluster-parts"
 #: Another key: the fencing token of the ledger that this machine obeys, as JSON. Without it, a
 #: broker that starts again could obey an earlier ledger, which does not know what a later one lent.
 TOKEN = "cluster-token"
-#: Another key: the name of this journal. If it is lost, the ledger learns from the new name that
-#: this broker does not know what its sessions used before.
+#: Another key: the name of this journal. If the journal is lost, the next journal has a new name.
+#: The new name shows the ledger that this broker does not know what its sessions used before.
 JOURNAL = "cluster-journal"
 
 #: The reason for the drain of the GPUs while this machine leaves.
@@ -83,7 +86,7 @@ LEAVES = "this machine leaves the cluster"
 
 
 def token_from(text: str) -> Epoch:
-    """Return the fencing token in a journal's text; the least one if the text cannot be read."""
+    """Return the fencing token in a journal's text; the lowest token if it is unreadable."""
     try:
         return epoch_from_json(json.loads(text)) if text else Epoch()
     except ValueError:
@@ -91,9 +94,9 @@ def token_from(text: str) -> Epoch:
 
 
 class LentLimits:
-    """The rules of the pool.
+    """Gives the pool its rules, with the limits that the ledger has lent to this machine.
 
-    What the ledger has not lent to this machine counts as used by other machines.
+    The rest of each shared limit counts as used by other machines.
     """
 
     def __init__(
@@ -104,14 +107,15 @@ class LentLimits:
         clock: Clock,
     ) -> None:
         settings = configuration.settings
-        # A journal may be lost, and with it the number of the last life. A ledger ignores a life
-        # with a smaller number. So the number is at least the time of day in milliseconds.
+        # The ledger ignores a broker whose number is smaller than the number before. If the journal
+        # is lost, the number before is lost, too. So the number is at least the time of day in
+        # milliseconds.
         life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
         journal.remember(LIFE, str(life))
         name = journal.meta(JOURNAL) or secrets.token_hex(8)
         journal.remember(JOURNAL, name)
         self._sessions = sessions
-        #: The time of day that names the windows of daily budgets, as in the pool.
+        #: Returns the pool's time of day, which decides the window of each daily budget.
         self.time_of_day = clock.time_of_day
         share = {"memory": settings.cluster_min_share, "devices": 1, "leases": 1}
         self.budgets = Budgets(
@@ -124,9 +128,9 @@ class LentLimits:
         self._written = self.budgets.parts(), self.budgets.epoch
 
     def remember(self) -> bool:
-        """Return whether the parts or the token have changed.
+        """Pass changed parts or a changed token to the journal; return whether any has changed.
 
-        If they have changed, the next commit writes them.
+        The next commit writes them.
 
         This commit must come before the next report. After the report, the ledger may lend to other
         machines what this machine has given back.
@@ -204,7 +208,7 @@ class SharedLimits:
         self._report_if_due()
 
     def _settle(self) -> None:
-        """Bring the pool and the budgets into agreement: repeat until nothing changes any more."""
+        """Adapt pool and budgets to each other, in at most ROUNDS passes, until neither changes."""
         core = self._core
         self._inside = True
         try:
@@ -230,7 +234,7 @@ class SharedLimits:
             self._window = asyncio.get_running_loop().call_later(wait, self._look)
 
     def _watch_expiry(self) -> None:
-        """Note whether the ledger answers, and apply its loss when the time-out is over."""
+        """Note whether the ledger answers; after its time-out, apply the rule for a lost ledger."""
         now, until = time.monotonic(), self._budgets.until
         connected = now < until
         if connected != self._connected:

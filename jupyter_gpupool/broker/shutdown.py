@@ -42,8 +42,8 @@ class Ending:
         #: Whether the broker was asked to end.
         self.asked = False
         self._over = threading.Event()
-        # This is a pipe, not an event of ``threading``: the code that the signal interrupts may
-        # hold the lock of such an event.
+        # The signal handler writes to a pipe, because writing to a pipe takes no lock. An event of
+        # ``threading`` has a lock, which the interrupted code may hold.
         self._reading, self._writing = os.pipe()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()

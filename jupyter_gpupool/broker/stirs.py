@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Changes of a session that the journal does not have, for readers of the status.
+"""Tells readers of the status about changes for which the journal gets no row.
 
 The journal gets no row when a cell begins or ends, or when the place of a waiting session changes.
 There are too many of these changes, and no report needs the rows. But a page that shows the session
-should soon ask for the status again. So the broker tells readers of such a change once, when the
-session has been quiet for ``SETTLED`` seconds. Several cells in quick succession are one change.
+should soon ask for the status again. So the broker tells its readers of the change when the session
+has been quiet for ``SETTLED`` seconds. Several cells in quick succession count as one change.
 
-A change of the queue may concern every idle session, because other sessions may now begin or cease
-to wait for its slice. The broker tells each reader that shows idle sessions only once, even if the
-reader shows many of them. Each of these readers then asks for a status, so with many readers the
+A change of the queue may concern every idle session, because other sessions may begin or cease to
+wait for the slice of an idle session. Each reader that shows idle sessions gets one message, even
+if it shows many of them, and then asks for a status. So, after a message to many readers, the
 broker pauses before it tells them of the next change.
 """
 
@@ -22,8 +22,8 @@ from typing import Callable
 #: cells have ended.
 SETTLED = 0.06
 
-#: Each reader that the broker tells of a change of the queue then asks for a status. So the broker
-#: tells at most this many readers in a second, and makes a pause of at most LONGEST_PAUSE seconds:
+#: A reader that learns of a change of the queue asks for a status. So the broker tells at most
+#: TOLD_A_SECOND readers in a second. But it pauses for at most LONGEST_PAUSE seconds, because
 #: readers of idle slices ask once a second anyway.
 TOLD_A_SECOND = 64
 LONGEST_PAUSE = 1.0
@@ -37,7 +37,7 @@ class Stirs:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._queue_readers: list[Callable[[], int]] = []
         self._queue_timer: asyncio.TimerHandle | None = None
-        #: The loop time before which the broker tells no reader of a further change of the queue.
+        #: The loop time at which the broker may tell readers of the next change of the queue.
         self._queue_from = 0.0
 
     def read(self, reader: Callable[[str], None]) -> None:

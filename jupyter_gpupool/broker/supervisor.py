@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What a service manager such as systemd passes to the broker, and what the broker tells it.
+"""Takes sockets from a service manager such as systemd, and reports the broker's state to it.
 
 The service manager passes sockets that are already bound (``LISTEN_FDS``, sd_listen_fds(3)). The
 broker tells the service manager that it is ready, lives or ends (``NOTIFY_SOCKET``, sd_notify(3)).
-Without these variables, this module does nothing.
+If the variables are not set, this module has no effect.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import MutableMapping
 #: The first descriptor that a service manager hands over (SD_LISTEN_FDS_START).
 FIRST = 3
 
-#: Seconds after which a lost READY is sent again.
+#: Seconds after which the broker sends a lost READY again.
 AGAIN = 1.0
 
-#: The variables that a child of the broker must not use as its own.
+#: The variables of the service manager that no child of the broker may inherit.
 VARIABLES = (
     "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID",
 )  # fmt: skip

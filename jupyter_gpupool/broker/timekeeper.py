@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Follows the time of day: applies each change of schedule once, on time, and notices clock steps.
 
-The pool's clock counts the seconds that the machine is awake. When somebody sets the time of day,
-or the machine has slept, schedules and the windows of daily budgets follow the time of day.
+The pool's clock counts only the seconds for which the machine is awake. Schedules and the windows
+of daily budgets use the time of day, which jumps when somebody sets the clock or the machine
+sleeps.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ class Timekeeper:
             self._timer = None
 
     def _look(self) -> None:
-        """Apply what has come into force, and look again when the next change is due."""
+        """Apply the schedules that are in force now, and look again when the next change is due."""
         self._timer = None
-        # This call is first, because the pool computes the times of new rules from the clock.
+        # The pool needs the clock's steps first, because it computes the times of new rules from
+        # the clock.
         self._core.follow_clock()
         now = self._clock()
         if self._configuration.follow_calendar(now):

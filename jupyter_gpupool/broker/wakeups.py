@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""How soon Linux runs the event loop after a message has come, on a machine whose cores are busy.
+"""Makes Linux run the event loop sooner after a message, on a machine whose cores are busy.
 
 A thread that wakes on a busy core waits until the time slice of the running thread ends. That takes
 up to 3 milliseconds, longer than a whole grant. Since Linux 6.12, a thread may ask for shorter time
-slices (``sched_setattr(2)``, ``sched_runtime`` of a normal thread). It gets no larger share of the
-processor, but its turn comes earlier: it interrupts a thread with a longer slice. Older kernels
-ignore the request.
+slices (``sched_setattr(2)``, ``sched_runtime`` of a normal thread). The thread gets no larger share
+of the processor, but Linux lets it interrupt a thread with a longer slice. Older kernels ignore the
+request.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ctypes
 import platform
 import struct
 
-#: Nanoseconds of the event loop's time slices: the least that Linux allows.
+#: The length of the event loop's time slices in nanoseconds: the shortest that Linux allows.
 SLICE = 100_000
 
 #: ``struct sched_attr`` of <linux/sched/types.h>: size, policy, flags, nice, priority, runtime,
@@ -43,7 +43,10 @@ def wake_soon() -> bool:
 
 
 def time_slice(thread: int) -> int:
-    """Return the nanoseconds of a thread's time slice (0: this thread; result 0: not known)."""
+    """Return a thread's time slice in nanoseconds; 0 if it is not known.
+
+    ``thread`` 0 is the calling thread.
+    """
     found = _read(thread)
     return found[5] if found is not None else 0
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The decisions of the pool: it takes events and returns actions. The time is a part of each event.
+"""The decisions of the pool. The pool takes events and returns actions; each event has its time.
 
 The package reads no clock, does no I/O, and reads no configuration file.
 
@@ -19,13 +19,13 @@ The modules, in the order in which an event passes through them:
 ``schedule``        the plan: one pass over every session that wants something
 ``recheck``         when the plan next changes because time passes, without an event
 ``limits``          what a kernel and an owner may have; the text of a refusal
-``guarantees``      which sessions ask for no more than their groups are guaranteed
+``guarantees``      which requests lie within the guarantees of their groups
 ``shares``          the order of service: guarantees, budgets, classes, fair shares, age
 ``placement``       what a session needs, and where it fits
 ``draft``           the copy of the accounts on which a pass tries its plan
 ``preemption``      which leases may be preempted, when, and for which session
 ``victims``         which of these leases make room for a session, and on which devices
-``reach``           which requests of a long queue need no search, because it would fail
+``reach``           which requests of a long queue need no search, because the search would fail
 ``running``         which leases in use may be preempted: bursts, guarantees, classes, turns
 ``unsuspendable``   warns and ends sessions that cannot be suspended and that others wait for
 ``residence``       how long an idle lease is protected

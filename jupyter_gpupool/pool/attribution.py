@@ -77,7 +77,7 @@ class Attribution:
     foreign: int
     #: Bytes of sessions that have a slice there. A session without a figure is absent.
     footprints: Mapping[str, int] = field(default_factory=dict)
-    #: Bytes of sessions as the driver alone reports them, with a slice or without.
+    #: Bytes of all sessions, with or without a slice, as the driver alone reports them.
     shown: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -93,23 +93,23 @@ def attribute(
     Each byte is given to one user only, in this order:
 
     1. Listed bytes of a session with a slice belong to this session.
-    2. Used bytes that the list does not explain belong to the slices, up to the granted bytes: up
-       to the whole slice for a session that is not listed, and up to one context for a session that
-       is listed. A process listed with a number of another PID namespace counts as not listed: it
-       may belong to a session.
+    2. Used bytes that the list does not explain belong to the slices. A session that is not listed
+       gets at most the bytes of its whole slice. A session that is listed gets at most the bytes of
+       one context, as far as they fit in its slice. A process whose number belongs to another PID
+       namespace counts as not listed, because it may belong to a session.
     3. The remaining bytes, and the bytes that the list still shows for suspended sessions, belong
-       to the driver: together at most ``driver`` bytes.
-    4. The bytes that then remain are foreign. The listed bytes of processes without a session are
-       also foreign.
+       to the driver, up to ``driver`` bytes in total.
+    4. The bytes that remain after these steps are foreign. The listed bytes of processes without a
+       session are also foreign.
 
     The list may be older than the device's figures, so no process counts for more bytes than are in
     use.
 
     A session's footprint is the larger of what the driver shows and what its guard counts. The
-    driver sees its own overhead, but no process of another PID namespace. The guard counts an
-    allocation before it calls the driver, so its count is never too small. But the session's own
-    processes write the guard's count, so the pool trusts it only up to the size of the slice: each
-    byte beyond the slice would be taken from other sessions.
+    driver's figure contains the driver's overhead, but omits processes of other PID namespaces. The
+    guard counts an allocation before it calls the driver, so its count is never too small. But the
+    session's own processes write the guard's count, so the pool trusts the count only up to the
+    size of the slice. With a larger count, a session could take bytes from other sessions.
     """
     named: dict[str, int] = {}
     listed = 0
@@ -183,8 +183,8 @@ def driver_share(reserved: int, residue: int, total: int) -> int:
     """Return the bytes of a device that belong to the driver.
 
     ``reserved`` is the driver's own figure, ``residue`` the memory in use that belongs to no
-    process. The function adds :func:`slack`, except if both are 0: a driver with these figures
-    reports exact figures.
+    process. If both are 0, the driver reports exact figures, and the function adds nothing.
+    Otherwise it adds :func:`slack`.
     """
     kept = reserved + min(residue, DRIVER_MOST, total // DRIVER_PART)
     return kept + slack(total) if kept else 0
@@ -325,10 +325,10 @@ def overuse(
 
 
 def confirmed(samples: int, over: int) -> tuple[int, bool]:
-    """Return the number of consecutive samples with overuse, and whether to act now (true only
-    once).
+    """Return the number of consecutive samples with overuse, and whether the broker must act now.
 
-    ``samples`` is the number before this sample; this sample shows ``over`` bytes.
+    ``samples`` is the number before this sample; this sample shows ``over`` bytes. The second value
+    is true only once in a series of samples with overuse.
     """
     samples = samples + 1 if over else 0
     return samples, samples == SAMPLES
@@ -351,8 +351,9 @@ def state_to_move(
     ``shown`` are the bytes that the driver lists for the session, ``counted`` those that its guard
     counts, ``contexts`` the size of a context on each device; ``cuda`` tells whether the session
     has called cuInit. Some drivers do not list all processes, and the guard does not count
-    everything, so the larger figure is the better one. If both are 0, a guarded session has at most
-    a context, because the guard counts every allocation; any other session may use its whole slice.
+    everything, so the function takes the larger figure. If both are 0, a guarded session has at
+    most a context, because the guard counts every allocation; any other session may use its whole
+    slice.
     """
     seen = {uuid: max(shown.get(uuid, 0), counted.get(uuid, 0)) for uuid in {*shown, *counted}}
     if cuda is False and not any(seen.values()):

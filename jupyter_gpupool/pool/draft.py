@@ -3,9 +3,10 @@
 """A draft of the plan: what the plan leaves free on each device, in each limit and in host memory.
 
 A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
-facts. It begins with the facts, less the bytes that the last plan promised. It shrinks as the pass
-gives bytes to one session after the other. Growth and forecasts also read a draft: the bytes left
-in it are neither promised to a session nor reserved for the head of the queue.
+facts. It begins with the facts, less the bytes that the last plan promised. The pass then gives
+bytes to one session after the other, and the draft has fewer bytes left. Growth and forecasts also
+read a draft: the bytes left in it are neither promised to a session nor reserved for the head of
+the queue.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Lack:
 
 
 class Room:
-    """One device in a draft: the bytes that it has left for later sessions of the pass."""
+    """One device in a draft, with the bytes that are left for later sessions of the pass."""
 
     __slots__ = (
         "avail",
@@ -82,12 +83,15 @@ class Room:
     def spare(self, wanted: int) -> int:
         """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
 
-        The head of the queue waits until leases here end. Bytes given to another session are
-        harmless if they do not delay the head, in whatever order the present leases end. (So no
-        estimate of their ends is needed.) This is true if all leases that are smaller than the
-        missing bytes free too little together. Then a larger lease must end in any case, and the
-        pool can give away the bytes by which the smallest of the larger leases exceeds the missing
-        bytes.
+        The head of the queue waits until leases here end. The result is the number of bytes that
+        other sessions can take without a delay of the head, in whatever order the leases end. (So
+        the pool needs no estimate of when they end.)
+
+        Call a lease small if it has fewer bytes than the head still lacks. If all small leases
+        together free fewer bytes than the head lacks, the head must wait for at least one large
+        lease. This lease frees all bytes that the head lacks, and perhaps more. So the result is
+        the size of the smallest large lease, less the bytes that the head lacks. If the small
+        leases together free enough bytes, the result is 0.
         """
         return 0 if self.promised else _harmless(wanted - self.avail, self.leases)
 
@@ -147,7 +151,7 @@ class Known:
 
 @dataclass(slots=True)
 class Draft:
-    """The devices and limits as the later sessions of the pass find them."""
+    """The devices and limits, with what is left of them for the later sessions of the pass."""
 
     facts: Facts
     shares: Shares
@@ -162,7 +166,7 @@ class Draft:
     settled: set[str] = field(default_factory=set)
     #: By group: the bytes of the leases that this plan suspends.
     going: dict[str, int] = field(default_factory=dict)
-    #: Whether the rooms know the leases that some session may preempt; and whether one of these
+    #: Whether the rooms list the leases that some session may preempt; and whether one of these
     #: leases is in use.
     offers_known: bool = False
     offers_in_use: bool = False
@@ -172,7 +176,7 @@ class Draft:
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
     #: Cached answers; every method that changes the draft replaces this object by an empty one.
     known: Known = field(default_factory=Known)
-    #: The grants of this plan; and whether the rooms know the leases that the head waits for.
+    #: The grants of this plan; and whether the rooms list the leases that the head waits for.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False
     #: The answers of :meth:`opened`.
@@ -255,8 +259,8 @@ class Draft:
         return min(left, key=lambda lack: lack.most, default=None)
 
     def coming_back(self, owner: Owner) -> list[Session]:
-        """Return the leases that count in the owner's limits and that will end by a suspend, which
-        is under way or planned.
+        """Return the leases that count in the owner's limits and that end with a suspend under way
+        or a planned suspend.
         """
         if not (self.facts.settings.quotas or self.facts.tree.caps):
             return []
@@ -303,12 +307,12 @@ class Draft:
         return choose(needs, self.facts.devices, left, preferred(s))
 
     def waits(self, takes: Iterable[Slice], least: int) -> bool:
-        """Return True only if a session with the promise ``takes`` finds too little free memory on
-        every device.
+        """Return whether it is certain that a session with the promise ``takes`` must still wait.
 
-        Most promises wait for a suspend. Without its own promise, the session would find at most
-        the promised bytes on the devices of the promise, and the free bytes on each other device.
-        The answer is True if that is less than ``least``, the size of its smallest slice.
+        The answer is True if two conditions are met. First, at least one promised slice needs bytes
+        of a suspend that is under way. Second, no device has ``least`` bytes for the session, even
+        if the session gave up its promise. (``least`` is the size of its smallest slice.) If the
+        answer is False, the session may or may not have to wait.
         """
         most, late = self.most_free(), False
         for x in takes:
@@ -380,8 +384,8 @@ class Draft:
     # ------------------------------------------------------------------ host memory
 
     def host_left(self, devices: Iterable[str] = ()) -> int:
-        """Return the host bytes that a suspend may take, less those that the head of the queue will
-        need.
+        """Return the host bytes that a suspend may take, less the bytes that the head of the queue
+        will need.
 
         Nothing is subtracted if the suspend frees memory on ``devices`` that the head has reserved.
         """
@@ -392,13 +396,13 @@ class Draft:
         if freed and freed <= held.wanted.keys():
             return self.host
         missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
-        # The head may have reserved more devices than it needs. Then only the devices with the
-        # fewest missing bytes count.
+        # The head may have reserved more devices than it needs. If it has, only the devices with
+        # the fewest missing bytes count.
         return self.host - sum(sorted(missing)[: held.count])
 
     def host_lack(self, victims: Iterable[Session], room: int) -> HostLack:
         """Return why the state of all ``victims`` does not fit in ``room`` bytes, or in their
-        quotas.
+        owners' quotas.
 
         "" if it fits.
         """
@@ -450,10 +454,11 @@ class Draft:
         room.leases.append((s, held + x.bytes))
 
     def _find_leases(self) -> None:
-        """Note the leases in their rooms; only :meth:`Room.spare` needs them, for a reservation.
+        """List the leases of each device in its room. Only :meth:`Room.spare` needs these lists.
 
-        The facts do not change during a pass. So the draft may call this method late, if it then
-        notes the grants in their order.
+        The draft calls this method only when it has a reservation. The facts do not change during a
+        pass, so the leases are still the same. The method adds the grants of this pass in their
+        order.
         """
         self._leases_known = True
         for room in self.rooms.values():
@@ -508,7 +513,7 @@ class Draft:
         return _harmless(wanted - room.expect - size, stay) < size
 
     def reserve(self, held: Reservation, head: Session) -> None:
-        """Reserve memory and its owner's quota for the head of the queue."""
+        """Reserve memory for the head of the queue, and the quota of the head's owner."""
         if not self._leases_known:
             self._find_leases()
         self.reservation = held
@@ -525,6 +530,6 @@ class Draft:
         self.reservation = None
         self.known = Known()
         if head.lease.slices:
-            # The rooms do not contain the leases of this head, but another head also waits for
-            # them.
+            # The rooms do not list the leases of this head. But if another session becomes the
+            # head, it also waits for these leases.
             self._leases_known = False

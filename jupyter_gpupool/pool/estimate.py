@@ -10,15 +10,15 @@
    when its place changes or when suspends begin to make room for it.
 2. *The range.* When a wait ends, the pool notes the ratio of the real wait to its figure. The range
    is the figure times quantiles of the last ``MOST`` ratios (split conformal prediction: V. Vovk et
-   al., "Algorithmic Learning in a Random World", 2005). If the next wait differs from its figure as
-   the last waits did, the range is right in ``COVER`` of all cases, even if the simulation is not
-   exact. While the session waits, a past wait counts only if its ratio is greater than the ratio
-   that the present wait has reached so far. Without this rule, a long wait would always seem nearly
-   over.
+   al., "Algorithmic Learning in a Random World", 2005). If the ratio of the next wait is similar to
+   the last ratios, the wait ends inside the range in ``COVER`` of all cases, even if the simulation
+   is not exact. While the session waits, a past wait counts only if its ratio is greater than the
+   ratio that the present wait has reached so far. Without this rule, a long wait would always seem
+   nearly over.
 3. *No evidence.* With fewer than ``LEAST`` such waits there is no range.
 
-Estimates are not a part of the plan. :class:`~.news.News` asks for them after the plan is made, for
-the sessions that it informs of their place; in a long queue, at most once a second.
+Estimates are not a part of the plan. :class:`~.news.News` computes them after the plan is made, for
+the sessions that it informs of their place. In a long queue, it does so at most once a second.
 """
 
 from __future__ import annotations

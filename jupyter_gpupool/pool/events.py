@@ -81,7 +81,7 @@ class DeviceResumed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemorySeen(Event):
-    """A sample of a device: the bytes of foreign processes, and those of each session."""
+    """A sample of a device: the bytes of foreign processes, and the bytes of each session."""
 
     device: str
     foreign: int
@@ -125,8 +125,8 @@ class SettingsChanged(Event):
 class ClockSet(Event):
     """The time of day is ``ahead`` seconds ahead of ``now``, or behind it if ``ahead`` is negative.
 
-    Somebody has set the time, or the machine has slept. The clock of ``now`` does not show such a
-    change.
+    Somebody has set the time of day, or the machine has slept. The clock of ``now`` does not follow
+    these changes.
     """
 
     ahead: float
@@ -171,9 +171,9 @@ class Recovered(Event):
 class UsageRecovered(Event):
     """The usage of users and groups before a restart of the broker (``Pool.usage``).
 
-    It follows :class:`Recovered`. The memory of leases that have outlived the broker counts from
-    ``since`` on (None: from now on). The pool adds these figures to the usage that it has counted
-    since its own start.
+    It follows :class:`Recovered`. Some leases stay while the broker restarts. Their memory counts
+    from ``since`` on (None: from now on). The pool adds these figures to the usage that it has
+    counted since its own start.
     """
 
     users: Mapping[str, Usage] = field(default_factory=dict)
@@ -245,8 +245,8 @@ class DevicesSettled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandingRefused(Event):
-    """A process of an active session sees the devices ``bound``, and the broker could not move it
-    to the lease.
+    """A process of an active session sees the devices ``bound``, and the broker could not move this
+    process to the devices of the lease.
 
     The session has no memory on the devices of its lease. The lease goes back to the pool, and the
     session waits for devices of the same models as ``bound``. If ``stay`` is true, it waits for the
@@ -459,10 +459,10 @@ class Suspend(Action):
 
     Ends with :class:`SuspendDone`, :class:`SuspendRefused` or :class:`SuspendFailed`.
 
-    ``busy``: the pool preempts the session although it is in use. Its holds stay, and they are no
-    reason to refuse the suspend. They wait until :class:`HoldGranted` grants them again: with the
-    next lease, or after a refused suspend. ``reason`` tells the user the rule, and the session that
-    gets the slice.
+    ``busy``: the pool preempts the session although it is in use. The session keeps its holds, and
+    the broker must not refuse the suspend because of them. The holds wait until
+    :class:`HoldGranted` grants them again: with the next lease, or after a refused suspend.
+    ``reason`` tells the user the rule, and the session that gets the slice.
     """
 
     epoch: int

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Sequence
 
-#: The real wait should lie inside the range in this part of all cases.
+#: The part of all waits that should end inside their range.
 COVER = 0.88
 
 #: Only the last ``MOST`` waits count; with fewer than ``LEAST`` waits there is no range. (The ninth
@@ -88,8 +88,8 @@ class Evidence:
         """Record that a wait has ended: the session has its slice.
 
         A wait counts once for each kind of figure, because a long wait has many figures and must
-        not count more than a short one. For each wait, this function selects a figure at another
-        place in the list, so that early and late figures both count.
+        not count more than a short one. The position of the selected figure changes from wait to
+        wait, so that early and late figures both count.
         """
         self.ended += 1
         for moving in (False, True):
@@ -128,6 +128,5 @@ class Evidence:
         if own is None and self.spells.mean() is None:
             return None
         longer = self.spells.above(runs)
-        # If no past cell ran for longer, assume that the cell will run for as long again as it has
-        # run so far.
+        # If no past cell ran for longer, assume that half of the cell's run time is over.
         return sum(longer) / len(longer) - runs if longer else max(runs, SHORTEST)

@@ -5,9 +5,10 @@ words.
 
 :func:`explain` returns, for a waiting session, the rule, the leases that it needs and their
 holders, the usage of its owner and groups, and what would end the wait and when at the earliest.
-For a holder, it returns the guarantees that the holder is above or below, and which sessions may
-take its lease, by which rule and from what time. It guesses nothing: the pass compares the same
-figures. For sessions of other owners, it shows only size and class.
+For a session that has a lease (a holder), it returns the guarantees that the holder is above or
+below, and which sessions may take its lease, by which rule and from what time. Nothing is a guess:
+all figures are those that the pass compares. For sessions of other owners, it shows only size and
+class.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class HeldLease:
 
 
 class GroupGuarantee(NamedTuple):
-    """What the members of a group have, and what is guaranteed to the group. In bytes."""
+    """The bytes that the members of a group have, and the bytes guaranteed to the group."""
 
     group: str
     held: int
@@ -173,8 +174,8 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 #: The rules that keep a session waiting even if enough memory is free.
 _BARRED = ("budget", "class-closed")
 
-#: The event to name instead of ``host-memory`` if free host memory is not what is lacking, by the
-#: kind of lack.
+#: By :data:`~.model.HostLack`: the event that replaces ``host-memory`` in ``changes``, because more
+#: free host memory would not end this lack.
 _HOST_CHANGES: dict[str, dict[HostLack, str]] = {
     "host-memory": {"size": "holder-frees", "quota": "holder-host-memory"},
 }
@@ -260,7 +261,7 @@ def _named(at: float | None, change: str) -> list[tuple[float, str]]:
 
 
 def standing(shares: Shares, owner: Owner, now: float, entitled: Collection[str] = ()) -> Standing:
-    """Return the :class:`Standing` of ``owner`` at ``now``; ``entitled`` is for its field of that
+    """Return the :class:`Standing` of ``owner`` at ``now``; ``entitled`` becomes the field of this
     name.
     """
     facts = shares.facts
@@ -318,8 +319,8 @@ def _ends_at(s: Session, facts: Facts) -> float | None:
 
 
 def _raised_at(shares: Shares, plan: Plan, s: Session, holders: Iterable[HeldLease]) -> float:
-    """Return when age raises a waiting session to a class in which it may get a slice sooner; else
-    infinity.
+    """Return when age raises a waiting session to a class in which it may get a slice sooner;
+    infinity if this never happens.
 
     In that class it may pass a session that is ahead of it, or preempt a lease that it may not
     preempt now.

@@ -13,9 +13,10 @@ is counted in bytes:
 ``incoming``   the part of ``granted`` whose suspend is under way
 =============  ====================================================================================
 
-``free = capacity - granted - foreign - overuse`` may be negative. The pool then ends no lease
-because of it, but grants nothing. Promises are not facts; they are a part of the plan
-(:mod:`.schedule`). Queries change nothing: only an event that names a device adds this device.
+``free = capacity - granted - foreign - overuse`` may be negative. If it is negative, the pool
+grants nothing on this device, but it ends no lease because of this. Promises are not facts; they
+are a part of the plan (:mod:`.schedule`). Queries change nothing: only an event that names a device
+adds this device.
 """
 
 from __future__ import annotations
@@ -241,8 +242,8 @@ class Facts:
         self.host_going += sign * lease.host_bound
 
     def _index(self, s: Session) -> bool:
-        """Put ``s`` into the subsets to which it belongs; return whether it now begins to have less
-        than is guaranteed.
+        """Put ``s`` into the subsets to which it belongs; return whether it has just become
+        ``short`` (it has less than is guaranteed).
         """
         self.forget_times(s)
         slices, memory = s.lease.slices, s.request.memory
@@ -313,8 +314,8 @@ class Facts:
     def elsewhere_text(self, owner: str, limit: str, group: str = "") -> str:
         """Return why other machines keep a part of this limit of a quota, or of a group's cap.
 
-        The answer is "" if they keep no part of this limit. The parts that they keep of other
-        limits do not explain a wait for this limit.
+        The answer is "" if they keep no part of this limit, even if they keep parts of other
+        limits.
         """
         rules = self.settings
         if group:

@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Groups of users: what an admin grants them. Frozen values, checked when they are made.
 
-An owner is in one group, and a group may be in another one: a tree whose root is the pool itself
-(the name ""). A *guarantee* is the memory that the members of a group get back at once when
-sessions outside the group have borrowed it; *weights* divide the remaining memory between the
-groups (and users) of one parent; a *cap* is the most memory that all members may have at once;
-*daily* bounds their use in a day.
+Each owner belongs to one group, and a group may belong to another group. The groups form a tree;
+its root is the pool itself (the name ""). A *guarantee* is the memory that the members of a group
+get back at once when sessions outside the group have borrowed it; *weights* divide the remaining
+memory between the groups (and users) of one parent; a *cap* is the most memory that all members may
+have at once; a *daily* budget limits their usage in one day.
 """
 
 from __future__ import annotations

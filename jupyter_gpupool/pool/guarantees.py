@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which waiting sessions ask for no more than their groups are guaranteed.
+"""Which requests of waiting sessions lie within the guarantees of their groups.
 
 A request is within the guarantee of a group if three things together need no more than the
-guarantee: the leases of all members, the members' earlier requests, and the request itself. This
-module counts last the sessions that wait for something other than memory: such sessions must not
-use up the guarantee that other members could use now.
+guarantee: the leases of all members, the members' earlier requests, and the request itself. Some
+sessions wait for something other than memory. The module counts these sessions last, so that they
+do not use up a guarantee that other members could use now.
 """
 
 from __future__ import annotations

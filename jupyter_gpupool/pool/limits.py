@@ -157,8 +157,8 @@ def never(
     """Return why ``request`` can never be met on this machine by these rules, or None.
 
     ``capacities`` are the bytes that each device can give at most, largest first, drained devices
-    included (they may come back). ``suspends``: a session on some device can be suspended; the
-    budget of host memory matters only then. ``least``: the smallest useful slice.
+    included (they may come back). ``suspends`` is true if some device allows a suspend; if it is
+    false, the budget of host memory does not matter. ``least``: the smallest useful slice.
     """
     refusal = check_form(request, settings)
     if refusal is not None:
@@ -203,7 +203,7 @@ def never(
 
 
 def _above(request: Request, name: str, bound: _Maximum) -> Refusal:
-    """Return the refusal of a bound below the requested memory or limit."""
+    """Return the refusal of a request whose memory or limit (``name``) is larger than ``bound``."""
     value: int = getattr(request, name)
     asked, ask = format_bytes(value), "Ask for"
     if name == "limit":
@@ -222,7 +222,7 @@ def _above(request: Request, name: str, bound: _Maximum) -> Refusal:
 
 
 def _too_many(request: Request, quota: Quota) -> Refusal | None:
-    """Return why the quota forbids so many devices, or any slice at all; or None."""
+    """Return why the quota forbids this number of devices, or forbids any slice; else None."""
     numbers = {"memory": request.memory, "devices": request.devices, "limit": request.limit}
     if quota.devices is not None and request.devices > quota.devices:
         return Refusal(
@@ -263,8 +263,8 @@ def most_memory(
     *,
     suspends: bool,
 ) -> int | None:
-    """Return the most bytes on each of ``devices`` that :func:`never` allows; None if it allows
-    none.
+    """Return the most bytes on each of ``devices`` that :func:`never` allows; None if it allows no
+    size.
 
     The arguments are those of :func:`never`; the limit counts as equal to the memory.
     """
@@ -300,10 +300,10 @@ def default_request(
 ) -> Request:
     """Return the default request of a kernel, on devices of ``capacities`` bytes.
 
-    By default the limit is the whole device: when a guarantee needs bytes, the pool first takes
-    back bytes by which leases have grown. For this it needs the guard, which meters the bytes and
-    holds back the calls of a running cell. Without a guard (``metered`` is False), the slice is
-    fixed at attach and has the guaranteed size.
+    By default the limit is the whole device. This does no harm to other sessions: when a guarantee
+    needs bytes, the pool first takes back the bytes by which leases have grown. For this it needs
+    the guard, which meters the bytes and holds back the calls of a running cell. Without a guard
+    (``metered`` is False), the slice is fixed at attach and has the guaranteed size.
     """
     memory, limit = settings.default_memory, settings.default_limit
     if limit is None:
@@ -331,7 +331,7 @@ def fit_unasked(
     owner: str,
     capacities: Iterable[int],
 ) -> Request:
-    """Return ``request``; sizes that are not in ``asked`` are cut to what the machine gives.
+    """Return ``request``, with sizes that are not in ``asked`` cut to what the machine gives.
 
     Such sizes are defaults, so a machine with smaller devices (``capacities``, in bytes) cuts them
     and does not refuse. The memory is not cut to a quota or the host's memory. If an admin's

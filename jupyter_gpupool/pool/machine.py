@@ -236,7 +236,7 @@ class Pool:
         return [ledger.device for ledger in self._facts.devices.values()]
 
     def device_views(self) -> tuple[DeviceView, ...]:
-        """Return all devices and their ledgers by number; cheap even for many sessions."""
+        """Return all devices with their ledgers, sorted by number; cheap even for many sessions."""
         ledgers = sorted(self._facts.devices.values(), key=lambda d: d.device.index)
         return tuple(ledger.view() for ledger in ledgers)
 
@@ -378,8 +378,8 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
                 continue
             since = waits.since(v) if waits.found else math.inf
             if since < math.inf:
-                # The session that waited first may have its slice by now, but since then at least
-                # one session has always waited.
+                # Keep the earlier time. The session that waited first may have its slice by now,
+                # but at least one session has waited at every moment since then.
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
@@ -396,9 +396,10 @@ class Waits:
     """Which sessions wait, and since when: by device, by owner (waits for a quota) and by group
     (waits for a cap).
 
-    For a device, these are the first session in the queue that could use the device, even if this
-    device alone is not enough, and every session there that waits for growth. For an owner, it is
-    the first session for which the quota is too small, even if memory is also short.
+    A device has two kinds of entries: the first session in the queue that could use the device
+    (even if this device alone is not enough), and every session that waits for growth there. The
+    entry of an owner is the first session for which the quota is too small, even if memory is also
+    short.
     """
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
@@ -410,7 +411,7 @@ class Waits:
         suitable = sum([not ledger.drained for ledger in facts.devices.values()])
         for s in plan.order:
             if len(found) == suitable and not (facts.short or plan.limited):
-                break  # no session that follows waits for growth or for a limit
+                break  # no later session waits for growth or for a limit
             why, grows = plan.reasons.get(s.id), s.id in facts.short
             if why is None or not (grows or s.state == "queued"):
                 continue
@@ -443,8 +444,8 @@ class Waits:
 
 
 def refuse_spent(facts: Facts) -> Actions:
-    """Refuse the holds of sessions whose daily budget is used up, if the budget then allows no new
-    lease.
+    """Refuse the holds of sessions whose daily budget is used up, if the rule of the budget allows
+    no new lease.
 
     The holds of a preempted session stay: its computation waits until the budget is renewed. A
     session also waits, without a refusal, if other machines may have a part of the budget left.

@@ -19,8 +19,9 @@ Usage counts against a daily budget without decay (see :class:`~.groups.Daily`).
 whole budget comes back in each day, at a constant rate.
 
 Windows follow the time of day. After somebody has set the time of day, or after the machine has
-slept, the time of day is ``ahead`` of the pool's own clock. The time skipped by such a step decays
-usage and renews budgets, but is charged to no user. A step back changes no usage and no budget.
+slept, the time of day is ``ahead`` of the pool's own clock. During the time that a step forward
+skips, usage decays and budgets renew, but the pool charges no user for this time. A step back
+changes no usage and no budget.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from typing import Iterable, Mapping, NamedTuple
 from .groups import DAY, EXACT, Daily, PoolUsage, Usage, path, window_began
 from .model import Owner, PoolSettings
 
-#: A used-up budget that refills counts as available again only when this part of it has come back.
-#: Otherwise the sessions of its user would stop and continue every second.
+#: A used-up budget that refills counts as available again only after this part of the budget has
+#: come back. Otherwise the sessions of its user would stop and continue every second.
 BACK = 1 / 24
 
-#: While other machines can give up a part of the budget, these GPU-seconds are enough, even if
-#: ``BACK`` of the budget is more, because the other machines then give up more.
+#: While other machines can give up a part of the budget, the budget counts as available again after
+#: at most this many GPU-seconds have come back, even if ``BACK`` of the budget is more. The other
+#: machines can then give up more.
 BACK_HERE = 30.0
 
 LN2 = math.log(2)
@@ -111,7 +113,8 @@ class Meter:
         if daily is not None and daily.rule == "refill":
             # The rate has not changed since ``at``.
             today = self.today + (rate - daily.refill / DAY) * seconds
-            # Use beyond the budget, or this machine's part of it, is not charged.
+            # The pool does not charge usage beyond the budget, or beyond this machine's part of the
+            # budget.
             today = min(daily.seconds, max(self.today, daily.most), max(0.0, today))
             if today >= daily.most - EXACT:
                 return today, True
@@ -130,7 +133,7 @@ class Meter:
             self.elsewhere = found.elsewhere
 
     def set_clock(self, now: float, ahead: float, half_life: float, daily: Daily | None) -> None:
-        """Set the time of day ``ahead`` of the pool's clock from ``now`` on."""
+        """From ``now`` on, count the time of day as ``ahead`` seconds ahead of the pool's clock."""
         self.advance(now, half_life, daily)
         #: Advance the sums by the step of the time of day. The rates are 0 during the step.
         before = Meter(
@@ -179,7 +182,7 @@ class Meter:
 
 
 class LeaseInUse(NamedTuple):
-    """The part of a lease that meters read."""
+    """The data of a lease that meters read."""
 
     owner: Owner
     #: Whether the session computes.
@@ -190,7 +193,7 @@ class LeaseInUse(NamedTuple):
 
 
 class Meters:
-    """The accounts of all users and groups, kept in step with the leases."""
+    """The accounts of all users and groups, updated when leases change."""
 
     def __init__(self) -> None:
         self.users: dict[str, Meter] = {}
@@ -203,8 +206,8 @@ class Meters:
         self._leases: dict[str, LeaseInUse] = {}
         #: By device: the leases of sessions that compute.
         self._computing: dict[str, dict[str, LeaseInUse]] = {}
-        #: Leases that have changed since the last :meth:`settle`, and the devices on which sessions
-        #: have begun or ceased to compute.
+        #: Leases that have changed since the last :meth:`settle`, and the devices on which a
+        #: session has begun or stopped computing.
         self._put: dict[str, LeaseInUse] = {}
         self._devices: dict[str, bool] = {}
         self._gone: list[str] = []
@@ -292,7 +295,7 @@ class Meters:
         self._of.clear()
 
     def set_clock(self, now: float, rules: PoolSettings, ahead: float) -> None:
-        """Set the time of day ``ahead`` of the pool's clock from ``now`` on, for all meters."""
+        """Call :meth:`Meter.set_clock` of all meters."""
         for name, account in self.users.items():
             account.set_clock(now, ahead, rules.half_life, rules.quota_of(name).daily)
         for name, account in self.groups.items():
@@ -310,7 +313,7 @@ class Meters:
     ) -> None:
         """Add the usage that was counted before a restart, with the decay since then.
 
-        The memory of leases that have outlived the last broker counts from ``since`` on.
+        Some leases stay while the broker restarts. Their memory counts from ``since`` on.
         """
         for known, found in ((self.users, users), (self.groups, groups)):
             for name in dict.fromkeys((*found, *known)):
@@ -337,8 +340,8 @@ class Meters:
         users: Mapping[str, float],
         groups: Mapping[str, float],
     ) -> None:
-        """Set the dominant usage on other machines at ``now``; users and groups that are not given
-        have none.
+        """Set the dominant usage on other machines at ``now``; users and groups without a figure
+        have no such usage.
         """
         for known, found in ((self.users, users), (self.groups, groups)):
             for name in {**known, **found}:

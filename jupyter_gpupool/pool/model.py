@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The vocabulary of the pool: frozen values, no behaviour that needs a clock or I/O.
+"""The data types of the pool: frozen values, whose methods need no clock and no I/O.
 
 All sizes are in bytes. All times are in seconds; ``now`` is in seconds since the epoch, from one
 steady clock of the broker. The name of a device is its UUID.
@@ -59,7 +59,7 @@ Rule = Literal[
 #: of groups that have more than their guarantee, for a session that is within the guarantee of its
 #: group. By ``class``, it preempts sessions of a lower priority class. By ``turns``, it preempts
 #: sessions of the same class whose time slice is over. By ``burst``, it preempts sessions that have
-#: grown, for bytes that another session is guaranteed.
+#: grown, because another session needs the bytes for its own guarantee.
 PreemptRule = Literal["class", "guarantee", "turns", "burst"]
 PREEMPT_ALL: frozenset[PreemptRule] = frozenset({"class", "guarantee", "turns", "burst"})
 
@@ -91,9 +91,9 @@ class Reason:
     * ``behind-own``: an earlier session of the owner waits for the quota.
     * ``cap``: ``count`` sessions of the members of ``group`` use its cap of ``most`` bytes.
     * ``behind-group``: an earlier session waits for the cap of ``group``.
-    * ``budget``: the GPU-seconds of today are used up. They are those of ``group``, or the owner's
-      own if ``group`` is "". The budget is renewed at ``at``, or never if ``most`` is 0. If
-      ``text`` is set, only this machine's part of the budget is used up.
+    * ``budget``: the GPU-seconds of today are used up. They belong to ``group``, or to the owner if
+      ``group`` is "". The budget is renewed at ``at``, or never if ``most`` is 0. If ``text`` is
+      set, only this machine's part of the budget is used up.
     * ``class-closed``: the priority class of the session (``limit``) may not run now; the schedules
       allow it again at ``at``.
     * ``paused``, ``drained``, ``foreign``, ``nowhere``: no device is suitable, not even an empty
@@ -236,8 +236,8 @@ class PoolSettings:
     #: Priority classes that may have a slice; None for all. The pool suspends sessions of other
     #: classes, in use or not, and they wait.
     classes_allowed: frozenset[str] | None = None
-    #: When the schedules next allow each closed class, in seconds since the epoch. ``now`` is on
-    #: another clock: it counts from an arbitrary start.
+    #: When the schedules next allow each closed class, in seconds since the epoch by the time of
+    #: day. ``now`` does not follow steps of the time of day: see :class:`~.events.ClockSet`.
     classes_open: Mapping[str, float] = field(default_factory=dict)
     #: Seconds without a hold after which a slice goes back to the pool even if no session waits.
     idle_timeout: float = 300.0

@@ -20,7 +20,8 @@ AT_ONCE = 8
 #: begins to wait gets its first news at once.)
 INTERVAL = 1.0
 
-#: Changes of the expected range by less than this part of the remaining wait are not news.
+#: A session gets no news if its expected range changes by less than this part of the remaining
+#: wait.
 SAME = 0.1
 
 
@@ -85,7 +86,7 @@ class News:
 
 
 def _same(old: Expected | None, new: Expected | None, now: float) -> bool:
-    """Return whether ``new`` is so close to ``old`` that it is no news."""
+    """Return whether ``new`` is so close to ``old`` that the session needs no news."""
     if old is None or new is None:
         return old is new
     close = SAME * (new.until - now)

@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The size with which a waiting session would start at once.
 
-The pool makes an offer only if it can keep the offer. A candidate is the memory that the last plan
-leaves free. A trial pass over copies of the facts, in which the session requests this size, must
-grant it. The pool preempts no lease for an offer.
+The pool makes an offer only if it can keep the offer. It takes the memory that the last plan leaves
+free as a candidate size. Then it runs a trial pass over copies of the facts, in which the session
+requests this size. If the trial pass grants the size, the pool offers it. The pool preempts no
+lease for an offer.
 """
 
 from __future__ import annotations
@@ -21,16 +22,15 @@ from .session import Session
 
 _MIB = 1 << 20
 
-#: The pool shows sizes to people with one decimal of a GiB. So an offer is a multiple of the
-#: largest of these steps that is not larger than the offer.
+#: The pool shows sizes to people with one decimal of a GiB. So the pool rounds an offer down to a
+#: multiple of a step: the largest of these steps that is not larger than the offer.
 STEPS = (512 * _MIB, 64 * _MIB, 1)
 
 
 def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
     """Return the most bytes on each GPU with which the waiting session ``s`` would start now.
 
-    None if ``s`` waits neither for its first slice nor for the return of its state, or if ``s``
-    would not start now with any smaller size.
+    None if ``s`` is not in the queue for a lease, or if no smaller size would let it start now.
     """
     if s.state != "queued":
         return None

@@ -79,7 +79,7 @@ class Need:
 
 
 def preferred(s: Session) -> tuple[str, ...]:
-    """Return the devices of the last lease, or those that its processes see, in their order."""
+    """Return, in order, the devices of the last lease, or the devices that its processes see."""
     if s.suspended:
         return tuple(x.device for x in s.suspended)
     return s.bound or s.last_devices
@@ -106,7 +106,7 @@ def choose(
     left: Mapping[str, int],
     last: Sequence[str] = (),
 ) -> tuple[Slice, ...] | None:
-    """Return slices for all ``needs`` where ``left`` has the bytes for them, or None.
+    """Return slices for all ``needs`` within the free bytes ``left``; None if they do not all fit.
 
     The slices are on the devices of ``last`` if all fit there, else each is on the tightest
     suitable device.
@@ -195,15 +195,16 @@ class Asking:
     #: Whether the session needs no more than its request guarantees.
     modest: bool
     #: All fields except the charge and the origins. As long as devices and rules do not change,
-    #: sessions of one shape fit on the same devices: a need names a model only if its origin can
-    #: migrate, and then the origin is as suitable as any other device of that model.
+    #: sessions of one shape fit on the same devices. The shape needs no origin, because a need
+    #: names a model only if the state can leave its origin. All devices of this model are then
+    #: equally suitable.
     shape: tuple[object, ...]
     #: The cached result of :func:`impossible`.
     verdict: tuple[Reason | None] | None = None
 
 
 def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
-    """Return the bytes beyond its state that a resume reserves on such a device.
+    """Return the bytes beyond the state that a resume reserves on the device.
 
     The headroom is at most a sixteenth of the device, because on a small device the driver itself
     takes less memory.
@@ -212,7 +213,7 @@ def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
 
 
 def asking(s: Session, facts: Facts) -> Asking:
-    """Return the :class:`Asking` of a session; if it does not wait, as if it waited.
+    """Return the :class:`Asking` of a session, as if it waited now.
 
     The session caches the answer. A cached answer is always valid: the session's facts change only
     inside :meth:`Facts.change`, which drops the answer, and a change of devices or rules raises
@@ -293,10 +294,11 @@ def _bound_need(memory: int, ledger: DeviceLedger, s: Session) -> Need:
 def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
     """Return the needs of suspended state: at least the state, and as much headroom as possible.
 
-    A display server, for example, always uses a little of its device. If a state has filled the
-    rest of this device, it must not wait for headroom that no device has. So the largest state gets
-    at most the headroom that the device with the most room has, and the next state gets at most the
-    headroom of the next device.
+    A process outside the pool, for example a display server, may always use a little of a device.
+    If a state has filled the rest of the device, no device may have room for the state and the
+    whole headroom. The session must not wait for such room. So the largest state and its headroom
+    get at most the room of the device with the most room. The next state gets at most the room of
+    the next device.
     """
     devices, found = facts.devices, list[Need]()
     for x in s.suspended:
@@ -405,8 +407,9 @@ def home_devices(
     4. The devices that the kernel sees so far, if rule 3 finds no room on ``count`` devices: a
        change would gain nothing.
 
-    The answer is empty only where the machine has no device: a process keeps the driver's answer
-    "no device" until it ends. The answer names drained devices only if all devices are drained.
+    The answer is empty only if the machine has no device, because a process that gets the answer
+    "no device" from the driver keeps this answer until it ends. The answer names drained devices
+    only if all devices are drained.
     """
     if planned:
         return tuple(planned)

@@ -4,7 +4,7 @@
 
 A waiting session may preempt a lease if all of this holds: the lease has been idle for
 ``reclaim_after``; its user does not keep it; its last refused suspend is long enough ago; its
-devices can suspend; and its state was not just moved (:func:`stays_until`).
+devices allow a suspend; and its state was not just moved (:func:`stays_until`).
 
 These leases are tier 0 of :func:`victim_tier`. :mod:`.running` defines the higher tiers, for leases
 in use. :mod:`.victims` chooses which of these leases make room for a session.
@@ -106,9 +106,9 @@ def leaving(facts: Facts) -> dict[str, float]:
     """Return, by idle session, when the pool suspends it even if no session waits.
 
     Every event needs the earliest of these times. Without a cache, this took a tenth of the time of
-    a grant with 300 idle leases. An entry is the second value of :func:`times`, and it is valid as
-    long as the cache of :func:`times` is. When that cache is dropped (by :meth:`Facts.forget_times`
-    or by a new version), this function computes the entry again.
+    a grant with 300 idle leases. An entry is the second value of :func:`times`, and it is valid for
+    as long as the cached answer of :func:`times`. When that answer is dropped (by
+    :meth:`Facts.forget_times` or by a new version), this function computes the entry again.
     """
     found = facts.leaving.times
     if facts.leaving.version != facts.version:
@@ -168,7 +168,7 @@ def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
 
 
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
-    """Return a value that is equal for two askers of one owner if they may preempt the same leases.
+    """Return the kind of an asker: askers of one owner and one kind may preempt the same leases.
 
     The value contains everything that :func:`victim_tier` reads of an asker without a lease, except
     for the two things that :func:`~.running.kind_of` leaves out. ``in_use``: a lease in use is

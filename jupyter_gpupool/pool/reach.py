@@ -3,9 +3,10 @@
 """Bounds on what sessions behind the head of the queue can get. They save most of the searches.
 
 A *bound* is what a session would get on each device if the pool preempted every lease that the
-session might preempt there. If a request needs more than that on all devices (with ``n`` slices: on
-all but ``n - 1``), it is hopeless: free bytes, suspends under way and every choice of victims give
-it no more. There are two kinds of bounds. The bound of a class is computed once for each class
+session might preempt there. A request for one slice must fail if the slice needs more than the
+bound on every device. A request for ``n`` slices must fail if fewer than ``n`` devices have a bound
+that is large enough. Free bytes, suspends under way and any choice of victims together give no more
+than the bound. There are two kinds of bounds. The bound of a class is computed once for each class
 (:meth:`.draft.Draft.reach`). The bound of a session needs the tier of each lease. It is also valid
 for other sessions that may preempt no more leases (:meth:`Bound.adds`). So a pass searches victims
 for only a few sessions of a queue of hundreds.
@@ -43,8 +44,8 @@ class OwnerTerms(NamedTuple):
 #: groups whose guarantee covers its request, and the kind of its owner.
 Kind = tuple[int, "frozenset[str] | None", tuple[str, bool]]
 
-#: Two answers of :meth:`Reach._out_of_reach`: equal requests must also fail for all owners, or for
-#: no other owner.
+#: Two answers of :meth:`Reach._out_of_reach`: an equal request of any owner must also fail; or the
+#: answer says nothing about other owners.
 ANYBODY, NOBODY = (-1.0, math.inf), (math.inf, 0.0)
 
 
@@ -78,15 +79,15 @@ class Bound:
         If all candidates are idle, any session may preempt them. Otherwise two things can differ
         between two sessions of a kind.
 
-        The first is the usage of the owner. If one of two owners of a group has used more, it is
-        behind a holder only if the other owner is behind this holder, too.
+        The first is the usage of the owner. Take two owners of one group. If the owner that has
+        used more is behind a holder, the owner that has used less is behind this holder, too.
         (:meth:`.shares.Shares.behind` compares two groups, or each of the two owners with the same
         account.)
 
         The second is a lease of the asker's own owner, because there the time of the wait decides
         which session takes a turn. For ``s``, a lease of this bound's owner counts like a lease of
-        any other owner. The leases of its own owner whose turn is over may add to the bound. On no
-        device do they add more than the largest sum on one device.
+        any other owner. The leases of its own owner whose turn is over may add to the bound. They
+        add at most ``owner.over`` bytes, the largest sum of these leases on one device.
         """
         fair = draft.shares.fair
         if draft.offers_in_use and (s.wait.since < self.since or (fair and s.owner != self.owner)):
@@ -119,9 +120,9 @@ class Reach:
         The request must fail if it needs more than it can get at most, or because an earlier
         request has failed (:meth:`_failed_before`).
 
-        Most sessions get the answer of an earlier session, which is valid until the draft changes.
-        Take another session of the same kind and :attr:`~.placement.Asking.shape`. Of the data
-        behind the answer, only the owner and the time of the wait can differ, and only
+        Most sessions get the answer of an earlier session of the same kind and
+        :attr:`~.placement.Asking.shape`. This answer is valid until the draft changes. The two
+        sessions can differ only in the owner and in the time of the wait, and only
         :meth:`Bound.adds` reads these two. If the owner has used at least as much as the owner of
         the bound, the time does not matter, and the owner can add at most ``over``.
         """
@@ -156,8 +157,8 @@ class Reach:
         return found
 
     def _out_of_reach(self, s: Session, kind: Kind, found: Asking) -> tuple[float, float] | None:
-        """Return None if ``s`` may be served; else for which other owners equal requests must also
-        fail.
+        """Return None if the pass may be able to serve ``s``; else for which other owners equal
+        requests must also fail.
 
         The answer is (usage, bytes): owners that have at least this usage and can add less than
         these bytes.
@@ -187,8 +188,9 @@ class Reach:
         return (bound.used, lacks) if self._shares.fair else NOBODY
 
     def _failed_before(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s`` must fail, if an earlier request of its kind that was not larger has
-        failed.
+        """Return why ``s`` must fail; None if no earlier request of its kind proves that.
+
+        An earlier request proves it if this request has failed and was not larger.
 
         Since that failure the draft has only lost bytes: every gain clears the failures. ``s`` asks
         for at least as much on the same devices, in one slice, and without a quota. It may preempt

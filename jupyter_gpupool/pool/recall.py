@@ -5,7 +5,7 @@
 A *recall* takes the slice back at a set time, even if the user keeps the slice or the kernel runs a
 cell. Nothing is lost: the state moves to host memory, and a running cell continues with the next
 slice. The kernel then waits at the end of its class in the queue, because the admin took the slice
-for other kernels. A recall ends with the lease, for whatever reason the lease ends.
+for other kernels. When the lease ends, for any reason, the recall also ends.
 """
 
 from __future__ import annotations

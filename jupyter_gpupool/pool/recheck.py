@@ -90,9 +90,9 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
                 continue
             # Each weighted usage is the maximum of two lines in the decay factor. If a single line
             # is the asker's maximum during the whole period, the asker's usage minus the holder's
-            # is concave. Then an asker that is behind neither at the start nor at the end of the
-            # period is not behind at any time in it. This rules out most pairs, and a long queue
-            # has many pairs.
+            # is concave. In this case, if the asker is not behind at the start and not behind at
+            # the end of the period, it is never behind during the period. This rules out most
+            # pairs, and a long queue has many pairs.
             gain = debt / mine.weight
             if mine.used + gain < its.used:
                 if since == now:

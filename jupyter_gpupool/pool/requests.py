@@ -190,10 +190,11 @@ def held_on(s: Session, uuid: str) -> int:
 def _growth_bounds(
     draft: Draft, s: Session, uuid: str, *, waits: bool
 ) -> Iterator[tuple[int, Refusal]]:
-    """Yield, for each rule, by how many bytes a slice may grow at most, and the refusal of more.
+    """Yield, for each rule, the most bytes by which a slice may grow, and the refusal of more
+    bytes.
 
-    ``draft``: the memory that the plan leaves; ``waits``: another session waits for the owner's
-    quota.
+    ``draft`` is the memory that the plan leaves. ``waits`` is true if another session waits for the
+    owner's quota.
     """
     facts, settings = draft.facts, draft.facts.settings
     held, limit = held_on(s, uuid), s.request.limit

@@ -28,14 +28,14 @@ The rule, for a holder whose state was moved to its slice:
 Worst cases:
 
 * One gap: with patience x and a gap of length g, the lost GPU time is g (if the holder came back in
-  time) or x + cost. The optimum in hindsight is min(g, cost). With x = cost this is never more than
-  twice as much.
-* Any gaps, with history: a shorter patience can lose more than that if the holder then comes back
-  at once, so the pool keeps an account of the loss. ``trust`` is the balance of this account, in
-  moves: every gap adds (2 x best - lost) / cost to it, where ``best`` is the optimum in hindsight.
-  Patience is never below cost x (1 - trust), so that the balance can pay for a wrong guess. The
-  balance starts at 1, never rises above 1, and never falls below 0. So over any sequence of gaps,
-  lost <= 2 x best + one move.
+  time) or x + cost. The optimum in hindsight is min(g, cost). With x = cost, the lost time is never
+  more than twice the optimum.
+* Any gaps, with history: a shorter patience can lose more than twice the optimum if the holder
+  comes back just after the move, so the pool keeps an account of the loss. ``trust`` is the balance
+  of this account, in moves: every gap adds (2 x best - lost) / cost to it, where ``best`` is the
+  optimum in hindsight. Patience is never below cost x (1 - trust), so that the balance can pay for
+  a wrong guess. The balance starts at 1, never rises above 1, and never falls below 0. So over any
+  sequence of gaps, lost <= 2 x best + one move.
 * Two holders that always contend, with pauses shorter than patience: each move follows cost / share
   seconds of use, so moving takes at most share / (1 + share) of the time.
 * A session waits for an idle GPU at most ``cost`` at a time and at most ``cost / share`` (or
@@ -43,11 +43,12 @@ Worst cases:
 
 ``cost`` is the measured time of the holder's own suspend and resume. So each move is paid for once:
 in a cycle of two holders, each holder pays for its own two copies. The time for which these copies
-waited for other moves on the same devices also counts (:func:`move_cost`). Otherwise ten sessions
-whose pauses are a little longer than a move, on a device with room for six, would preempt each
-other at every pause, and each of them would wait for the moves of all ten. With this rule, the cost
-of a move rises on a device that mostly copies. Sessions with short pauses then keep their slices,
-so there are fewer moves, and the cost falls again.
+waited for other moves on the same devices also counts (:func:`move_cost`). An example shows why.
+Ten sessions use a device with room for six, and their pauses are a little longer than a move. If
+the time of waiting did not count, they would preempt each other at every pause, and each of them
+would wait for the moves of all ten. With this rule, the cost of a move rises on a device that
+mostly copies. Sessions with short pauses then keep their slices, so there are fewer moves, and the
+cost falls again.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A time without work, from ``began`` on. ``math.inf`` means that something has not
-    happened.
+    """A time without work, from ``began`` on. ``math.inf`` in a field means that the event of this
+    field has not happened.
     """
 
     began: float
@@ -145,11 +146,12 @@ def slice_length(cost: float, share: float) -> float:
 def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
     """Return how long to wait for an idle holder that has been idle for ``away`` seconds.
 
-    This is the patience that would have cost least over its last gaps longer than ``away``, if that
-    costs clearly less than a patience of ``cost``. Without this condition, if the pauses of a
-    holder are about as long as a move, the pool would move the holder at each pause. If all of its
-    last gaps were clearly shorter than ``away``, the holder has probably left, and gets the least
-    patience.
+    The function reads the holder's last gaps that were longer than ``away``, and finds the patience
+    that would have lost the least time over these gaps. If this patience loses clearly less than
+    the patience ``cost``, the function returns it; otherwise it returns ``cost``. Without this
+    condition, the pool would move a holder at each pause if its pauses are about as long as a move.
+    If all of its last gaps were clearly shorter than ``away``, the holder has probably left, and
+    gets the least patience. The result is never below ``cost`` x (1 - ``trust``).
     """
     if len(habits.gaps) < ENOUGH or cost <= 0:
         return max(0.0, cost)
@@ -168,8 +170,8 @@ def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
 def protected_until(gap: Gap, stay: Stay, habits: Habits, *, cost: float, share: float) -> float:
     """Return until when an idle holder keeps its slice from waiting sessions.
 
-    The result is minus infinity if the holder is not protected, and infinity if no session waits,
-    because the end of the protection is not decided then.
+    The result is minus infinity if the holder is not protected. It is infinity while no session
+    waits, because the time of the protection begins only when a session waits.
     """
     if share <= 0 or cost <= 0:
         return -math.inf
@@ -195,8 +197,8 @@ def kept_idle(stay: Stay, gap: Gap, now: float) -> Stay:
 def taken(gap: Gap, stay: Stay, habits: Habits, now: float, *, cost: float, share: float) -> Gap:
     """Return ``gap`` with a note that a waiting session preempts the slice ``now``.
 
-    If the allowance ended before the patience, the use of the slice has paid for the move. Then the
-    gap does not count, because it does not show whether the guess was good.
+    If the allowance ended before the patience, the use of the slice has paid for the move. In this
+    case the gap does not count, because the gap does not show whether the guess was good.
     """
     start = max(gap.began, gap.wanted)
     if share <= 0 or cost <= 0 or start == math.inf:
@@ -214,8 +216,9 @@ def returned(habits: Habits, gap: Gap, now: float, cost: float) -> Habits:
         rent = _withheld(gap, min(now, gap.taken))
         lost = rent + (cost if gap.taken < math.inf else 0.0)
         best = min(_withheld(gap, now), cost)
-        # If no session could take the slice, a gap longer than the patience loses more. The loss
-        # then counts as at most twice the cost of a move, so ``trust`` does not fall.
+        # If no session could take the slice, the gap may be much longer than the patience. The loss
+        # counts as at most twice the cost of a move, so ``trust`` does not fall because of such a
+        # gap.
         trust += (2 * best - min(lost, 2 * cost)) / cost
     gaps = (*habits.gaps, max(0.0, now - gap.began))[-GAPS:]
     return Habits(gaps, min(1.0, max(0.0, trust)))

@@ -34,10 +34,10 @@ holders: an idle slice is never better protected than a slice in use.
 *Two sessions never preempt each other again and again*, except by ``turns``, where this is the
 purpose. A victim of ``guarantee`` belongs to a group that had more than its guarantee. So the
 victim cannot take the slice back by a guarantee: with its request, its group still needs more than
-its guarantee, and a guarantee covers the asker. ``class`` is a strict order; a session that was
-raised by its age keeps the class in which it got its lease. A session that needs more than its
-request guarantees (because its state has grown) preempts only by ``guarantee`` and ``turns``. So a
-victim of ``burst`` does not take the slice back by its class.
+its guarantee, and a guarantee covers the asker. By ``class``, a session preempts only sessions of a
+lower class, and a session that was raised by its age keeps the class in which it got its lease. A
+session that needs more than its request guarantees (because its state has grown) preempts only by
+``guarantee`` and ``turns``. So a victim of ``burst`` does not take the slice back by its class.
 
 *Time slices.* A slice lasts for ``cost / max_swap_overhead`` seconds (at least ``SLICE_LEAST``),
 where ``cost`` is the measured time of the holder's own suspend and resume. So moving takes at most
@@ -189,8 +189,8 @@ def slice_ends(s: Session, facts: Facts) -> float:
 
 
 def _guaranteed(asker: Session, holder: Session, shares: Shares) -> bool:
-    """Return whether the guarantee of a group of ``asker``, but not of ``holder``, covers the
-    request.
+    """Return whether a guarantee covers the request of ``asker``, and ``holder`` is outside the
+    group of this guarantee.
     """
     groups = shares.entitled.get(asker.id, frozenset())
     return bool(groups) and not groups <= set(shares.tree.path(holder.owner.group))
@@ -273,10 +273,12 @@ class Asker:
 
 
 def open_above(holder: Session, level: int, shares: Shares, *, over: bool) -> float:
-    """Return a bound: only a session whose class is above it may preempt ``holder`` in use, unless
-    the session is :attr:`~Asker.guaranteed`.
+    """Return a bound: a session of this class, or of a lower class, cannot preempt ``holder`` in
+    use.
 
-    ``level`` is the holder's class; ``over``: its turn is over.
+    The bound does not apply to a session that is :attr:`~Asker.guaranteed`.
+
+    ``level`` is the holder's class; ``over`` is true if its turn is over.
     """
     if holder.id in shares.facts.grown:
         return -math.inf

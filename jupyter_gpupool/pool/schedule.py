@@ -20,15 +20,14 @@ the actions (:mod:`.transitions`). The pass has these steps, in this order:
    only after preempting leases that count there). Then the pass takes the first of these ways that
    works:
 
-   * The bytes that the session is promised are free.
+   * The bytes promised to the session are free.
    * The session fits in free memory: on the devices of its last lease, else on the tightest device
      (:mod:`.placement`).
    * The session keeps its promise, and waits for the suspends under way.
    * The session fits once suspends under way are done.
    * The session fits if the pool preempts the least disruptive victims (:mod:`.victims`). These are
      first idle leases that no rule protects *now* (a rule protects a lease that was just moved, for
-     example). Then come leases in use, by the tiers of :mod:`.running`: burst, guarantee, class,
-     turn.
+     example). Leases in use follow, by the tiers of :mod:`.running`: burst, guarantee, class, turn.
    * The session fits if sessions *behind* it give up promises that are older than its wait.
 
    If no way works, the session is blocked, and the :class:`~.model.Reason` names the rule.
@@ -63,9 +62,9 @@ declare no time for a cell, so :meth:`~.draft.Room.spare` is stricter: it allows
 whatever order the present leases end. KAI-Scheduler tries evictions and placements in a
 ``Statement``, which it commits or discards as a whole. The draft and :class:`~.victims.Trial` do
 the same. The controller of dask-gateway reconciles: a wake-up only means "look again", so an extra
-wake-up does no harm, and the correctness depends on no wake-up. The worker state machine of
-Dask.distributed maps (state, state) to a function and returns instructions instead of acting
-(:mod:`.transitions`).
+wake-up does no harm, and the controller stays correct if a wake-up is lost. The worker state
+machine of Dask.distributed maps (state, state) to a function and returns instructions instead of
+acting (:mod:`.transitions`).
 
 Rejected
 --------
@@ -109,7 +108,7 @@ class Plan:
 
     #: Every session that wants something, in the order of service.
     order: list[Session] = field(default_factory=list)
-    #: The sessions among them that wait for a lease.
+    #: The sessions in ``order`` that wait for a lease.
     queue: list[Session] = field(default_factory=list)
     grants: list[tuple[Session, tuple[Slice, ...], str]] = field(default_factory=list)
     grows: list[tuple[Session, tuple[Slice, ...]]] = field(default_factory=list)
@@ -141,9 +140,10 @@ class Plan:
     def complete(self) -> bool:
         """Whether this plan grants a lease to every session that wanted something.
 
-        If so, and if the plan before had no reservation, another plan would change nothing: no
-        session is left to serve. (A reservation keeps some host memory for the head of the queue.
-        If it ends, idle leases that lacked this memory can be suspended.)
+        If it does, and if the plan before had no reservation, another plan would change nothing,
+        because no session is left to serve. (A reservation keeps some host memory for the head of
+        the queue. When the reservation ends, the pool can suspend idle leases that lacked this
+        memory.)
         """
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
 
@@ -232,8 +232,8 @@ def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
     ``relieve``.
 
     This function changes nothing. It returns an empty plan without a pass if no session wants
-    anything, host memory is not short, no rule stops running sessions, and the time of no idle
-    lease is over. (This is the case for most events of a cell.) A pass would find nothing: it keeps
+    anything, host memory is not short, no rule stops running sessions, and no idle lease must be
+    suspended now. (This is the case for most events of a cell.) A pass would find nothing: it keeps
     promises and reservations only for sessions in the order, which is empty. Each of its other
     steps loops over the order, over ``relieve``, over the sessions that must not run, or over the
     idle leases whose time is over.
@@ -446,8 +446,8 @@ class _Pass:
                 self._reserve(s, found)
 
     def _kept(self, s: Session, found: Asking) -> bool:
-        """Serve ``s``, which has a promise, or let it wait further; return False if the promise is
-        void.
+        """Serve ``s``, which has a promise, or let it continue to wait; return False if the promise
+        is void.
 
         Promises of sessions behind ``s`` do not delay it.
         """
@@ -514,8 +514,8 @@ class _Pass:
         """Let ``s`` use bytes promised to sessions behind it; the last session gives up its promise
         first.
 
-        A session loses a promise only if that helps ``s``. When the pass serves this session, it
-        makes a new promise if enough bytes become free.
+        A session loses a promise only if that helps ``s``. When the pass comes to a session that
+        lost its promise, it makes a new promise if enough bytes become free.
         """
         draft, sessions = self.draft, self.facts.sessions
         taken: dict[str, Promise] = {}
@@ -533,8 +533,8 @@ class _Pass:
         """Return the sessions behind ``s`` whose promises it may take over, the last first.
 
         These promises were made before ``s`` began to wait. If a promise was made later, ``s`` was
-        ahead but could not use the bytes. Such a promise stays valid, so that its suspends are not
-        wasted.
+        already ahead in the queue but could not use the bytes. A later promise stays valid, so that
+        its suspends are not wasted.
         """
         # A preempted session keeps its age, but must not take back the bytes that it gave up.
         if not self.draft.promises or s.wait.number <= self.oldest or s.preempted:

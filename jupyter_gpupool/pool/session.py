@@ -3,9 +3,9 @@
 """One session: its identity, its recorded fields, and the records of its lease, its wait and its
 past.
 
-The fields that outlive the broker have the same names as in :class:`~.model.SessionRecord`; only
-:func:`record` and :func:`restored` convert between the two forms. A session changes only inside
-:meth:`.facts.Facts.change`.
+The fields that survive a restart of the broker have the same names as in
+:class:`~.model.SessionRecord`; only :func:`record` and :func:`restored` convert between the two
+forms. A session changes only inside :meth:`.facts.Facts.change`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Lease:
 class Wait:
     """The present wait for a lease or for growth; a new object for each wait."""
 
-    #: Waits are numbered in the order in which they begin: among equals, the first is served first.
+    #: Waits are numbered in the order in which they begin. Of two equal sessions, the pool serves
+    #: first the session whose wait has the smaller number.
     number: int = 0
     since: float = 0.0
     #: When the session became the head of the queue.
@@ -102,8 +103,8 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Measured:
-    """Measurements that outlive a lease: weighted means in seconds (None: never measured), and
-    habits.
+    """Measurements that stay after a lease ends: weighted means in seconds (None: never measured),
+    and habits.
     """
 
     suspend: float | None = None
@@ -182,9 +183,9 @@ class Session:
     #: known.
     possible: int = -1
     #: Cached results of :func:`~.placement.asking` and :func:`~.preemption.times`, and their
-    #: :attr:`Facts.version`. :meth:`Facts.change` drops both. ``times`` is also dropped by every
-    #: event that names the session, by every sample of it, and when a wait for its slice begins or
-    #: ends.
+    #: :attr:`Facts.version`. :meth:`Facts.change` drops both. The pool also drops ``times`` at
+    #: every event that names the session, at every sample of the session, and when a wait for its
+    #: slice begins or ends.
     asking: Any = None
     times: Any = None
     #: The cached result of :func:`~.running.terms`, which is dropped together with ``times``.
@@ -240,7 +241,7 @@ def weighted(mean: float | None, seconds: float) -> float:
 
 _OWN = {f.name for f in fields(Session)}
 _LEASE = {f.name for f in fields(Lease)} - _OWN
-#: Recorded fields in the order of the record, and where the session has each of them.
+#: Recorded fields in the order of the record, and the place of each field in the session.
 #: :func:`record` gets the other fields separately.
 _PLAIN = [f.name for f in fields(SessionRecord) if f.name not in ("holds", "wait_reason")]
 _VALUES = attrgetter(*(f"lease.{name}" if name in _LEASE else name for name in _PLAIN))

@@ -4,7 +4,8 @@
 
 The order
 ---------
-The pool compares sessions by one key after the other, and does not add unlike quantities:
+The pool compares sessions by one key after the other. It does not add the keys, which have
+different units:
 
 1. Sessions *within a guarantee* go before all others. A session is within a guarantee if the leases
    of its group, the earlier requests of the group and this request need no more than the group is
@@ -21,10 +22,10 @@ The pool compares sessions by one key after the other, and does not add unlike q
 5. *Age*: the session that has waited for longer goes first.
 
 Age raises a session by a *class*: after ``ageing`` x (difference of the class numbers) seconds it
-competes in the next class, unless its owner or a group of the owner has used more than its fair
-share. So age never outweighs a share. (Other schedulers often add priority, share and age to one
-sum. In a long queue, age then decides in the end: with weights of 3:1 and endless demand of both
-owners, their usage came to 2:1.)
+competes in the next class. Age does not raise a session while its owner or a group of the owner has
+used more than its fair share. So age never outweighs a share. (Other schedulers often add priority,
+share and age to one sum. In a long queue, age then decides in the end. For example, two owners with
+weights of 3:1 and endless demand got usage of 2:1.)
 
 No session starves
 ------------------
@@ -51,16 +52,16 @@ seconds. (The present leases of the others also count against them.) (2) From th
 true: all usage decays by the same factor, and only the other owners add to their usage. The owner
 is then not above its fair share, so age raises the session: C seconds after it began to wait it
 competes in the highest class. C and S run at the same time. (3) Now the session is the first in the
-queue and reserves devices (:mod:`.schedule`). No session behind it may use memory whose use would
-delay it. After ``ageing`` seconds the pool suspends the idle leases there for it, even if one of
-them alone is not enough. The time that remains is L. With groups, the same is true for the siblings
-at each level.
+queue and reserves devices (:mod:`.schedule`). Sessions behind it may use memory only if this does
+not delay the session. After ``ageing`` seconds the pool suspends the idle leases there for it, even
+if one of them alone is not enough. The time that remains is L. With groups, the same is true for
+the siblings at each level.
 
 *What the claim leaves out.* Sessions within a guarantee go before the session, but only until their
 groups use their whole guarantees, which together are less than the machine. An owner that has never
-used a GPU goes before it once. A lease in use that no rule may preempt lasts as long as its cell
-(:mod:`.unsuspendable`). For each ``ageing`` seconds of its wait, the head of the queue reserves one
-more device. With ``half_life`` 0, S is 0: class and age alone decide.
+used a GPU goes before the session once. A lease in use that no rule may preempt lasts as long as
+its cell (:mod:`.unsuspendable`). For each ``ageing`` seconds of its wait, the head of the queue
+reserves one more device. With ``half_life`` 0, S is 0: class and age alone decide.
 
 Without groups, budgets and past usage, this is the order of class and age.
 """
@@ -194,7 +195,8 @@ class Shares:
     def _level(self, s: Session) -> int:
         settings = self.facts.settings
         own = settings.priority_classes.get(s.request.priority, 0)
-        # The clock may have rounded down the instant for which climbs_at() has asked.
+        # The result of climbs_at() may have been rounded down, so ``now`` may be slightly too
+        # early.
         waited = self.facts.now - s.wait.since + EXACT
         if settings.ageing <= 0 or waited < settings.ageing:
             return own
@@ -333,7 +335,8 @@ class Shares:
     def behind(self, asker: Owner, holder: Owner, gain: float) -> bool:
         """Return whether ``asker``, with ``gain`` more, would still have used less than ``holder``.
 
-        Usage is divided by weight and compared where the paths of the two owners part.
+        Usage is divided by weight, and compared at the level where the paths of the two owners
+        separate.
         """
         parted = self._parted(asker, holder)
         if parted is None:
@@ -407,7 +410,7 @@ class Shares:
         return found
 
     def _parted(self, one: Owner, other: Owner) -> tuple[TreeStep, TreeStep] | None:
-        """Return the steps at which the paths of two owners part; None if they do not."""
+        """Return the steps at which the paths of two owners separate; None if they never do."""
         for mine, its in zip(self.steps(one), self.steps(other), strict=False):
             if mine[2] != its[2]:
                 return mine, its
@@ -471,7 +474,7 @@ def _idle(s: Session) -> bool:
     return s.state == "idle"
 
 
-#: The ends of a budget, the strictest first.
+#: What the pool does when a budget is used up; the strictest rule first.
 _ENDS = ("stop", "refuse", "borrow")
 
 

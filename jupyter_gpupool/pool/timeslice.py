@@ -9,8 +9,8 @@ time, the busy seconds of each session are then in proportion to its share (star
 queueing):
 
 * Each session has a *virtual time* on each of its devices: busy seconds / share. The session with
-  the smallest virtual time goes next, so later turns make up for a long kernel that overran its
-  turn.
+  the smallest virtual time has the next turn. So a session whose long kernel ran beyond the end of
+  its turn waits longer for its next turn.
 * A session that becomes busy (new, or back from a pause) starts at the smallest virtual time of the
   sessions that were busy there. It gets no credit for its pause, so it cannot keep the others
   waiting. And it need not wait until sessions with a smaller virtual time have caught up.

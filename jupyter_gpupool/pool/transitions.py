@@ -235,7 +235,7 @@ def _stays(facts: Facts, s: Session) -> Actions:
     s.lease.preempted, s.preempted = 0, ""
     if s.holds:
         return _work(facts, s)
-    since = s.idle_since  # it began before the suspend, or when a hold was dropped meanwhile
+    since = s.idle_since  # idle since before the suspend, or since a hold was dropped during it
     _gap(facts, s)
     s.idle_since = since
     return []

@@ -62,7 +62,7 @@ def note(facts: Facts, plan: Plan) -> None:
                     s.lease.stuck_since = facts.now
     for name, (s, w) in before.items():
         if s.state == "detaching" and s.refused and w.id in facts.waiting:
-            # the pool tries the suspend again: the wait counts until it succeeds
+            # the pool tries the suspend again: the wait counts until the suspend succeeds
             facts.stuck[name] = s, w
         elif name not in facts.stuck:
             s.lease.stuck_since, s.lease.warned = None, 0

@@ -159,8 +159,8 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
     if held > s.request.memory:
         lease.measured_at[uuid] = facts.now
     if size > held:
-        # If the lease has grown before, the session probably used these bytes just when the pool
-        # found them unused and took them back.
+        # If the lease has grown before, the session probably began to use grown bytes just before
+        # the pool took them back as unused.
         if lease.grown_at > NEVER:
             actions = grow_by(facts, s, uuid, size - held, plan)
     elif held > s.request.memory:

@@ -1,7 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which victims make room for a session with the least disruption, and on which devices it then
-runs.
+"""Which victims make room for a session with the least disruption, and on which devices the session
+then runs.
 
 :mod:`.preemption` says which leases may be preempted. Of these, the pool preempts leases of a lower
 tier before leases of a higher tier. Within a tier, it first preempts the leases with the most bytes
@@ -37,9 +37,9 @@ from .session import Session
 #: of them. With more leases and too little host memory, it tries only the combination that frees
 #: the most bytes for each host byte.
 EXACT = 6
-#: The number of places to compare. Comparing helps because the best victim may be on a device where
-#: little else can be preempted. The next session then finds nothing there, and the pool preempts
-#: more leases in total.
+#: The number of places that the pool compares. The best victim may be on a device with few other
+#: leases that can be preempted. If the pool always took this victim, the next session would find
+#: nothing there, and the pool would preempt more leases in total.
 WIDTH = 4
 
 #: The possible lacks of host memory. The lack that probably ends first comes first.
@@ -105,8 +105,9 @@ class Trial:
         return self._as_asker
 
     def _candidates(self, room: Room) -> tuple[list[Candidate], int]:
-        """Return the candidates on a device, without most of those that the asker cannot preempt;
-        and their total bytes.
+        """Return the candidates on a device, and their total bytes.
+
+        Most candidates that the asker cannot preempt are left out.
         """
         if self._opened is None:
             asker = self._rules()
@@ -156,10 +157,11 @@ class Trial:
         return found
 
     def out_of_reach(self, found: Asking) -> bool:
-        """Return True only if :meth:`place` must fail for several slices, even if all possible
-        victims are preempted.
+        """Return whether it is certain that :meth:`place` fails, for a request of several slices.
 
-        A lack of host memory is then not the reason.
+        If the answer is True, :meth:`place` fails even if the pool preempts all possible victims,
+        and the reason is not a lack of host memory. If the answer is False, :meth:`place` may still
+        fail.
         """
         if len(found.needs) > 1:
             for where, (count, least) in found.kinds:
@@ -207,8 +209,8 @@ class Trial:
         """Return whether ``victims`` may be preempted together with those chosen so far.
 
         Two rules can forbid it. Host memory (and the quotas for suspended state) must have room for
-        the state of all victims. And no guarantee may cover a victim in use when the victims before
-        it are gone. The method notes which of the two rules failed.
+        the state of all victims. And no guarantee may cover a victim in use after the earlier
+        victims are preempted. The method notes which of the two rules failed.
         """
         everybody = [*self.chosen, *victims]
         lack = self.draft.host_lack(everybody, self.host)
@@ -327,10 +329,12 @@ def leases_in_use(draft: Draft) -> bool:
 
 
 def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
-    """Return True only if :meth:`Trial.place` must fail for ``s``, and would fail for any owner.
+    """Return whether it is certain that :meth:`Trial.place` fails for ``s``, and for any other
+    owner.
 
-    In this case, too few suitable devices are large enough for a slice, even if all leases count as
-    free that the class of ``s`` might preempt.
+    It is certain if too few suitable devices would have room for a slice after the pool has
+    preempted every lease that the class of ``s`` might preempt. If the answer is False,
+    :meth:`Trial.place` may still fail.
     """
     if not draft.offers_known:
         _find_offers(draft)
@@ -448,8 +452,8 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
 def make_room(
     draft: Draft, s: Session, found: Asking, lacks: Lack | None, *, behind_head: bool
 ) -> Offer | Reason:
-    """Return the result of :func:`attempt` if ``s`` finds too little free memory or exceeds
-    ``lacks``.
+    """Return the result of :func:`attempt` for a session that finds too little free memory or
+    exceeds the limit ``lacks``.
     """
     owner, needs = s.owner, found.needs
     why = impossible(found, draft.facts)

@@ -40,8 +40,8 @@ class Told:
     #: The bytes on each GPU with which a waiting session would start now; None if it would not
     #: start with any size.
     starts_with: int | None
-    #: What the session has or waits for, which sessions have what it needs, and what would change
-    #: this.
+    #: The lines about the lease or the wait of the session, about the leases that it waits for, and
+    #: about the events that would change this.
     lines: tuple[str, ...]
     #: The line about how long the session has waited or will wait; "" if there is none.
     time: str
@@ -143,7 +143,9 @@ def _where(found: GroupGuarantee) -> str:
 
 
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
-    """Yield how many sessions are ahead in the queue, and their classes if any of these differs."""
+    """Yield how many sessions are ahead in the queue, and their classes if a class is not that of
+    ``s``.
+    """
     ahead = [facts.sessions[name] for name in found.ahead]
     if not ahead:
         return
@@ -197,10 +199,11 @@ _USES = {
 
 
 def _holds(facts: Facts, h: HeldLease, number: int, level: str) -> str:
-    """Return what a session, or each of ``number`` equal sessions, has: the middle of a sentence.
+    """Return the lease of a session, or of each of ``number`` equal sessions, as the middle of a
+    sentence.
 
     The sentence leaves out the class if it is ``level``, the class of the waiting session, because
-    it then decides nothing.
+    the class decides nothing between sessions of one class.
     """
     which = "" if h.priority == level else f" (class {h.priority})"
     each = " each" if number > 1 else ""
@@ -301,7 +304,7 @@ _CHANGE_WORDS = {
     "settings": "the schedule or the administrator lets its class run",
 }
 
-#: What time alone can do for a waiting session.
+#: The words for what happens to a waiting session because time passes.
 _TIME_WORDS = {
     "idle-lease-yields": "it may take the slice of an idle kernel",
     "busy-lease-yields": "it may take the slice of a running kernel",

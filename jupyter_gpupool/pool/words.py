@@ -324,8 +324,8 @@ def _users(facts: Facts) -> str:
 
 
 def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
-    """Return why a rule of CUDA makes a session wait for its own devices although others may be
-    free.
+    """Return why a rule of CUDA makes a session wait for its own devices although other devices may
+    be free.
     """
     needs = asking(s, facts).needs
     ledgers = [facts.devices[uuid] for uuid in s.bound]
@@ -370,11 +370,12 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
 
 
 def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
-    """Return the idle session that the head ``s`` waits for because it was just moved, or None.
+    """Return the idle session whose slice the head ``s`` waits for because this idle session was
+    just moved; None if there is none.
 
-    Of the sessions whose leases would make room for the head, this is the one whose protection ends
-    first. A session behind the head gets no such answer, because this protection is only a part of
-    its wait.
+    Several idle sessions may have leases that would make room for the head. The result is the
+    session whose protection ends first. A session behind the head gets no such answer, because this
+    protection is only a part of its wait.
     """
     held = plan.reservation
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
@@ -453,8 +454,8 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
 def taken_reason(s: Session) -> str:
     """Return why the pool took the slice of a suspended session that was idle, as a clause.
 
-    The answer is "" if the idle time-out ended the lease or the user gave it back, and after a
-    restart of the broker.
+    The answer is "" in three cases: the idle time-out ended the lease, the user gave the lease
+    back, or the broker has restarted since the suspend.
     """
     if s.state != "detached" or not s.suspended:
         return ""

@@ -17,10 +17,11 @@ from jupyter_gpupool.protocol import decode, encode
 
 
 class Broker:
-    """Answer a request with ``answers[type]``: the fields of an ``ok``, or an error message.
+    """Answer each request with ``answers[type]``.
 
-    If ``snapshots`` is set, each status request gets the next element of ``snapshots``, and the
-    last element repeats. If the element is None, the broker closes the connection instead.
+    The value has the fields of an ``ok`` answer, or is an error message. If ``snapshots`` is set,
+    each status request gets the next element of ``snapshots``, and the last element repeats. If the
+    element is None, the broker closes the connection instead.
     """
 
     def __init__(self, path: Path) -> None:

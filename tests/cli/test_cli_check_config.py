@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``check-config`` shows each group in bytes, all mistakes, and how the running broker differs."""
+"""``check-config`` shows group sizes in bytes, all mistakes, and differences from the broker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOON, EVENING = "2026-11-23T12:00+01:00", "2026-11-23T22:00+01:00"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    """A machine with two GPUs that knows all its users from its own files."""
+    """A machine with two GPUs. Its own files name all its users."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(check_config, "knows_everybody", lambda: True)
     two = [{"memory_capacity": 80 * GiB}] * 2
@@ -225,7 +225,7 @@ def test_option_without_effect_or_users_gets_a_warning(no_configuration, capsys,
     assert report(capsys)["warnings"] == []
 
 
-def test_default_size_is_cut_to_the_gpu_before_the_comparison(no_configuration, capsys):
+def test_the_quota_is_compared_with_a_default_cut_to_the_gpu(no_configuration, capsys):
     path = no_configuration / "jupyter_server_config.py"
     quota = "{'*': {'memory': '%s'}}"
     path.write_text(f"c.GPUPool.default_memory = '100GiB'\nc.GPUPool.quotas = {quota % '90GiB'}\n")

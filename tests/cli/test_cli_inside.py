@@ -119,7 +119,7 @@ def test_user_namespace_without_the_machines_root_is_refused(outside, tmp_path, 
         assert todo in found.todo
 
 
-def test_check_fails_if_the_broker_ends_during_it(outside, monkeypatch):
+def test_check_fails_if_the_broker_ends_during_the_check(outside, monkeypatch):
     def refuse(*_):
         raise ConnectionRefusedError(111, "Connection refused")
 

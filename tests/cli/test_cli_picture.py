@@ -34,7 +34,7 @@ BUSY = pool(
         attached("3f2a1b9c0d11", "active", 6 * GiB, footprint_bytes=GiB, used_bytes=3 * GiB,
                  wait_seconds_total=12),
         session("b00c44", suspended_bytes=5 * GiB, label="old.ipynb"),
-        # The fields that the broker shows of another owner's session.
+        # The fields that the broker shows of another user's session.
         {"id": "dd00", "owner": "other", "state": "detached", "granted_bytes": 0, "device": None,
          "queue_position": None},
     ],
@@ -219,7 +219,7 @@ def test_overuse_of_a_session_is_shown_with_its_bytes():
     assert "3f2a has 700 MiB more than its slice, allocated around the guard" in text
 
 
-def test_budgets_are_a_column_and_the_own_budget_is_a_line():
+def test_a_column_has_all_budgets_and_a_line_has_your_own():
     use = {"counts": 1.0, "today": 88.6, "daily": 100.0, "spent": False}
     group = {"counts": 1.0, "today": 20.0, "daily": 3600.0, "spent": False}
     spent = {**use, "spent": True}

@@ -80,7 +80,7 @@ def test_install_upgrade_and_undo_run_the_commands_of_systemd(call):
         "etc/tmpfiles.d/gpupool.conf", "etc/systemd/system/gpupool.socket",
         "etc/systemd/system/gpupool.service",
     }  # fmt: skip
-    assert call()[-1] == "systemctl restart gpupool.service"  # an upgrade: it ends no kernel
+    assert call()[-1] == "systemctl restart gpupool.service"  # an upgrade ends no kernel
     assert call(undo=True) == [
         "systemctl disable --now gpupool.service gpupool.socket",
         "rm -f /run/gpupool/broker.sock", "systemctl daemon-reload",

@@ -125,7 +125,7 @@ def test_release_asks_for_minutes_and_then_for_yes(top):
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "nan", "inf", "ten", "10081", " "])
-def test_minutes_that_are_no_number_above_zero_are_refused(top, text):
+def test_minutes_must_be_a_number_above_zero(top, text):
     with pytest.raises(ValueError, match="is not a number of minutes above 0 and up to 10080"):
         parse_minutes(text)
     assert press(top, "r", *typed(text), "y", "enter") is None
@@ -147,7 +147,7 @@ def test_other_orders_need_a_confirmation_too(top):
     assert press(top, "escape", "R", "y") == TopOrder("recall", {"session": "bbbb", "cancel": True})
 
 
-def test_users_who_are_no_admins_get_no_question():
+def test_only_admins_are_asked_to_confirm_an_order():
     top = Top()
     top.update({**crowd(), "admin": False})
     assert press(top, "k") is None

@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Machines that have networks of their own: network namespaces on one bridge. They need root.
+"""Machines with separate networks: each machine is a network namespace on one bridge.
 
-A process in a namespace reaches the others through the bridge only, as a host does through a
-switch. A cut cable loses packets: no connection is reset, and no process learns of it.
+Only root can create them. A process in a namespace reaches the other machines only through the
+bridge, as a host does through a switch. A cut cable loses packets: no connection is reset, and no
+process learns of the loss.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ def ip(*words, check=True):
 
 
 def _lock_one():
-    """Return a locked file and its number, so that two runs at once have different networks.
+    """Lock a free number for this run; return the locked file and the number.
 
-    The lock of a run that was killed is free.
+    So two runs at the same time have different networks. When a run is killed, its lock becomes
+    free.
     """
     for number in range(250):
         lock = Path(f"/run/gpupool-network-{number}.lock").open("a")  # noqa: SIM115

@@ -79,7 +79,7 @@ except RefusedError as error:
 
 
 def as_nobody(method, socket, text):
-    """Return what a daemon answers the user nobody."""
+    """Return the daemon's answer to the user ``nobody``."""
     done = subprocess.run(
         [sys.executable, "-c", _AS, method, socket, text], capture_output=True, text=True,
         timeout=60, cwd=ROOT, env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=False,

@@ -114,7 +114,10 @@ class Cluster:
         return self
 
     def at(self, name):
-        """Return a context in which processes start on a machine. Here all are on one host."""
+        """Return a context in which processes start on a machine.
+
+        Here, all machines are on one host.
+        """
         return nullcontext()
 
     def start_broker(self, name):
@@ -147,8 +150,9 @@ class Cluster:
         """Return how many slices the machines have granted at one instant.
 
         This method reads the brokers one after the other. If one machine gives back a slice
-        meanwhile and another machine grants one, the first reading counts two slices. A slice
-        that a second reading finds, too, was in use between the two readings.
+        meanwhile and another machine grants one, the sum has one slice too many. If the sum exceeds
+        the quota, the method reads all brokers again, and counts only the slices that both rounds
+        find: these slices were in use between the two rounds.
         """
         found = having_slices(self.sessions() if sessions is None else sessions)
         return len(found if len(found) <= QUOTA else found & having_slices(self.sessions()))

@@ -36,7 +36,7 @@ def manager_of(kernel_id, *, remote):
         kernel_spec_manager=KernelSpecManager(),
     )  # fmt: skip
     if remote:
-        # As if the kernelspec named this provisioner.
+        # use this provisioner, as if the kernelspec named it
         found.provisioner = GPUPoolRemoteProvisioner(
             kernel_id=kernel_id, kernel_spec=found.kernel_spec, parent=found
         )
@@ -80,7 +80,7 @@ class Manager:
                 return reply["content"].get("ename")
 
     async def restart(self):
-        """Restart the kernel; the client, like that of a browser, keeps its connection."""
+        """Restart the kernel. The client keeps its connection, as a client in a browser does."""
         await self.manager.restart_kernel(now=True)
         await self.client.wait_for_ready(timeout=90)
         return self.manager.provisioner._node
@@ -93,7 +93,7 @@ class Manager:
         return await self.manager.provisioner.wait()
 
     async def takes_over(self):
-        """Return whether another provisioner finds the kernel from what this one has saved."""
+        """Return whether a second provisioner finds the kernel with the data of the first."""
         info = await self.manager.provisioner.get_provisioner_info()
         other = GPUPoolRemoteProvisioner(
             kernel_id="a-kernel", kernel_spec=self.manager.kernel_spec, parent=self.manager
@@ -114,9 +114,9 @@ class Manager:
     async def timed(self, remote, memory, beside):
         """Start another kernel; return its cost and its machine.
 
-        The cost is measured from the start of the kernel to its first answer. It has the seconds by
-        the clock, and the processor seconds of the kernel, of this process and of the processes
-        ``beside``.
+        The cost covers the time from the start of the kernel to its first answer. It has the
+        elapsed seconds, and the processor seconds of the kernel, of this process and of the
+        processes ``beside``.
         """
         manager = manager_of(str(uuid.uuid4()), remote=remote)
         if remote:

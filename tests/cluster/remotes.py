@@ -47,8 +47,9 @@ class Pair(Cluster):
 
 
 def write_remote_kernelspec(data, **config):
-    """Write the kernelspec of :data:`KERNEL` into Jupyter's folder ``data`` of a user, such that
-    its kernels start on the machine that the cluster chooses.
+    """Write a kernelspec like :data:`KERNEL` into ``data``, a user's Jupyter folder.
+
+    Its kernels start on the machine that the cluster chooses.
     """
     installed = Path(sys.prefix) / "share/jupyter/kernels" / KERNEL / "kernel.json"
     spec = json.loads(installed.read_text())
@@ -92,7 +93,7 @@ def identified(make, addresses=None):
 
 
 def running_as(uid):
-    """Return the words that run the command after them as a user."""
+    """Return the words that, put before a command, run the command as this user."""
     return as_user(uid) if ROOTS and uid else []
 
 
@@ -130,7 +131,7 @@ class User:
 
 
 def shown(content):
-    """Return the text of an output; none for standard error."""
+    """Return the text of an output, or an empty text for standard error."""
     if content.get("name") == "stderr":
         return ""
     return content.get("text") or content.get("data", {}).get("text/plain", "")

@@ -86,7 +86,7 @@ def test_a_lease_within_the_budget_needs_no_ledger(cluster):
     cluster.ledger.start()
 
 
-def test_a_killed_ledger_counts_all_slices_in_use_again(cluster):
+def test_a_restarted_ledger_counts_all_slices_in_use(cluster):
     first, _, third = two_and_a_third(cluster)
     cluster.ledger.kill()
     cluster.ledger.start()
@@ -263,7 +263,7 @@ def test_a_machine_without_the_ledger_shows_only_itself(cluster, capsys):
 
 
 class Reading:
-    """A broker whose status shows other sessions with a slice at each reading."""
+    """A broker whose status shows different sessions with a slice at each reading."""
 
     process = True
 
@@ -297,7 +297,7 @@ BYTES = 4 << 20
 class Churn:
     """Takes and drops slices on all machines, and kills the processes that enforce the quota.
 
-    Each kernel has bytes of its own on the GPU, which it reads back with each slice.
+    Each kernel keeps its own bytes on the GPU, and reads them back whenever it gets a slice.
     """
 
     #: Steps between two kills.

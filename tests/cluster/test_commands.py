@@ -95,7 +95,7 @@ def test_an_interrupted_drain_says_that_the_order_stays_in_force(monkeypatch, ca
     assert "The order stays in force." in capsys.readouterr().err
 
 
-def test_an_order_for_an_unknown_machine_names_the_others(monkeypatch):
+def test_an_order_for_an_unknown_machine_names_known_machines(monkeypatch):
     with pytest.raises(RefusedError, match=r"No machine of this cluster is called m9\. It has: m1"):
         Orders("present").carry_out(monkeypatch, "drain", "left", "m9")
 

@@ -104,7 +104,7 @@ def nested(depth):
 
 
 @pytest.mark.parametrize("log", ["\n" * (1 << 16), "\xe9" * (1 << 16), nested(100_000)])
-def test_a_result_is_refused_if_no_agent_could_carry_it(log):
+def test_a_result_too_large_for_an_agent_is_refused(log):
     text = result_text({"type": "ok", "log": log})
     assert json.loads(text)["code"] == "too-long"
     whole = "\ufffd" * (16 << 10)

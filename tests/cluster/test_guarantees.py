@@ -78,10 +78,10 @@ def test_machines_together_guarantee_a_group_its_size_once(cluster):
     second = Member(cluster, "m1", "lab", 300).wait()
     wait_until(lambda: BEYOND in second.lines(), "the reason on the second machine")
     assert FIRST in first.lines()
-    # The guarantee goes where it is needed.
+    # When the first session ends, the second session gets the guarantee.
     first.close()
     wait_until(lambda: FIRST in second.lines(), "the guarantee on the second machine")
-    # It stays in force while no ledger answers.
+    # The guarantee stays in force while no ledger answers.
     cluster.ledger.kill()
     wait_until(lambda: cluster.losses()["m1"], "the loss to be noticed")
     assert FIRST in second.lines()

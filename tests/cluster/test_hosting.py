@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Hostile programs, which a broker runs as users in place of the program that becomes a kernel."""
+"""A broker runs hostile programs as users, in place of the program that becomes a kernel."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def a_session(kernel, owner="ada"):
     return {"id": f"s-{kernel}", "kernel_id": kernel, "owner": owner, "devices": [f"G-{kernel}"]}
 
 
-#: The status of the pool by user id: what the admin ada sees.
+#: For each user id, the pool's status as this user sees it. User 1234 is the admin ada.
 STATUS = {
     1234: {
         "now": 5.0,

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A Ray cluster of machines that have networks of their own, and cut cables between them."""
+"""A Ray cluster of machines with separate networks, and cut cables between the machines."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def keep_node(cluster, name):
         node.start()
 
 
-def test_a_kernel_outlives_a_cut_cable_and_has_no_twin(cluster, server):
+def test_a_cut_cable_ends_no_kernel_and_starts_no_second_one(cluster, server):
     path = f"/tmp/{cluster.folder.name}-count/number"
     assert server.do("start") == "m1"
     pid = int(server.do("run", COUNT.format(path=path)))
-    # The kernel is on the network of its machine, and the server on that of m0.
+    # The kernel is on the network of its machine. The server is on the network of m0.
     assert network(pid) == network(cluster.brokers["m1"].process.pid)
     assert len({network(p) for p in (pid, os.getpid(), server.process.pid)}) == 3
     assert "100 MiB" in server.do("run", "%gpu attach\n%gpu")

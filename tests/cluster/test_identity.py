@@ -64,7 +64,7 @@ def test_a_used_credential_is_refused(daemons):
 
 
 def test_a_credential_is_refused_on_another_machine(daemons):
-    """No daemon has checked the credential before; only the machine's name in it is wrong."""
+    """This is the first check of the credential. Only the machine's name in it is wrong."""
     sealed = here(daemons["m0"]).seal(order_text("m1", {"do": "poll"}))
     found = refusal(read_order, here(daemons["m0"]).check(sealed), "m0")
     assert found.code == Code.BAD_CREDENTIAL
@@ -107,7 +107,7 @@ def test_no_credential_is_made_if_munge_refuses_a_setting(daemons, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "7", "{", '{"node": 7}', "[" * 100_000])
-def test_text_is_refused_if_it_is_no_order(text):
+def test_text_that_is_not_an_order_is_refused(text):
     assert refusal(read_order, CheckedCredential(0, text), "m1").code == Code.BAD_CREDENTIAL
 
 
@@ -296,7 +296,7 @@ def test_a_failing_hub_does_not_make_a_token_invalid(tokens, hub, status):
         f'{{"token": "a", "text": "", "id": "", "made": 1{"0" * 400}}}',
     ],
 )
-def test_text_is_refused_if_it_is_no_credential(tokens, hub, credential):
+def test_text_that_is_not_a_credential_is_refused(tokens, hub, credential):
     assert refusal(tokens.check, credential).code == Code.BAD_CREDENTIAL
     assert hub.asked == []
 

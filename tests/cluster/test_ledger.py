@@ -389,7 +389,7 @@ def test_a_node_still_drains_after_ledger_and_broker_restart(world):
     assert (state(world, "n0"), world.ledger.counted(ADA)) == ("draining", 4)
 
 
-def test_a_node_that_is_no_member_gets_no_memory(world):
+def test_only_members_of_the_cluster_get_memory(world):
     world.nodes["n9"] = Node("n9")
     world.ask("n9", "ada", 1)
     world.settle(2)
@@ -556,8 +556,8 @@ def test_the_only_node_that_used_a_budget_gets_its_whole_refill(world):
     for _ in range(20):
         world.advance(1.0)
         world.settle(1)
-    # The budget refills 12 GPU-seconds in 40 s. It has refilled for 20 s, and for the time that the
-    # calls of ``settle`` took.
+    # The budget refills 12 GPU-seconds in 40 s. So far, it has refilled for 20 s plus the time that
+    # the calls of ``settle`` took.
     assert world.nodes["n1"].level < level - 5.9
 
 
@@ -648,8 +648,8 @@ def test_the_node_with_the_groups_sessions_has_its_guarantee(world):
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
     world.ask("n0", "bob", 5)
     world.settle(3)
-    # A third node takes nothing from the first two nodes: parts that are too small would put no
-    # session first.
+    # A third node takes nothing from the first two nodes. Three smaller parts would put no session
+    # first.
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
     world.nodes["n0"].waiting.clear()
     world.nodes["n0"].tell()
@@ -667,7 +667,7 @@ def test_a_guarantee_lasts_while_the_ledger_is_silent(world):
 
 
 def test_an_unneeded_guarantee_delays_no_session():
-    """A node wishes for a part of the guarantee. Its sessions never wait in the ledger for it."""
+    """A node asks for a part of the guarantee. Its sessions never wait in the ledger for it."""
     world = World()
     world.settle()
     for name in ("n0", "n1", "n2"):
@@ -802,7 +802,10 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(name=names, others=st.integers(0, 1))
     def use_without_limits(self, name, others):
-        """Users without a limit take slices. An admin allows it even on a machine that has left."""
+        """Let users without a limit take slices.
+
+        An admin may allow this even on a machine that has left the cluster.
+        """
         self.world.nodes[name].others = others
         self.world.nodes[name].tell()
 
@@ -846,7 +849,7 @@ class Cluster(RuleBasedStateMachine):
         world.advance(20)
         for _ in range(2):
             for name in world.nodes:
-                world.order(name, False)  # the command repeats it, too, for a new ledger
+                world.order(name, False)  # the command, too, repeats the order for a new ledger
             world.settle(4)
         assert not any(node.budgets.drains for node in world.nodes.values())
         for _ in range(1 + sum(len(node.waiting) for node in world.nodes.values())):
@@ -860,7 +863,8 @@ class Cluster(RuleBasedStateMachine):
 
 
 QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database": None}
-#: The short form does not shrink a failing case, because that takes minutes. The long form does it.
+#: The short form does not shrink a failing case, because that takes minutes. The long form shrinks
+#: a failing case.
 SHORT = {**QUIET, "phases": [Phase.generate]}
 
 

@@ -96,8 +96,8 @@ def test_new_ledgers_count_the_use_of_a_gone_node_once(world):
     assert world.use_all() == 20
 
 
-def test_the_use_of_one_gone_node_does_not_hide_that_of_another(world):
-    """A new ledger has heard neither node. It learns of one node's use when the other has left."""
+def test_the_use_of_one_gone_node_hides_no_use_of_another(world):
+    """A new ledger learns of the use of n1 only after n0 has left."""
     for name in ("n0", "n1"):
         world.settle(1)
         world.nodes[name].consume(5, world.clock(world.nodes[name]))
@@ -145,7 +145,7 @@ def test_a_node_that_left_uses_no_more_of_its_part(world):
     world.audit()
 
 
-def test_a_report_that_is_not_counted_frees_nothing(world):
+def test_an_uncounted_report_frees_nothing(world):
     """A node comes back without its token, reports once, and its cable is cut."""
     node = world.nodes["n0"]
     for _ in range(5):
@@ -217,6 +217,7 @@ def test_the_use_of_a_dead_node_refills_completely(world):
     for _ in range(30):
         world.advance(2.0)
         world.settle(1, silent=["n0"])
-    # Half of the refill alone would have taken as long. By then, no other node needs a part of it.
+    # In these 60 s, half of the refill is enough for the use of n0. After that, no other node needs
+    # a part of the refill.
     assert [*world.ledger._gone] == []
     assert world.ledger.counted(REFILL) in (0, 12)

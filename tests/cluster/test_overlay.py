@@ -26,7 +26,7 @@ RULES = PoolSettings(
 )
 
 
-def test_the_part_of_a_limit_that_was_not_lent_is_elsewhere():
+def test_the_part_of_a_limit_not_lent_here_counts_elsewhere():
     lent = {Key("user", "ada", "memory"): 5, Key("user", "bob", "leases"): 1}
     found = overlay(RULES, ["bob"], lambda key: lent.get(key, 0), connected=True, drains=False)
     assert found.elsewhere.get("ada") == (3, 4, 0)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The choice of the machine on which a kernel starts, and its rights there."""
+"""The choice of the machine on which a kernel starts, and the kernel's rights on that machine."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_no_machine_is_better_than_the_chosen_one(rows, memory, devices, model, 
         assert all(best["waiting"] <= other["waiting"] for other in alike)
 
 
-def test_no_machine_is_chosen_if_no_machine_can_take_the_kernel():
+def test_the_choice_is_empty_if_no_machine_can_take_the_kernel():
     assert chosen(node("a", state="fenced")).node == ""
     assert chosen().node == ""
 

@@ -204,8 +204,8 @@ def test_no_slice_is_lost_if_a_raylet_stops_for_a_minute(cluster):
         until = time.monotonic() + PAUSE
         while time.monotonic() < until:
             assert (cluster.attached(), third.state()) == (QUOTA, "queued")
-            # This is only the pause between two checks: the test lasts for the whole minute in any
-            # case.
+            # This pause only sets the time between two checks. The test always lasts the whole
+            # minute.
             time.sleep(0.5)
     finally:
         os.kill(raylet, signal.SIGCONT)

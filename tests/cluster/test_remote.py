@@ -259,7 +259,7 @@ def test_a_machine_with_a_silent_agent_is_unreachable_at_once(cluster, user):
         nodes = lambda: {n["name"]: n["state"] for n in cluster.order()["nodes"]}  # noqa: E731
         wait_until(lambda: nodes()["m1"] == "silent", "the ledger to notice")
         found = user.order(do="poll", kernel_id="k")
-        # A lost order would get another answer, and only after a minute.
+        # If the order were lost, the answer would be different, and would come only after a minute.
         assert found["code"] == "unreachable", found
         assert "m1 does not answer: its agent last reported " in found["message"]
     finally:

@@ -19,7 +19,7 @@ RUNS = {"running": True, "code": None}
 
 
 class Far(GPUPoolRemoteProvisioner):
-    """Sends no order; it returns the next of the prepared answers for each order."""
+    """Sends no order. It answers each order with the next prepared answer."""
 
     def _send(self, order):
         self.sent.append(order["do"])

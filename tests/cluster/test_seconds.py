@@ -67,7 +67,8 @@ def test_machines_together_use_at_most_one_budget(cluster):
         "it was preempted: the GPU-seconds of today are used up; it goes on by itself when there "
         "are more, in "
     )
-    # While GPU-seconds are left, a kernel may continue with those that the other machine gives up.
+    # While GPU-seconds are left, a kernel may continue with seconds that the other machine gives
+    # up.
     wait_until(lambda: sum(used(cluster).values()) >= FEW - 0.1, "all GPU-seconds to be used")
     for kernel in (first, second):
         wait_until(lambda kernel=kernel: reason(kernel).startswith(stopped), "the kernel to stop")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``make cluster`` with a stand-in for its processes, and with the real ones."""
+"""``make cluster`` with a stand-in for its processes, and with its real processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.broker.kit import ROOT, environment, remove, short_folder, wait_until
 
 from .kit import family, is_alive
 
-#: A stand-in for ``jupyter gpupool``. A broker or a node runs until SIGTERM, except the one that
-#: the test names, which ends at once. ``cluster status`` shows that the ledger serves after all
-#: nodes have started.
+#: A stand-in for ``jupyter gpupool``. The broker or node that the test names ends at once. All
+#: other brokers and nodes run until SIGTERM. ``cluster status`` reports that the ledger serves once
+#: all nodes have started.
 PROGRAM = """
 import pathlib, signal, sys
 folder, ends, words = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3:]

@@ -178,7 +178,8 @@ class World:
         #: Fences that a ledger has dropped.
         self.dropped: list[ev.FenceDropped] = []
         self.sent = 0
-        #: GPU-seconds that a ledger cannot know: it has fenced their node without a report from it.
+        #: GPU-seconds that no ledger can know: a ledger fenced the node before the node reported
+        #: them.
         self.lost = 0
         #: The auditor's own count of bob's budget: the use on all nodes, less the full refill.
         self.level = 0.0
@@ -190,7 +191,7 @@ class World:
     # ------------------------------------------------------------------ ledgers
 
     def start_ledger(self, *, members=None):
-        """Start another ledger; earlier ledgers go on unless :meth:`kill_ledger` has ended them."""
+        """Start another ledger. Earlier ledgers run until :meth:`kill_ledger` ends them."""
         self.starts += 1
         name = f"l{self.starts}"
         self.ledgers[name] = Ledger(
@@ -245,7 +246,7 @@ class World:
             self.wires.append((to or self.current, node.budgets.report(self.clock(node))))
 
     def deliver(self, at=0, *, keep=False):
-        """Deliver one message that is on its way; with ``keep`` it stays, and may arrive again."""
+        """Deliver one message that is on its way. With ``keep``, the message may arrive again."""
         ledger, message = self.wires[at] if keep else self.wires.pop(at)
         if isinstance(message, Report):
             message = report_from_json(report_to_json(message))

@@ -20,9 +20,9 @@ from jupyter_gpupool.config.schedules import read_schedules
 
 EPOCH = date(1970, 1, 1).toordinal()
 
-#: Zones, each with a year in which its clock changes. They have summer time in both hemispheres,
-#: a shift of half an hour, a change at midnight, an end of summer time for Ramadan, and a skipped
-#: day.
+#: Zones, each with a year in which its clock changes. The list covers summer time in both
+#: hemispheres, a shift of half an hour, a change at midnight, an end of summer time for Ramadan,
+#: and a skipped day.
 YEARS = (
     ("Europe/Berlin", 2026),
     ("America/New_York", 2026),
@@ -68,7 +68,7 @@ MINUTES = [*range(7 * DAY)]
 
 @lru_cache(len(YEARS))
 def places_in_week(zone: str, year: int) -> itemgetter[int]:
-    """Return a function that maps the states of a week's minutes to those of a year's minutes."""
+    """Return a function that maps the states of a week's minutes to those of the year's minutes."""
     # 1 January 1970 was a Thursday.
     walls = minutes_of(zone, year)[1]
     return itemgetter(*(MINUTES[(wall + 3 * DAY) % (7 * DAY)] for wall in walls))

@@ -160,7 +160,7 @@ def test_error_in_a_file_names_the_line(folders):
 
 
 @pytest.mark.parametrize("text", ["default_memory = 4", "quotas = {'*': {'memory': 4}}"])
-def test_small_number_of_bytes_is_refused_as_a_forgotten_unit(folders, text):
+def test_a_size_without_a_unit_is_refused_if_it_is_tiny(folders, text):
     write(folders[0], f"c.GPUPool.{text}")
     assert "4 means 4 bytes. Write a unit, such as '4GiB'." in str(refusal())
 

@@ -1,7 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The example that takes groups from JupyterHub, with a stand-in that follows
-JupyterHub's REST page.
+"""The example that takes groups from JupyterHub, with a stand-in for the Hub.
+
+The stand-in follows JupyterHub's documentation of its REST API.
 """
 
 from __future__ import annotations
@@ -76,8 +77,10 @@ def test_example_takes_groups_from_the_hub(hub, tmp_path, monkeypatch):
 
 
 def test_server_with_the_example_starts_its_users_broker():
-    """The server passes its section on as JSON; the broker reads the function from the same
-    file."""
+    """The server passes its options to the broker as JSON, without the function.
+
+    The broker reads the function from the same configuration file.
+    """
     section = {"GPUPool": {"hub_groups": len, "idle_timeout": 5}}
     assert starting._section(section) == {"idle_timeout": 5}
 

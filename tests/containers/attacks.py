@@ -4,8 +4,9 @@
 
 Run ``python attacks.py KIND...``, with ``attack.py`` of the benchmarks in the same folder. Each
 kind of attack runs in its own process. The program prints "ready", and then reads a line of JSON:
-what the attacker knows of another user's session. At the next line it ends, and writes a line of
-JSON for each kind: the broker's answers by code, and what the attack has reached.
+what the attacker knows of another user's session. When it reads the next line, the attacks end. The
+program then writes a line of JSON for each kind: the broker's answers by code, and what the attack
+has reached.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ import attack
 HEADER, SLOTS, SLOT = 4096, 256, 256
 SIZE = HEADER + SLOTS * SLOT
 
-#: Most seconds of an attack, if nobody ends it earlier.
+#: An attack lasts at most this many seconds.
 LONGEST = 600.0
 
 #: The attack that itself reads the lines of standard input.
 QUEUE = "queue"
 
-#: Sessions of an attack that needs several.
+#: The number of sessions of an attack that needs several sessions.
 MANY = 8
 
 
 class Over(Exception):
-    """The time of an attack has ended while the attack opened a connection."""
+    """The attack's time ended while the attack opened a connection."""
 
 
 class Session:
@@ -192,7 +193,7 @@ class Hostile(attack.Attack):
                 one.setblocking(False)
                 with contextlib.suppress(OSError):
                     self.sent += one.send(attack.line("page", id=1, **session.who))
-            time.sleep(0.005)  # the attack's pace: without it, the process takes a whole core
+            time.sleep(0.005)  # without this pause, the process takes a whole core
         for one in made:
             kept = 0
             with contextlib.suppress(OSError):
@@ -208,8 +209,9 @@ class Hostile(attack.Attack):
         session.close()
 
     def damage(self):
-        """Damage the own page in every way while the session has a slice, and
-        make the broker read it.
+        """Damage the attacker's page in every way, and make the broker read the page each time.
+
+        The session has a slice meanwhile.
         """
         ways = {
             "noise": lambda f: os.pwrite(f, os.urandom(SIZE), 0),
@@ -237,7 +239,10 @@ class Hostile(attack.Attack):
                 session.close()
 
     def false_processes(self):
-        """Write false processes, and the victim's, into pages, and change them before each look."""
+        """Write false processes and the victim's process into pages.
+
+        Change the pages before each check of the broker.
+        """
         sessions = [Session(self, request={"memory": 40 << 20}) for _ in range(MANY)]
         for session in sessions:
             session.ask("attach")
@@ -249,7 +254,7 @@ class Hostile(attack.Attack):
                     number += 1
                     session.slot(slot, number % (1 << 22), number, pins=15, used=1 << 40)
                 session.slot(40, self.victim["pid"], self.victim["start_time"], inflight=1)
-            time.sleep(0.05)  # the attack's pace: more often than the broker looks
+            time.sleep(0.05)  # the pages change more often than the broker reads them
         for session in sessions:
             session.close()
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A Docker daemon for the tests alone, and a JupyterHub whose DockerSpawner uses it."""
+"""A Docker daemon only for the tests, and a JupyterHub whose DockerSpawner uses it."""
 
 from __future__ import annotations
 

@@ -210,7 +210,10 @@ def control_group(limit):
 
 
 def _inside(group):
-    """Return the words that run the command after them in the control group; [] for no group."""
+    """Return the words that, put before a command, run the command in the control group.
+
+    Without a group, return [].
+    """
     if group is None:
         return []
     return ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"]

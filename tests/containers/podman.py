@@ -19,7 +19,7 @@ from jupyter_gpupool.procfs import identify
 
 from .kit import Box
 
-#: Here ``make`` notes which images exist.
+#: In this folder, ``make`` notes which images exist.
 _IMAGES = Path(__file__).parents[2] / ".images"
 
 #: Without these, Podman sets higher limits than a process without CAP_SYS_RESOURCE may have.
@@ -42,7 +42,7 @@ def new_name():
 
 
 def left(names):
-    """Return each of ``names`` that belongs to a container of tests that no longer run."""
+    """Return the container names in ``names`` that belong to tests that no longer run."""
     made = (re.fullmatch(r"gpupool-test-(\d+)-[0-9a-f]+", name) for name in names)
     return [match[0] for match in made if match and not identify(int(match[1]))]
 

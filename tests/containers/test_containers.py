@@ -191,7 +191,8 @@ def test_container_cannot_reach_another_users_session(machine):
         "seen": [], "rows": [], "broker.sock.pages": False, "users": False, "proc": False,
         "written": "Read-only file system",
     }  # fmt: skip
-    # A process in another container that names the session does not belong to the session either.
+    # A process in another container does not belong to the session, even if the process names the
+    # session.
     root = procfs.identify(before["pid"])
     bob.start("-c", "input()", env={"GPUPOOL_SESSION": mine})
     wait_until(

@@ -81,11 +81,12 @@ TEAMS = {
 #: The name of the victim's notebook.
 SECRET = "secret-notebook.ipynb"
 
-#: Most seconds for a release and the return of the state. Without an attack they take 0.3 s.
+#: A release and the return of the state take at most this many seconds. Without an attack they take
+#: 0.3 s.
 WAIT = 3.0
 
-#: Most bytes by which the journal may grow in an attack of some seconds. The broker empties the
-#: journal's log at 16 MiB.
+#: The journal may grow by at most this many bytes during an attack of some seconds. The broker
+#: empties the journal's log at 16 MiB.
 MOST_JOURNAL = 20_000_000
 
 #: Fields of the victim's session that no attack may change.
@@ -173,10 +174,9 @@ def journal(machine):
 
 
 def attacked(machine, victim, teams, *, rounds, seconds):
-    """Attack for ``rounds`` of the victim, and for at least ``seconds``; assert all promises.
+    """Attack for ``rounds`` slices of the victim, at least ``seconds``; then assert all promises.
 
-    The attacks go on until the victim has been served ``rounds`` times: without service, the test
-    does not end.
+    If the broker does not serve the victim, the test does not end.
     """
     victim.live()
     quiet, log, rows = resident(machine), machine.log.stat().st_size, journal(machine)
@@ -197,7 +197,7 @@ def attacked(machine, victim, teams, *, rounds, seconds):
 
     assert [kind for kind, one in seen.items() if not one["sent"] and not one["codes"]] == []
 
-    # The attackers reached nothing, and the broker answered each of their requests rightly.
+    # The attackers reached nothing, and the broker answered each of their requests correctly.
     assert {kind: one["reached"] for kind, one in seen.items() if one["reached"]} == {}
     wrong = {kind: {*one["codes"]} - {*ATTACKS[kind].split(), "busy"} for kind, one in seen.items()}
     assert {kind: codes for kind, codes in wrong.items() if codes} == {}

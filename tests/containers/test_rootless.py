@@ -24,7 +24,7 @@ ADA, BOB = 21_003, 21_004
 
 
 def as_account(uid):
-    """Return the words that run the command after them as a user without any privilege."""
+    """Return the words that, put before a command, run it as a user without any privilege."""
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
 
 
@@ -48,7 +48,7 @@ pytestmark = [
 
 
 class RootlessBox(Box):
-    """A container that an account starts. The account's user id is root's inside."""
+    """A container that an account starts. Inside the container, the account is root."""
 
     def __init__(self, machine, uid):
         super().__init__(machine, uid=uid)

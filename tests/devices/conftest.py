@@ -26,7 +26,7 @@ MiB = 1 << 20
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that is a coroutine function in an event loop of its own."""
+    """Run a test that is a coroutine function in its own event loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames

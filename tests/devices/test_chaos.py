@@ -44,7 +44,8 @@ async def swap(machine, service, uuids, number, rounds, rng):
 async def kill(service, rng):
     """Kill children of the service during calls, until the task is cancelled.
 
-    Spare a child that is starting: otherwise, on a busy machine, no child would ever become ready.
+    Do not kill a child that is starting. Otherwise, on a busy machine, no child would ever become
+    ready.
     """
     children = [service._sampler.child, *service._workers.children.values()]
     while True:

@@ -26,8 +26,10 @@ ONE, TWO = "1x1GiB,context=64MiB", "2x1GiB,context=64MiB"
 
 
 async def beginning(service, uuid, op, task):
-    """Wait until the device's worker is in driver call ``op`` of ``task``, by looking
-    repeatedly."""
+    """Wait until the device's worker makes the driver call ``op``.
+
+    Fail if ``task`` ends first.
+    """
     while service._workers.children[uuid].current != op:
         assert not task.done(), f"it ended without {op}: {task.result()}"
         await asyncio.sleep(0.002)
@@ -69,7 +71,7 @@ async def test_memory_used_before_any_session_counts_as_driver_memory(emulated):
         assert devices[0].memory_reserved == 100 * MiB + slack(1 << 30)
         assert devices[1].memory_reserved == 0
         machine.faults.clear()
-    # Memory in use when a broker restarts may be a session's, so the service keeps the earlier
+    # Memory in use when a broker restarts may belong to a session, so the service keeps the earlier
     # figure.
     async with machine.service() as service:
         again = await service.start({d.uuid: d for d in devices})
@@ -101,7 +103,7 @@ async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
 
 
 async def test_only_the_list_counts_while_other_processes_change(emulated):
-    """nvml-less: memory that another process frees meanwhile does not count as this process's."""
+    """nvml-less: memory that another process frees meanwhile does not count for this process."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
     async with (
@@ -119,7 +121,7 @@ async def test_only_the_list_counts_while_other_processes_change(emulated):
 
 
 @pytest.mark.parametrize("size", [0, 4 * MiB])
-async def test_small_rest_of_a_suspended_process_causes_no_delay(emulated, size):
+async def test_small_memory_left_after_a_suspend_causes_no_delay(emulated, size):
     """suspend-keeps: NVML still lists the suspended process, with no memory or a few MiB."""
     machine = emulated(ONE)
     machine.faults.set("suspend-keeps", bytes=size)
@@ -158,7 +160,7 @@ async def test_process_that_nvml_lists_late_counts_by_free_memory(emulated):
 
 
 async def test_second_suspend_counts_memory_the_resume_added(emulated):
-    """restore-more: the service counts the freed bytes anew at each suspend."""
+    """restore-more: the service counts the freed bytes again at each suspend."""
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -174,7 +176,7 @@ async def test_second_suspend_counts_memory_the_resume_added(emulated):
 # ------------------------------------------------------------------ NVML that waits
 
 
-async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
+async def test_sample_waits_while_nvml_waits_for_a_copy(emulated):
     """nvml-waits: NVML exceeds the sample's time-out; no device is lost, no process is replaced."""
     machine = emulated(TWO)
     async with (
@@ -208,7 +210,7 @@ async def test_sample_waits_for_an_nvml_that_waits_for_a_copy(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_sample_that_began_before_a_copy_may_outlast_the_copy(emulated, monkeypatch):
+async def test_sample_may_begin_before_a_copy_and_end_after_the_copy(emulated, monkeypatch):
     machine = emulated(ONE)
     async with machine.started(sample_timeout=0.3) as (service, _):
         sampler, late = service._sampler, asyncio.Event()
@@ -482,7 +484,7 @@ async def test_process_that_cannot_migrate_resumes_on_its_device(emulated, code)
         assert await target.do("digest", 1) == digest
 
 
-async def test_self_test_finds_a_driver_that_moves_no_process(emulated):
+async def test_self_test_finds_that_a_driver_cannot_migrate(emulated):
     """migration-refused: the device can suspend, but its sessions cannot migrate."""
     machine = emulated(TWO)
     machine.faults.set("migration-refused")

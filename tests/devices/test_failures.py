@@ -192,7 +192,7 @@ async def test_cancelled_caller_does_not_stop_the_driver(emulated):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        # The next operation on the device waits for the one under way.
+        # The next operation on the device waits for the running operation.
         assert await service.driver_state(target.root, session=SESSION) == "checkpointed"
 
 
@@ -578,7 +578,7 @@ async def test_operations_on_one_device_wait_for_each_other(emulated):
             *(service.suspend(t.root, [uuid], session=f"s{t.pid}") for t in (first, second))
         )
         assert [outcome.status for outcome in outcomes] == ["suspended"] * 2
-        # If both ran in parallel, each suspend would count the memory that both of them freed.
+        # If the two suspends ran in parallel, each would count the memory that both of them freed.
         assert outcomes[0].freed == outcomes[1].freed
 
 

@@ -39,7 +39,7 @@ def numbers(environ, rows=ROWS):
         ({"CUDA_VISIBLE_DEVICES": "1,2", "NVIDIA_VISIBLE_DEVICES": "2,3"}, [2]),
     ],
 )
-def test_variables_leave_out_the_gpus_that_they_do_not_name(environ, expected):
+def test_broker_gets_only_the_gpus_that_the_variables_name(environ, expected):
     found, limit = numbers(environ)
     assert found == expected
     assert bool(limit) == (expected != ALL)
@@ -70,7 +70,7 @@ def test_numbers_of_slurm_are_numbers_of_device_files():
         ({"SLURM_JOB_GPUS": "8"}, "names none of the GPUs of this machine"),
     ],
 )
-def test_variable_that_names_no_gpu_gives_the_broker_none(environ, words):
+def test_variable_without_a_gpu_gives_the_broker_no_gpu(environ, words):
     found, limit = numbers(environ)
     assert found == []
     assert words in limit

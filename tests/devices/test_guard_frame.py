@@ -58,7 +58,7 @@ async def test_device_is_guarded_if_the_guard_passes_its_test(emulated):
     assert [(sample.used, sample.processes) for sample in samples] == [(0, ()), (0, ())]
 
 
-async def test_guard_is_not_tested_if_the_service_has_none(emulated):
+async def test_service_without_a_guard_does_not_test_one(emulated):
     async with emulated().started() as (service, devices):
         assert {device.tier for device in devices} == {"unguarded"}
         assert service.guard_problem == "c.GPUPool.guard is False."
@@ -114,19 +114,19 @@ async def test_driver_is_not_mistaken_for_the_guard(emulated, monkeypatch, tmp_p
         assert service.guard_problem == " ".join(why(device) for device in devices)
 
 
-async def test_guard_that_allows_too_large_an_allocation_fails(emulated, monkeypatch):
+async def test_guard_that_allows_too_much_memory_fails_the_test(emulated, monkeypatch):
     monkeypatch.setattr(guard_frame, "TOO_MUCH", MiB)
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "an allocation beyond the grant returned CUDA_SUCCESS" in why(device)
 
 
-async def test_guard_fails_if_it_does_not_count_memory(emulated, monkeypatch):
+async def test_guard_that_counts_too_little_memory_fails_the_test(emulated, monkeypatch):
     monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # this still fits in the grant
     async with emulated().started(guard=True) as (_, (device, _)):
         assert "it counted 4194304 of 16777216 bytes" in why(device)
 
 
-async def test_guard_fails_the_test_if_its_gate_does_not_close(emulated, monkeypatch):
+async def test_guard_whose_gate_stays_open_fails_the_test(emulated, monkeypatch):
     set_gate = Page.set_gate
     monkeypatch.setattr(
         Page,
@@ -242,7 +242,7 @@ async def test_problem_names_a_device_tested_without_the_guard(emulated):
 # ------------------------------------------------------------------ a broker inside a session
 
 
-async def test_broker_inside_a_session_tests_like_one_outside(emulated, tmp_path):
+async def test_broker_inside_a_session_can_test_its_guard(emulated, tmp_path):
     machine = emulated("1x1GiB,context=16MiB")
     # The gate of a new page is closed: the outer session waits.
     outer = Page.create(tmp_path / "outer", "outer", os.geteuid())

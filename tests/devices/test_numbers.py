@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML lists pids of another PID namespace. No process here may be taken for one of them."""
+"""NVML lists pids of another PID namespace. The service mistakes no local process for them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ async def test_session_is_suspended_although_nvml_lists_other_pids(emulated, bys
         digest = await target.do("fill", 64 * MiB, 1)
         (sample, _) = await service.sample()
         (listed,) = sample.processes
-        # The service makes the pid negative. No process has one, so a look-up finds none.
+        # The service makes the pid negative. No process has a negative pid, so a look-up finds no
+        # process.
         assert listed == ProcessMemory(-abs(listed.pid), 80 * MiB)
         assert listed.pid == (-bystander.pid if collides else -(target.pid + (1 << 22)))
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
@@ -112,7 +113,7 @@ def make_numbers(monkeypatch):
     [(True, None, True), (False, None, None), (False, True, True), (True, False, False)],
     ids=["initial namespace", "nothing is known", "found before", "found before to be others'"],
 )
-def test_only_the_initial_namespace_is_proof_without_a_self_test(
+def test_without_a_self_test_only_the_first_namespace_is_proof(
     make_numbers, initial, known, proven
 ):
     judge = make_numbers(initial=initial, known=known)
@@ -122,7 +123,7 @@ def test_only_the_initial_namespace_is_proof_without_a_self_test(
     assert listed == (os.getpid() if proven else -os.getpid())
 
 
-def test_listed_program_is_a_proof_and_an_empty_list_is_none(make_numbers):
+def test_a_listed_program_is_a_proof_and_an_empty_list_is_not(make_numbers):
     judge = make_numbers(initial=False)
     judge.learn(sample(), sample(), 5)
     judge.learn(sample(5), sample(5), 5)
@@ -139,7 +140,7 @@ def test_pids_without_a_process_revoke_the_proof(make_numbers):
     judge.settle()
     for _ in range(sampler.ABSENT - 1):
         assert judge.translate(sample(os.getpid(), gone)).processes[0].pid == os.getpid()
-    judge.translate(sample(os.getpid()))  # so far, the process in the samples could have just ended
+    judge.translate(sample(os.getpid()))  # so far, the pid may be of a process that just ended
     for _ in range(sampler.ABSENT):
         last = judge.translate(sample(os.getpid(), gone))
     assert [process.pid for process in last.processes] == [-os.getpid(), -gone]

@@ -113,7 +113,7 @@ def test_process_with_graphics_and_compute_counts_once(machine):
     assert [(row.pid, row.bytes) for row in sample.processes] == [(7, 9), (8, 1)]
 
 
-def test_older_memory_call_replaces_a_missing_newer_one(machine):
+def test_older_memory_call_replaces_a_missing_newer_call(machine):
     def info(handle, version=None):
         if version is not None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
@@ -155,7 +155,7 @@ def test_driver_that_does_not_start_is_explained(machine, code, says):
         Nvml()
 
 
-def test_xid_of_the_application_is_no_device_failure(machine):
+def test_xid_of_the_application_is_not_a_device_failure(machine):
     xids = iter([31, 13, 79, 43, 48])
 
     def wait(_events, _timeout):
@@ -191,6 +191,6 @@ def test_wait_for_events_continues_after_a_time_out(machine):
     assert next(Nvml().losses(["U-gpu0"]))[0] == "U-gpu0"
 
 
-def test_no_device_is_watched_without_events(machine):
+def test_devices_without_events_are_not_watched(machine):
     machine.fail("nvmlEventSetCreate", pynvml.NVML_ERROR_NOT_SUPPORTED)
     assert [*Nvml().losses(["U-gpu0"])] == []

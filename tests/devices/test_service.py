@@ -22,7 +22,7 @@ from tests.emulated import device_files
 MiB = 1 << 20
 SESSION = "s1"
 
-#: One device, for tests that need no second one: the service tests each device at its start.
+#: A machine for tests that need only one device: the service tests each device at its start.
 ONE = "1x1GiB,context=16MiB"
 
 

@@ -88,7 +88,7 @@ def test_options_of_a_kernelspec_are_documented():
 
 
 def anchors(path: Path) -> set[str]:
-    """Return a page's anchors: those of headings (MyST's and GitHub's rules), and explicit ones."""
+    """Return a page's anchors: the explicit ones, and those of its headings (MyST and GitHub)."""
     found = set(re.findall(r"^\(([\w-]+)\)=$", path.read_text(), re.MULTILINE))
     for heading in re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE):
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
@@ -174,7 +174,7 @@ def test_modules_and_functions_of_the_call_paths_exist():
 
 
 def test_files_named_in_pages_exist():
-    """Look for each path in backquotes at the top, in the package, and beside the page."""
+    """Look for each path in backquotes in the repository, in the package, and beside the page."""
     for page in [*PAGES, ROOT / "benchmarks" / "README.md"]:
         for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|c|h|ts|tsx|yaml))`", page.read_text()):
             tops = (ROOT, ROOT / "jupyter_gpupool", ROOT / "labextension", page.parent)

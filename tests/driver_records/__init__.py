@@ -30,8 +30,8 @@ The record is a dict that JSON can hold:
     Code: [name, text]; a missing name or text is None. Every code of ``errors.CODES`` that is
     not listed has the answer ``"others"``.
 ``procaddr``
-    Name: the functions that cuGetProcAddress_v2 returns for it, each from a version on. See
-    ``procaddr.forms``.
+    Name: the functions that cuGetProcAddress_v2 returns for the name, each with the first version
+    for which it returns this function. See ``procaddr.forms``.
 ``procaddr_refused_from``
     From this version on, cuGetProcAddress_v2 refuses every name and all flags: it returns 1, and
     writes neither the address nor the status. None: it accepts any version.

@@ -21,9 +21,8 @@ INITIALISING = ("cuInit", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
 #: The recorder sets this many arguments of a function to zero, one at a time.
 ARGUMENTS = 6
 
-#: Address and size of the zeroed buffer to which every argument points. A driver that uses the
-#: address as a count or as flags reads its lower half, so the address must be the same in each
-#: record.
+#: Address and size of the zeroed buffer to which every argument points. Some functions use the
+#: lower half of the address as a count or as flags, so the address must be the same in each record.
 _BUFFER, _SIZE = 0x10_1234_5670, 1 << 16
 
 #: MAP_FIXED_NOREPLACE of mmap(2): map at exactly this address, and fail if it is in use.
@@ -57,8 +56,9 @@ def call(path: str, first: str, name: str, how: str) -> int:
 
 
 def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
-    """Return a function's results for each argument in ``which`` set to zero; the
-    rest is the buffer.
+    """Return a function's result for each argument in ``which``.
+
+    Each call sets this argument to zero, and all other arguments to the buffer.
     """
     function, buffer, results = getattr(ctypes.CDLL(path), name), zeroed(), []
     for zero in which:

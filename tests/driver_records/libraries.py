@@ -47,7 +47,7 @@ def names_in(path: str, *prefixes: str) -> list[str]:
 
 
 def exported(path: str, names: Iterable[str]) -> list[str]:
-    """Return those of ``names`` that the library exports as functions, in executable memory."""
+    """Return the names in ``names`` that the library exports as functions, in executable memory."""
     library, found = ctypes.CDLL(path), {}
     for name in names:
         if hasattr(library, name):

@@ -47,7 +47,7 @@ def forms(
     exported function of this name. From 3020 on, it returns the function with _v2 in its name.
     Another answer has the form RESULT/STATUS. An address that belongs to no exported function has
     the form "not-exported". The result leaves out names that are unknown at every version. It also
-    leaves out that the driver refuses all versions from ``refused`` on.
+    leaves out one fact: the driver refuses all versions from ``refused`` on.
     """
     library = ctypes.CDLL(path)
     call = library.cuGetProcAddress_v2

@@ -3,8 +3,7 @@
 """Code that the tests run inside kernels. It uses NVIDIA's bindings and numpy, but not the pool.
 
 Every byte of device memory depends on its address, on a key and on the kernel's seed. So a check
-finds a page that was lost, a page that was swapped with another page, and bytes of another kernel
-or of an older write.
+finds lost pages, swapped pages, bytes of another kernel, and bytes of an older write.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def rested():
 def pool(installed, rested, monkeypatch, request):
     """Return ``make(machine, **config) -> Pool``: one test at a time uses its broker.
 
-    At the end, everything that the test started must end without being killed, and nothing may
-    still be granted. If the broker is as good as new, the next test of the file may use it.
+    At the end, everything that the test started must end without being killed, and the broker must
+    grant nothing. If the broker is as good as new, the next test of the file may use it.
     """
     made: list[Pool] = []
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Packages that users have in their environments, and whether this package can join them there.
+"""Packages that users have in their environments, and whether this package can be added to them.
 
 ``python -m tests.e2e.frameworks`` writes the table of docs/admins.md. It fetches only metadata.
 """

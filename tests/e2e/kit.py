@@ -76,8 +76,9 @@ def _look(
 
 
 def _pauses() -> Iterator[float]:
-    """Yield the pauses between checks: a tenth of the time so far, but at least
-    LOOK and at most SELDOM.
+    """Yield the pauses between checks.
+
+    A pause is a tenth of the time so far, but at least LOOK and at most SELDOM.
     """
     begun = time.monotonic()
     while True:
@@ -165,8 +166,9 @@ class Kernel:
         options = dict(provisioner or {})
         if memory is not None:
             options["memory"] = memory
-        # The kernel uses sockets in our folder. A TCP port is chosen before it is bound, and in
-        # between another process may take it: other tests start kernels at the same time.
+        # The kernel uses sockets in our folder, and no TCP ports. A kernel manager chooses a free
+        # TCP port before the kernel binds it. Meanwhile, the kernel of another test could take the
+        # port.
         self.manager = AsyncKernelManager(
             kernel_name=KERNEL_NAME,
             transport="ipc",
@@ -266,7 +268,7 @@ class Kernel:
 
 
 class Pool:
-    """One private broker with its folder, and methods for a test's questions to it."""
+    """One private broker with its folder, and methods with which a test queries it."""
 
     def __init__(self, folder: Path, machine: str, config: dict[str, Any]) -> None:
         self.folder = folder
@@ -289,7 +291,7 @@ class Pool:
         self.kernels: list[Kernel] = []
         self.samplers: list[Sampler] = []
         self._client: Client | None = None
-        #: Whether another test may not use this pool, even if its status looks good.
+        #: Whether other tests must use another pool, even if the status of this pool looks good.
         self.disturbed = False
         #: For the current test: the processes and files at its start, and the journal's last row.
         self._before: Any = None
@@ -330,9 +332,7 @@ class Pool:
         ensure_broker({"GPUPool": self.config}, str(self.socket))
 
     def begin(self) -> None:
-        """Start the broker for the first test, by a fork. The brokers that tests
-        start are executed.
-        """
+        """Fork the broker for the first test. The tests execute the brokers that they start."""
         self.write_config()
         with forks.instead_of_launches():
             self.start_broker()
@@ -432,8 +432,8 @@ class Pool:
     def kill_broker(self, *, for_good: bool = False) -> None:
         """Kill the broker with SIGKILL, and return when the process is gone.
 
-        With ``for_good``, also remove the record of its start, as an orderly end does: no kernel
-        starts the broker again.
+        With ``for_good``, also remove the record of the broker's start, as the broker does when it
+        ends normally. Without the record, no kernel starts the broker again.
         """
         if for_good:
             record = startrecord.read_record(self.socket)

@@ -47,7 +47,7 @@ def read(name: str) -> Any:
 def shown(notebook: Any) -> list[tuple[str, dict[str, str]]]:
     """Return each code cell's id, and the outputs that a user sees below the cell, by kind.
 
-    With any kernel, it is chance whether standard output or standard error comes first. A display
+    In any kernel, chance decides whether standard output or standard error comes first. A display
     that the kernel has cleared (at the end of a wait) shows nothing.
     """
     cells = []
@@ -104,8 +104,9 @@ def _named(label: str) -> dict[str, str]:
 
 
 def _kernel(client: Any, label: str) -> Any:
-    """Run the client's kernel. With ``cleanup_kc``, nbclient ends it, though the
-    manager is ours.
+    """Run the client's kernel.
+
+    With ``cleanup_kc``, nbclient ends the kernel, although this program owns the kernel's manager.
     """
     return client.async_setup_kernel(cleanup_kc=True, env=_named(label))
 

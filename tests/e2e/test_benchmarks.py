@@ -98,14 +98,14 @@ def shown(*, leaves):
 @pytest.mark.parametrize(
     ("leaves", "owed"), [(104.0, 0.0), (106.5, 2.5), (110.0, 6.0), (125.0, 6.0)]
 )
-def test_wait_owes_at_most_the_rest_of_a_time_slice(leaves, owed):
+def test_owed_seconds_are_at_most_the_rest_of_a_time_slice(leaves, owed):
     (wait,) = waits(shown(leaves=leaves), "crowd", 10.0)
     assert (wait.group, wait.asked, wait.owed) == ("ann", 104.0, owed)
     took = leaves + 0.2 - 104.0
     assert beyond([(90.0, 0.0), (104.0, took), (130.0, 1.0)], [wait]) == [0.0, took - owed, 1.0]
 
 
-def test_wait_that_loses_its_turn_owes_only_one_time_slice():
+def test_a_lost_turn_adds_no_owed_seconds_to_a_wait():
     """When the time slice ends, another kernel of the crowd gets the GPU, not ann's kernel."""
     rows = shown(leaves=110.0)[:-2]
     rows += [

@@ -103,7 +103,7 @@ def test_suspended_kernel_continues_after_its_broker_was_killed(pool, attach):
 
 
 def test_lost_broker_is_started_again_without_an_agent(pool):
-    """The kernel has no agent that could start a broker, like a kernel that is not IPython."""
+    """The kernel, like a kernel without IPython, has no agent that could start a broker."""
     pool = pool(ONE, default_memory=SLICE)
 
     async def scenario():
@@ -119,7 +119,7 @@ def test_lost_broker_is_started_again_without_an_agent(pool):
         environ = Path(f"/proc/{broker}/environ").read_bytes()
         assert b"GPUPOOL_SESSION" not in environ
         assert b"gpupool-guard" not in environ
-        # The new broker notices the kernel's end, and continues after it.
+        # The new broker notices the kernel's end, and continues to run.
         await kernel.stop(now=True)
         assert pool.status()["pid"] == broker
 
@@ -264,7 +264,7 @@ def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
         session = waiting.session()["id"]
         (granted,) = [r["time"] for r in pool.journal(session=session) if r["kind"] == "attach"]
         print(f"served {granted - killed:.2f} s after the {victim} was there again")
-        # The promise is 5 s, on a machine that has a free core for this. With the bug it took
+        # The promise is 5 s, on a machine with a free core. In the earlier version, the wait took
         # over 10 s.
         assert granted - killed < 5.0 + 4.0
         (await holder.run("block.verify()")).check()
@@ -274,9 +274,7 @@ def test_waiting_call_is_served_within_5_s_of_a_restart(pool, victim):
 
 
 def journaled(pool, kernel):
-    """Return the time since which the kernel is idle in the journal; None if it
-    is not idle there.
-    """
+    """Return since when the kernel is idle, according to the journal; None if it is not idle."""
     (path,) = pool.folder.glob("state/journal-*.sqlite")
     with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
         (row,) = db.execute("SELECT record FROM sessions WHERE id = ?", [kernel.session()["id"]])
@@ -299,7 +297,8 @@ def test_idle_time_of_a_kernel_survives_kills_of_the_broker(pool):
             await until(lambda: journaled(pool, kernel) == since, "the journal to have it")
             await killed_and_back(pool)
             assert (await state(kernel, "idle"))["idle_since"] == since
-        # A kernel that used its GPU after the broker's death counts as active then, not as idle.
+        # A kernel that used its GPU after the broker's death counts as active at that time, not as
+        # idle.
         os.kill(pool.status()["pid"], signal.SIGSTOP)
         broker = psutil.Process(int((pool.folder / "b.sock.lock").read_text().split()[0]))
         (await kernel.run("block.verify()")).check()

@@ -60,7 +60,7 @@ KINDS = (
 
 #: How users work under each policy: the configuration, and the shortest and the longest pause
 #: between two cells. With the guard, a kernel is idle when its device is idle. The broker checks
-#: four times a second whether it is idle.
+#: the device four times a second.
 POLICIES = {
     "cell": ({"attach": "cell"}, (0.0, 0.3)),
     "lazy": ({"attach": "lazy", "quiet_after": 0.1, "max_swap_overhead": 0.0}, (0.3, 1.0)),
@@ -68,7 +68,7 @@ POLICIES = {
 
 
 class Notebook:
-    """A notebook that no kill may disturb. It works until it must stop, and counts its checks."""
+    """A notebook that no kill may disturb. It works until the test stops it, and counts checks."""
 
     def __init__(self, pool, number, rng, data):
         self.pool, self.number, self.rng, self.data = pool, number, rng, data
@@ -157,7 +157,7 @@ class Chaos:
         await asyncio.wait_for(asyncio.gather(*self.tasks), 120)
 
     def watch(self):
-        """Raise the error of a notebook that failed, if there is one."""
+        """If a notebook has failed, raise its error."""
         for task in self.tasks:
             if task.done():
                 task.result()

@@ -17,7 +17,7 @@ from tests.marks import MARK, marked
 
 from .kit import LOOK, wait_for
 
-#: Most resident bytes of all processes of the demo together.
+#: All processes of the demo together may have at most this many resident bytes.
 BUDGET = 4 << 30
 
 

@@ -143,7 +143,7 @@ def blocked(folder):
 
 
 def second_environment(folder: Path) -> Path:
-    """Make an environment that shares this one's packages; return its interpreter."""
+    """Make an environment that shares the packages of this environment; return its interpreter."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python3*/site-packages")

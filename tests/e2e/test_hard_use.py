@@ -1,8 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real notebooks use more than one array: children, threads and streams. The
-tests also inject faults.
-"""
+"""Notebooks with children, threads and streams, like those of real users, and injected faults."""
 
 from __future__ import annotations
 
@@ -178,9 +176,9 @@ assert not problems, problems
 
 
 def test_thread_waits_after_its_cell_and_continues_later(pool):
-    """GPU work between cells may have to wait, but it must not fail or see other bytes.
+    """GPU work between cells may wait, but must not fail and must not see wrong bytes.
 
-    Without the guard, the broker cannot see this work. With the guard, it counts as use
+    Without the guard, the broker cannot see this work. With the guard, the work counts as use
     (``test_lazy``).
     """
     pool = pool(MACHINE, default_memory=SLICE, guard=False)
@@ -305,7 +303,7 @@ def test_kernels_restarted_by_their_user_leave_nothing_behind(pool):
 
 
 def test_a_kernel_that_fills_a_whole_device_comes_back(pool):
-    """The kernel's bytes leave no room for headroom, and there is no larger device."""
+    """The kernel's bytes fill the device, so no headroom is free, and there is no larger device."""
     pool = pool("1x192MiB,context=32MiB", default_memory=192 * MiB)
 
     async def scenario():
@@ -339,8 +337,9 @@ def test_two_full_slices_share_a_device_again_after_a_suspend(pool):
 
 
 def test_kernel_over_its_slice_keeps_its_state_and_harms_nobody(pool):
-    """Without the guard, nothing stops an allocation. The ledger must not promise
-    those bytes to others.
+    """Without the guard, nothing stops an allocation.
+
+    The ledger must not promise the allocated bytes to other kernels.
     """
     pool = pool("1x160MiB,context=32MiB", default_memory=64 * MiB, guard=False)
 

@@ -44,7 +44,7 @@ print(sum(float(v.sum()) for v in means.values()))
 
 
 @pytest.mark.parametrize("mib", [64, pytest.param(1024, marks=pytest.mark.long)])
-def test_cpu_work_leaves_suspended_state_and_sends_nothing(pool, mib):
+def test_cpu_work_resumes_no_state_and_sends_no_message(pool, mib):
     pool = pool("1x1638MiB,context=64MiB", default_memory=(mib + 128) * MiB)
 
     async def scenario():
@@ -186,7 +186,10 @@ block.verify()
 
 
 def test_graph_capture_is_not_preempted(pool):
-    """The recording makes no call for longer than ``quiet_after``, and the process has no lock."""
+    """The recording makes no call for longer than ``quiet_after``.
+
+    Only the capture protects the slice.
+    """
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -218,7 +221,7 @@ def test_graph_capture_is_not_preempted(pool):
     play(scenario())
 
 
-# ---------------------------------------------------------------------- coming and going
+# ------------------------------------------------------------------ losing and regaining a slice
 
 
 def test_running_cell_loses_its_slice_and_continues(pool):

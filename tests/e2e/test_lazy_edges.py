@@ -46,9 +46,9 @@ def test_waiting_call_fails_within_5_s_without_a_broker(pool):
         assert "jupyter gpupool doctor" in done.text, done
         assert done.text.count("GPU pool:") == 1
         print(f"the call ended {took:.2f} s after the broker")
-        # The promise is 5 s (guard/test_wait has the guard's own clock). A slow machine takes
-        # longer to end the broker before these 5 s, and to report the cell's error after these 5
-        # s.
+        # The guard promises 5 s, and guard/test_wait measures them with the guard's own clock.
+        # Here, a slow machine takes longer to end the broker before these 5 s, and to report the
+        # cell's error after these 5 s.
         assert took < 5.0 + 20.0, took
         assert not work.done(), "a kernel with a slice continues"
         pool.start_broker()
@@ -336,7 +336,7 @@ def test_children_see_the_device_of_the_slice_after_a_move(pool):
             for n, (k, f) in enumerate(zip(others, flags, strict=True))
         ]
         where = [(await state(k, "active"))["device"] for k in others]
-        # Of the two other cells, end the one on the device that the kernel ``mine`` has not used.
+        # End the cell on the device that the kernel ``mine`` has not used.
         free = next(n for n, device in enumerate(where) if device != home)
         flags[free].touch()
         (await work[free]).check()

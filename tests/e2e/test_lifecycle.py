@@ -222,9 +222,7 @@ def test_attached_kernel_grows_and_an_excess_is_refused(pool):
 
 
 def test_growth_without_room_moves_the_kernel_and_its_bytes(pool):
-    """Two kernels share a device. One asks for more than the device has left, and
-    the other device is free.
-    """
+    """One kernel asks for more memory than its device has free, and another device is free."""
     pool = pool(MACHINE, default_memory=SLICE)
 
     async def scenario():
@@ -266,7 +264,7 @@ def test_notebook_is_restored_on_the_other_device(pool):
             for k, f in ((other, flag), (third, flag2))
         ]
         await suspended(mine)
-        # Of the two other cells, end the one on the device that the kernel ``mine`` has not used.
+        # End the cell on the device that the kernel ``mine`` has not used.
         where = {k: (await state(k, "active"))["device"] for k in (other, third)}
         assert sorted(where.values()) == sorted(d["uuid"] for d in pool.devices())
         free = next(k for k, uuid in where.items() if uuid != home)
@@ -408,9 +406,9 @@ def test_restarted_broker_recovers_kernels_in_every_state(pool):
         away, idle, busy, waiting = kernels
         for number, kernel in enumerate((away, idle)):
             (await kernel.run(cells.setup(number, DATA))).check()
-        # Without this command, the pool could suspend either kernel. It first asks the kernel that
-        # has been idle for longer. But on a busy machine, the agent of that kernel may not answer
-        # within a second, and the pool counts a missing answer as a refusal.
+        # Without this command, the pool could suspend either kernel. The pool first asks the kernel
+        # that has been idle for longer. But on a busy machine, the agent of that kernel may not
+        # answer within a second, and the pool counts a missing answer as a refusal.
         (await idle.run("%gpu keep 10m")).check()
         (await busy.run(cells.setup(2, DATA))).check()
         await suspended(away)

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A notebook runs another notebook (nbclient, papermill), and must start the broker for that."""
+"""A notebook runs another notebook (nbclient, papermill), and must start the broker to do so."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_broker_outlives_the_notebook_that_started_it(pool):
         environ = broker.environ()
         assert "GPUPOOL_SESSION" not in environ
         assert pid not in [p.pid for p in psutil.Process(outer.pid).children(recursive=True)]
-        # Both continue: the broker suspends and restores the outer notebook, which itself started
-        # the broker.
+        # Both notebooks continue. The broker suspends and restores the outer notebook, although the
+        # outer notebook started the broker.
         (await outer.run("block.verify()")).check()
         await release(pool, outer)
         (await outer.run("block.verify()")).check()

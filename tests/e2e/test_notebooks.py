@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Many example notebooks run at a time, and each cell shows the same output as in a run alone.
+"""Many example notebooks run together, and each cell shows the same output as in a run alone.
 
 The committed outputs come from runs of one notebook at a time on an empty pool, see
 ``notebooks.py``.
@@ -50,7 +50,7 @@ def killer(pool, every, stop):
     """End each broker with SIGKILL; return the number of kills.
 
     Each broker runs for ``every`` seconds. If ten brokers in a row served no kernel, the kernels
-    would not start another one.
+    would start no further broker.
     """
     killed = 0
     while not stop.wait(LOOK):

@@ -64,8 +64,8 @@ def test_kernels_of_plain_clients_share_a_gpu(pool, start):
     assert session(pool, first)["resumes"] == session(pool, second)["resumes"] == 1
     assert "MiB" in first.run("%gpu")
     assert "GPU pool" not in first.stderr + second.stderr
-    # A client interrupts the kernel by a signal to the process, and restarts it by an end and a
-    # start.
+    # A client interrupts the kernel with a signal to its process. To restart the kernel, the client
+    # ends the process and starts another one.
     running = second.client.execute(f"print('in', flush=True)\n{cells.busy(pool.folder / 'never')}")
     # A kernel reports that it is busy before it handles interrupts.
     wait_for(lambda: "in" in second.printed(running), "the cell to run")

@@ -191,7 +191,7 @@ def test_one_cell_gets_a_larger_slice(pool):
     play(scenario())
 
 
-def test_an_interrupt_ends_a_wait_before_its_cell(pool):
+def test_an_interrupt_ends_the_wait_before_a_cell(pool):
     pool = pool(ONE, default_memory=400 * MiB)
     flag = pool.folder / "go"
 

@@ -24,9 +24,9 @@ RULES = {
     "preempt": ["class"],
 }
 
-#: A cell that writes, computes and reads all of its bytes until the file appears. After each
-#: round it pauses for as long as the round took, which is much less than ``quiet_after``: tests
-#: that run at the same time need the processor, too.
+#: A cell that writes, computes and reads all of its bytes until the file appears. After each round
+#: it pauses for as long as the round took, because tests that run at the same time need the
+#: processor, too. This pause is much shorter than ``quiet_after``.
 TOIL = """
 import time as _time
 from pathlib import Path as _Path
@@ -56,9 +56,7 @@ async def at_work(pool, flag, **options):
 
 
 async def displaced(pool, flag, release, **options):
-    """Return the worker and its cell, which waits, and the urgent kernel and its
-    cell, which has the GPU.
-    """
+    """Return the worker, its waiting cell, the urgent kernel, and the urgent cell with the GPU."""
     worker, cell = await at_work(pool, flag, **options)
     urgent = await pool.kernel("urgent", provisioner={"priority": "urgent"})
     code = cells.setup(2, DATA) + cells.computing(release)
@@ -150,8 +148,9 @@ def test_work_without_the_gpu_continues_during_a_preemption(pool):
 
 @pytest.mark.parametrize("how", ["restart", "shutdown"])
 def test_preempted_kernel_can_end_while_it_waits(pool, how):
-    """Its state in host memory is freed. After a restart, the kernel waits for
-    its turn as a new kernel.
+    """The kernel's state in host memory is freed.
+
+    After a restart, the kernel waits for its turn as a new kernel.
     """
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
@@ -200,7 +199,7 @@ def test_kernel_killed_while_it_waits_leaves_no_host_memory(pool):
 
 
 def test_broker_is_killed_while_a_preempted_cell_waits(pool):
-    """The next broker knows why the cell waits, and brings it back."""
+    """The next broker knows why the cell waits, and resumes the kernel."""
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
 

@@ -3,8 +3,8 @@
 """Eight notebooks of 600 MiB on two devices of 1.6 GiB: each gets its turn, and no byte changes.
 
 The short form has smaller slices with a few bytes. Four slices fit at a time. In each round, a
-kernel checks the data of its last round on the device, frees that, allocates again, writes every
-byte, computes, and checks. Between cells the kernel is idle for a random time, as with real
+kernel checks the data of its last round on the device, frees this data, allocates again, writes
+every byte, computes, and checks. Between cells the kernel is idle for a random time, as with real
 users. Meanwhile other kernels take its place.
 """
 
@@ -69,8 +69,8 @@ async def soak(pool, memory, data, seconds, seed, idle):
 
 def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     machine, memory, data = size[0], size[1] * MiB, size[2]
-    # Slices move as often as possible: no protection after a move, and idle as soon as no call
-    # runs.
+    # Slices move as often as possible: the pool does not protect a slice after a move, and a kernel
+    # is idle as soon as no call runs.
     pool = pool(
         machine,
         default_memory=memory,

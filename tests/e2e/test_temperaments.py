@@ -26,7 +26,7 @@ MOODS = {
 
 
 @pytest.mark.parametrize("mood", MOODS.values(), ids=MOODS)
-def test_a_notebook_idles_loses_its_slice_and_comes_back(pool, monkeypatch, mood):
+def test_an_idle_notebook_is_suspended_and_later_restored(pool, monkeypatch, mood):
     """One kernel is suspended, another takes the whole device, and the first is restored."""
     monkeypatch.setenv("EMUCUDA_FAULTS", mood)
     pool = pool("1x640MiB,context=32MiB", default_memory=SLICE, idle_timeout=0.5, overuse="end")

@@ -40,7 +40,7 @@ def test_second_server_says_which_configuration_is_in_force(pool, caplog):
         assert expected in said(cell), cell
         assert cell.text.endswith("hi\n")
         assert "another configuration" not in said((await second.run("1 + 1")).check())
-        # A child process of the kernel does not inherit the line.
+        # A child process of the kernel does not inherit the variable of this notice.
         seen = await second.run("import os; print('GPUPOOL_NOTICE' in os.environ)")
         assert seen.text == "False\n"
         await pool.stop_kernels()

@@ -21,7 +21,7 @@ import pytest
 
 from emucuda import Faults, build, environment
 
-#: Seconds within which a child answers, unless it hangs.
+#: A child that does not hang answers within this many seconds.
 TIMEOUT = 60
 
 #: A child that executes the statements that it receives, and answers with repr(_).

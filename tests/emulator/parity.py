@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Differences between the emulated driver and records of NVIDIA's libraries, and their reasons.
 
-``tests/driver_records`` makes the records, and has those of several NVIDIA drivers.
+``tests/driver_records`` makes the records, and has the records of several NVIDIA drivers.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_lost_device_ends_its_contexts(trio):
     assert worker.do("_ = n.nvmlDeviceGetIndex(handle(0))") == 0
 
 
-def test_a_suspended_process_outlives_its_device(trio):
+def test_a_suspended_process_survives_the_loss_of_its_device(trio):
     machine, target, worker = trio
     want = target.do("_ = get(p, 8 << 20)")
     call(worker, target, "lock", 1000)

@@ -37,7 +37,7 @@ def test_processes_are_suspended_and_moved_from_outside(emulated):
     assert all(box.do(RIGHT) for box in boxes)
 
 
-def test_process_neither_lists_nor_frees_other_namespaces(emulated):
+def test_a_process_lists_and_frees_only_its_own_namespace(emulated):
     machine = emulated()
     box, other = (machine.target(within=namespaces.OWN_NUMBERS) for _ in range(2))
     box.do(FILL % 1)

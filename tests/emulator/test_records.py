@@ -57,7 +57,7 @@ def test_a_record_does_not_differ_from_itself(newest):
     assert list(parity.differences(newest, newest)) == []
 
 
-def test_emulated_driver_has_no_function_that_nvidia_lacks(newest, alone):
+def test_emulated_driver_has_only_functions_of_nvidia(newest, alone):
     """The emulated driver claims the newest record's version, and clients look up functions by
     version."""
     assert alone["cuda"] == newest["cuda"]
@@ -183,7 +183,7 @@ def test_a_changed_answer_without_a_device_is_a_difference(
 
 
 def test_checks_before_cuinit_also_follow_a_failed_cuinit(newest, newest_without_device):
-    """If the later driver makes a check before cuInit, it also makes it after a failed cuInit."""
+    """If the later driver makes a check before cuInit, it does so after a failed cuInit, too."""
     older = newest_without_device
     found = parity.differences_without_device(older, newest, older)
     real = {difference.question: difference.real for difference in found}

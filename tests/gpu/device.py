@@ -65,7 +65,7 @@ class Bench:
 
     @property
     def slack(self) -> int:
-        """Most bytes by which the use of an empty device may vary."""
+        """The use of an empty device may vary by this many bytes."""
         return self.machine.bytes(64 * MiB)
 
     async def suspend(self, process: Target) -> SuspendOutcome:
@@ -76,8 +76,8 @@ class Bench:
     ) -> ResumeOutcome:
         """Resume a process if the device has enough bytes free.
 
-        ``freed`` is the outcome of a suspend: as many bytes must be free as that suspend freed.
-        Without ``freed``, ``need`` bytes must be free.
+        ``freed`` is the outcome of a suspend: the device must have as many bytes free as that
+        suspend freed. Without ``freed``, ``need`` bytes must be free.
         """
         bytes_ = need if freed is None else freed.freed.get(self.uuid, 0)
         return await self.service.resume(
@@ -100,9 +100,7 @@ class Bench:
         return there, back
 
     async def ask(self, op: str, process: ProcessId) -> dict[str, Any]:
-        """Return the driver's own answer to a question about a process, in the
-        form for the worker.
-        """
+        """Return the driver's own answer to a question about a process, as the worker gives it."""
         fields = {"pid": process.pid, "start_time": process.start_time}
         try:
             answer = await self.worker.call(op, CALL, process=fields)

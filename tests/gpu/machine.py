@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The machine under test: this machine if it has an NVIDIA GPU, else an emulated machine.
 
-The same tests run on both. On an emulated device, they show that the tests themselves work, but
-show nothing about a driver. The device's name in the results tells which device it was.
+The same tests run on both machines. On an emulated device, they show that the tests themselves
+work, but show nothing about a driver. The device's name in the results tells whether the device was
+emulated.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ sys.stdin.read()
 
 @contextmanager
 def driver_up(found: Machine) -> Iterator[str]:
-    """Keep a process that has called cuInit; yield the result, "0" for success.
+    """Keep a process running that has called cuInit; yield the result, "0" for success.
 
     Without persistence mode, the driver starts again for each first process, which takes seconds.
     With this process, the driver starts only once, not for each test.

@@ -2,9 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Runs the emulated driver's conformance program against the machine's driver.
 
-A case that is not ok on a real driver is an error of the emulation, and code that relies on this
-behaviour may be wrong, too. Each case runs in its own process, so a crash or a hang hides no
-other case.
+If a case fails on a real driver, the emulation is wrong, and code that relies on this behaviour may
+be wrong, too. Each case runs in its own process, so a crash or a hang hides no other case.
 """
 
 from __future__ import annotations

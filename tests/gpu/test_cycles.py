@@ -15,12 +15,12 @@ from .machine import MiB
 from .target import target
 from .workloads import expected
 
-#: The planned number of cycles, the least number in any case, and the number between two checks
+#: The planned number of cycles, the smallest number that passes, and the number between two checks
 #: of the bytes.
 CYCLES, LEAST, LOOK = 200, 20, 10
 EMULATED_CYCLES = 20
 
-#: Most bytes by which a process of the service may have grown since its first cycles. A growth of
+#: A process of the service may grow by at most this many bytes after its first cycles. A growth of
 #: half a MiB a cycle exceeds this.
 GROWTH = 32 * MiB
 

@@ -25,7 +25,8 @@ from .machine import GiB, MiB
 from .target import target
 from .workloads import expected
 
-#: Seconds of the lock's time-out here, and of the GPU kernel that runs longer than that.
+#: The lock's time-out in these tests, and the duration of a GPU kernel that runs longer, both in
+#: seconds.
 LOCK = 0.5
 SPIN = 3 * LOCK
 
@@ -149,8 +150,7 @@ async def test_process_without_cuda_has_nothing_to_suspend(machine, note):
 
 
 async def test_process_that_only_uses_nvml_is_unharmed_by_a_suspend(machine, note):
-    """Driver 580.159.04 suspends such a process like one that has called cuInit; the emulated one
-    does not.
+    """Driver 580.159.04 suspends the process as if it had called cuInit. The emulated one does not.
 
     A session with such a process stays on the devices that it sees, which is safe.
     """
@@ -178,7 +178,7 @@ async def test_process_that_only_called_cuinit_has_no_state(machine, note):
         outcome = await found.suspend(process)
         note(status=outcome.status, cuda=outcome.cuda, suspend=speeds(outcome))
         await stateless(found, process, outcome)
-        # Afterwards, the process makes its context undisturbed.
+        # The process can make its context afterwards.
         await process.do("start")
         await process.do("put", "a", 4 * MiB, 1)
         assert await process.do("digest", "a") == expected(4 * MiB, 1)
@@ -228,7 +228,7 @@ async def test_stopped_process_is_not_touched(machine, note):
         assert await process.do("digest", "a") == expected(4 * MiB, 1)
 
 
-async def test_kernel_that_outlasts_the_lock_keeps_running(machine, note):
+async def test_gpu_kernel_longer_than_the_lock_time_out_keeps_running(machine, note):
     async with (
         bench(machine, lock_timeout=LOCK) as found,
         target("cuda-core", found.env) as process,

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Each framework is suspended and resumed without the guard, and then computes undisturbed."""
+"""Each framework is suspended and resumed without the guard, and then continues to compute."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_framework_is_suspended_and_resumed(machine, workload, note):
                 processes=len(there.processes),
             )
             assert there.status == "suspended", there
-            # The service itself has already waited, so these seconds come after its own wait.
+            # The service has already waited. These seconds come after the service's wait.
             note(still_listed_s=round(await found.empty(process), 3))
             left = await found.used()
             note(

@@ -132,7 +132,7 @@ threading.Thread(target=poll, daemon=True).start()
 
 
 @workloads("cuda-core", "torch")
-def test_nvml_in_a_suspended_notebook_brings_it_back(pooled, notebook, neighbour, note):
+def test_an_nvml_call_resumes_a_suspended_notebook(pooled, notebook, neighbour, note):
     """The driver blocks NVML calls in a suspended process, so the guard asks for
     the slice first.
     """

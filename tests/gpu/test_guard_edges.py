@@ -98,7 +98,7 @@ def test_interrupted_wait_leaves_the_state_in_host_memory(
 
 
 @workloads("jax")
-def test_first_interrupt_spares_arrays_that_a_call_may_reuse(
+def test_first_interrupt_keeps_arrays_that_a_call_may_reuse(
     pooled, notebook, neighbour, workload, tmp_path
 ):
     """If a JAX call fails, its donated arrays are lost. So the first interrupt ends neither the

@@ -45,7 +45,8 @@ print(free, total, properties.total_memory)
 @workloads("torch")
 def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbour, note):
     async def scenario():
-        # The question whether a device exists takes no slice, and no message goes to the broker.
+        # PyTorch can ask whether a device exists without a slice and without a message to the
+        # broker.
         await notebook.cell(FREE)
         session = notebook.session
         assert (session["state"], session["granted_bytes"]) == ("detached", 0), session
@@ -58,7 +59,7 @@ def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbou
         assert abs(total - free - used) <= pooled.machine.bytes(64 << 20), (free, used)
         summary = await notebook.cell("print(torch.cuda.memory_summary())")
         assert "CUDA OOMs: 0" in summary, summary
-        # Without the slice, the same questions do not bring it back.
+        # After the release of the slice, the same questions do not bring the slice back.
         session = await notebook.release()
         await pooled.taken(neighbour)
         await notebook.cell(FREE + "torch.cuda.get_device_name(0)")

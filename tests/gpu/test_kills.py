@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """SIGKILL at the worst moments: device data is right or reported as lost, and its memory is freed.
 
-The tests recognise the middle of a suspend or resume from outside: bytes move between the
-process's host memory and the device, or half of the usual seconds have passed. Each test notes
-the sign that it saw, or that the driver was too fast. In each case, the same assertions hold.
+The tests recognise the middle of a suspend or resume from outside. They see that bytes move between
+the process's host memory and the device, or that half of the usual seconds have passed. Each test
+notes the sign that it saw, or that the driver was too fast. In each case, the same assertions hold.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
 
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
-async def test_worker_killed_in_the_middle_loses_nothing_silently(machine, op, note):
+async def test_state_lost_by_a_killed_worker_is_reported(machine, op, note):
     """As reported: if the caller dies, a suspend completes, but a resume leaves
     the process locked.
     """

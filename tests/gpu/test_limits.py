@@ -149,7 +149,7 @@ def test_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slice_
         assert "Free memory first" in said, refused
         assert notebook.session["granted_bytes"] == 2 * slice_
 
-        # After that memory is free, a smaller size becomes the new limit.
+        # After this memory is free, a smaller size becomes the new limit.
         await notebook.free("more")
         await notebook.wait("to be measured", lambda s: (s["footprint_bytes"] or 0) < slice_)
         note(smaller_then=await notebook.cell(f"%gpu {text(slice_)}"))

@@ -2,11 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Answers of the machine's driver without a device, compared with the emulated driver's answers.
 
-The records of ``tests/driver_records`` are of drivers that are available without a GPU, and of
-drivers that a GPU machine had. On a GPU machine, these tests ask its driver the same
-questions, except those that need a device and those that need a machine without one. They note the
-answers for another record. A difference is an error of the emulation, or has one of the reasons in
-``tests/emulator/parity.py``.
+The records of ``tests/driver_records`` come from drivers that answer without a GPU, and from
+drivers of GPU machines. On a GPU machine, these tests ask its driver the same questions. They leave
+out the questions that need a device, and the questions that need a machine without a device. They
+note the answers for another record. A difference is an error of the emulation, or has one of the
+reasons in ``tests/emulator/parity.py``.
 """
 
 from __future__ import annotations

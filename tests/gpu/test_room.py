@@ -103,7 +103,7 @@ async def test_state_fits_again_beside_a_foreign_process(machine, headroom, note
                     f"Of {free / MiB:.1f} MiB free, where {need / MiB:.1f} MiB had been freed, "
                     f"a resume was {back.status}: {back.message}"
                 )
-            # This comes last because the load of a kernel takes memory, too.
+            # This step comes last because loading a kernel takes memory, too.
             await process.do("steps", "x", 1, 9)
             await still_right(process, known, 9)
         await found.empty(process, other)

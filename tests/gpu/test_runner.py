@@ -85,7 +85,7 @@ def test_runner_does_not_touch_processes_of_others(items):
 def test_hanging_file_is_ended_with_all_its_processes(items):
     """The runner adopts orphans, so it runs in its own process.
 
-    The file gets 15 s: in this time it must start its child, on a busy machine, too.
+    The file gets 15 s. Even on a busy machine, the file must start its child in this time.
     """
     item = items("h", HANGS)
     program = (

@@ -11,7 +11,7 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected_fingerprint
 
-#: The planned number of swaps, and the least number in any case.
+#: The planned number of swaps, and the smallest number that passes.
 SWAPS, LEAST = 20, 4
 EMULATED_SWAPS = 5
 
@@ -19,7 +19,7 @@ EMULATED_SWAPS = 5
 FIRST = {"a": 11, "b": 22}
 
 
-async def test_two_that_do_not_fit_together_take_turns(machine, note):
+async def test_two_processes_that_do_not_fit_together_take_turns(machine, note):
     """Each process has 60 % of the device, or as much as the driver can copy in the given time.
 
     In the second case, another process has the rest, so that the two still do not fit together.

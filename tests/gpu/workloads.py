@@ -32,7 +32,7 @@ def expected(size: int, first: int, steps: int = 0) -> str:
     return hashlib.sha256((np.arange(size // 4, dtype=np.uint64) + start).astype(U32)).hexdigest()
 
 
-#: The number of pieces of an array in its fingerprint, and the most bytes of a piece.
+#: The number of pieces of an array in its fingerprint, and the largest size of a piece in bytes.
 PIECES, PIECE = 64, MiB
 
 
@@ -166,10 +166,11 @@ class CudaCore:
         self._stream.sync()
 
 
-#: The device of PyTorch's workloads; another value only tries their code without a GPU.
+#: The device of PyTorch's workloads. With another value, a developer can try their code without a
+#: GPU.
 TORCH_DEVICE = os.environ.get("GPUPOOL_TEST_TORCH_DEVICE", "cuda")
 
-#: Most elements that PyTorch fills in one call.
+#: PyTorch fills at most this many elements in one call.
 _PART = 1 << 30
 
 
@@ -185,8 +186,8 @@ class Torch:
 
     def put(self, name: str, size: int, first: int) -> None:
         # This is one allocation: otherwise the caching allocator would keep a temporary array of
-        # the same size. The array is filled in parts: 8 GiB or more are more elements than int32
-        # can count.
+        # the same size. The array is filled in parts, because an array of 8 GiB or more has more
+        # elements than int32 can count.
         array = self.torch.empty(size // 4, dtype=self.torch.int32, device=TORCH_DEVICE)
         for start in range(0, size // 4, _PART):
             part = array[start : start + _PART]

@@ -106,7 +106,7 @@ class MachineBroker(kit.Broker):
 
 
 def free_ports(count):
-    """Return free ports below the range from which Linux chooses a port itself."""
+    """Return free ports that are below the range from which Linux chooses ports."""
     with ExitStack() as open_ones:
         found = []
         while len(found) < count:

@@ -51,7 +51,7 @@ def site():
     names = [f"gpool-{who}-{os.getpid()}" for who in ("ada", "bob")]
     broker = MachineBroker(
             folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB,
-            preempt=["class", "guarantee", "burst"],  # without turns, a kernel can keep its slice
+            preempt=["class", "guarantee", "burst"],  # with turns, a kernel would lose its slice
         )  # fmt: skip
     broker.socket = where / "broker.sock"
     accounts, hub = [], None
@@ -116,7 +116,7 @@ def test_two_users_of_a_hub_share_one_gpu_through_restarts(site):
 
 
 @pytest.mark.timeout(1800)
-def test_culler_ends_an_idle_server_and_keeps_a_waiting_one(site):
+def test_culler_ends_an_idle_server_and_keeps_a_waiting_server(site):
     hub, broker, ada, bob = site
     theirs = hub.kernel(hub.spawn(bob))
     theirs.run(FILL % 9)

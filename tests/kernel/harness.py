@@ -188,7 +188,7 @@ def private_manager(kernel_name: str) -> KernelManager:
     """Return a manager whose kernel has its own sockets.
 
     The sockets are not TCP sockets, because a manager chooses a TCP port before the kernel binds
-    the port. In between, another test may bind it.
+    the port. Meanwhile, the kernel of another test may bind the same port.
     """
     file = private_connection_file()
     return KernelManager(kernel_name=kernel_name, transport="ipc", connection_file=file)

@@ -113,7 +113,7 @@ def test_torch_gets_one_cap_for_each_size(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(torch.fractions) == 3
 
 
-def test_torch_is_never_initialised_only_to_set_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_a_cap_does_not_initialise_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch(initialised=False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     caps(cuda=False).apply((Slice("GPU-a", 4 * GiB),))

@@ -458,7 +458,7 @@ def test_cell_ends_without_a_trace_while_its_thread_waits(
     assert kernel.run("print(1)").outputs == [{"name": "stdout", "text": "1\n"}]
 
 
-def test_no_wait_is_shown_without_a_cell_or_a_waiting_thread(
+def test_wait_is_shown_only_for_a_cell_with_a_waiting_thread(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()

@@ -289,7 +289,7 @@ def test_gpu_without_a_broker_names_its_socket(broker: ScriptedBroker, kernel: K
     assert str(broker.path.with_suffix(".log")) in message
     cell = kernel.run("%gpu")
     assert cell.status == "ok"
-    assert f"4 GiB on {DEVICE}" in cell.text  # the agent knows its slice itself
+    assert f"4 GiB on {DEVICE}" in cell.text  # the agent knows its slice without the broker
     assert str(broker.path) in cell.text
 
 

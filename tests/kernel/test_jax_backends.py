@@ -100,7 +100,7 @@ def test_other_errors_of_the_gpu_do_not_count(jax: Jax) -> None:
     assert look.after(failed=True, waits=False) == ""
 
 
-def test_jax_is_not_imported_if_the_kernel_has_not_done_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_wait_does_not_import_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "jax"]:
         monkeypatch.delitem(sys.modules, name)
     look = JaxBackends()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The link alone, in situations that a real kernel would show too late or not at all."""
+"""The link alone, in situations that a real kernel reaches too late or never."""
 
 from __future__ import annotations
 

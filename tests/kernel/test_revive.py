@@ -136,9 +136,9 @@ def test_failed_start_is_reported_at_once(socket: Path, started: Path) -> None:
     assert not started.exists()
 
 
-def test_kernel_waits_for_the_machines_broker_but_starts_none(started: Path) -> None:
+def test_kernel_only_waits_for_the_machines_broker(started: Path) -> None:
     one = reviver(Path("/run/gpupool/broker.sock"), started)
-    # systemd accepts the connection while no broker runs, so no attempt fails.
+    # systemd accepts the connection while no broker runs, so connection attempts never fail.
     assert (one.expected, one.patience) == (True, START_TIMEOUT)
     assert one.away(AWAY) is AWAY
     one.came_back()

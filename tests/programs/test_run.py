@@ -72,8 +72,9 @@ def test_closed_streams_stay_closed(program):
 
 
 def test_service_manager_starts_the_command_itself(program):
-    """The sockets that systemd passes are for the process that it started. The
-    command becomes that process.
+    """systemd passes sockets only to the process that it started.
+
+    The command becomes this process, so the command gets the sockets.
     """
     line = " ".join([*CLI, "run", "--", "sh", "-c", "'echo $LISTEN_PID $$'"])
     one = program(command=["sh", "-c", f"export LISTEN_PID=$$; exec {line}"])

@@ -234,7 +234,7 @@ def test_new_session_gets_the_hidden_devices_back(before: str | None) -> None:
     assert without_guard(env) == start
 
 
-def test_launcher_does_not_use_a_file_that_is_no_socket(
+def test_launcher_ignores_a_file_that_is_not_a_socket(
     broker: ScriptedBroker, start: Callable[..., PlainKernel], tmp_path: Path
 ) -> None:
     fake = tmp_path / "broker.sock"

@@ -193,12 +193,12 @@ def step():
     + _LOOP,
 }
 
-#: Trainings that a device computes in another order than the host (LSTM has fused cells there,
-#: and Triton sums in trees), or in other types (autocast has its own lists). The tests compare
-#: them with an undisturbed run on a device.
+#: Trainings that a device computes in another order than the host (LSTM has fused cells there, and
+#: Triton sums in trees), or in other types (autocast has its own lists). The tests compare these
+#: trainings with an undisturbed run on a device.
 OTHER = ("lstm", "transformer", "compiled")
 
-#: The number of times that each notebook trains; between two of them, a kernel may be suspended.
+#: Each notebook trains this many times. A kernel may be suspended between two trainings.
 ROUNDS = 4
 
 

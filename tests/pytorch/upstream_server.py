@@ -32,7 +32,7 @@ NVML_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 #: The reason of a test that did not end begins with these words.
 LATE = "not within"
 
-#: Most characters that are kept from the end of a test's output or traceback.
+#: At most this many characters are kept from the end of a test's output or traceback.
 KEPT = 20_000
 
 

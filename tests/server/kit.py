@@ -67,7 +67,7 @@ class Server:
             *("--ServerApp.allow_unauthenticated_access=False", "--ServerApp.ip=127.0.0.1"),
             *([] if os.geteuid() or user is not None else ["--allow-root"]),
             # The server chooses a TCP port before the kernel binds it. If another process takes the
-            # port in between, the server gets no answer, and resets its clients after a minute.
+            # port meanwhile, the server gets no answer, and resets its clients after a minute.
             "--KernelManager.transport=ipc",
             # jupyter_lsp asks Node, npm and R for language servers at each start.
             "--LanguageServerManager.autodetect=False",

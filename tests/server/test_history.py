@@ -186,7 +186,7 @@ def test_ended_kernel_counts_up_to_its_end():
     assert counted(view(100.0, none), (view(200.0), [row(103.0, "close")])) == (4.0, 13.0)
 
 
-def test_rows_newer_than_the_snapshot_count_with_the_next_one():
+def test_rows_newer_than_a_snapshot_count_with_the_next_snapshot():
     one = kernel(attached_seconds_total=4.0)
     rows = [row(99.0, "state", new="detached"), row(102.0, "close")]
     assert counted((view(100.0, one), rows), view(101.0, one)) == (6.0, 12.0)
@@ -237,7 +237,7 @@ ROW = st.builds(
     ),
 )
 def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
-    """These rules also hold if the clock jumps, and if a count goes back."""
+    """These rules also hold if the clock jumps, and if a count decreases."""
     found = KernelUsage(since)
     before = (0.0, 0.0)
     for now, sessions, rows in steps:

@@ -20,9 +20,7 @@ AHEAD = 50.0
 
 
 class Kernel:
-    """A kernel on a machine with one GPU. ``sessions`` are those that the
-    machine's broker knows.
-    """
+    """A kernel on a machine with one GPU. The machine's broker knows the sessions ``sessions``."""
 
     def __init__(self, node="gpu2"):
         self.node = node
@@ -110,7 +108,8 @@ def test_times_do_not_change_with_the_duration_of_an_answer(clock):
         scene.remote.ask()
         (after,) = await scene.ask()
         assert after["leaves_at"] == before["leaves_at"]
-        # If somebody sets the other machine's clock, the times that this server shows stay.
+        # If an admin sets the other machine's clock, the times that this server shows do not
+        # change.
         kernel.now += 3600
         kernel.sessions[0]["leaves_at"] += 3600
         (later,) = await scene.ask()

@@ -130,7 +130,7 @@ def test_small_changes_of_a_share_or_budget_are_not_published():
     assert views.delta(at(0.0, 0.251), at(0.0, 0.251, spent=True)) is not None
 
 
-def test_a_later_clock_alone_is_no_change():
+def test_a_later_time_alone_is_not_a_change():
     old = snapshot(session("a"))
     new = snapshot(
         session("a", idle_seconds=5.0), now=105.0, host={"used_bytes": 0, "available_bytes": 5}

@@ -153,7 +153,7 @@ def test_late_subscriber_gets_only_warnings_that_others_got(link, run):
     assert "idle" not in late.kinds()
 
 
-def test_slow_drift_of_free_memory_is_sent_at_last(link, run):
+def test_small_changes_of_free_memory_add_up_and_are_sent(link, run):
     page = Page()
 
     async def scenario(watch):

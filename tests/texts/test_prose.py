@@ -14,7 +14,7 @@ from .collect import FILE
 
 ROOT = Path(__file__).parents[2]
 
-#: Most characters in the name of a test.
+#: The name of a test has at most this many characters.
 LONGEST = 60
 
 #: Phrases that make a reader stop: a clause without a subject, a sentence without an actor, or an

@@ -15,7 +15,7 @@ from jupyter_gpupool.pool import model
 from . import collect
 from .sheet import Sheet
 
-#: The command that writes the file anew.
+#: The command that writes the file again.
 HOW = "Read the difference; then run: python -m tests.texts"
 
 

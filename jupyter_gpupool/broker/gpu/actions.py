@@ -34,7 +34,7 @@ from .samples import Samples
 #: thread.
 YIELD_TIMEOUT = 1.0
 
-#: Why a session is not suspended, in the pool's terms: see :class:`SuspendRefused`.
+#: The kind of reason for which a session is not suspended, see :class:`SuspendRefused`.
 Obstacle = Literal["busy", "pinned", "drain", "host", "limit"]
 
 #: The reason if a suspend would lose the session's CUDA graph.
@@ -44,13 +44,14 @@ RECORDING = "it records a CUDA graph"
 #: is suspended. Only the guard can prevent a running cell from synchronising during a suspend.
 UNGUARDED = "it runs without the guard, which would hold its CUDA calls back while it is suspended"
 
-#: Seconds to wait until a process that has just ended has freed its memory, and between two checks.
+#: Seconds within which a process that has just ended must free its memory, and seconds between two
+#: checks.
 ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 
 #: Seconds for the suspend before a kill, and seconds within which the server must kill the kernel.
 RETIRE, RETIRED = 10.0, 30.0
 
-#: Seconds for the agent to show why its session is lost, before the broker ends the session.
+#: Seconds in which the agent shows why its session is lost. Then the broker ends the session.
 LAST_WORDS = 0.3
 
 

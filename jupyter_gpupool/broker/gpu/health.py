@@ -31,7 +31,7 @@ class Health:
     ``retest_after`` seconds. After each failed test, the pause doubles. A test also runs when an
     admin asks. If ``retest_after`` is 0, tests run only when an admin asks.
 
-    ``retest`` tests a device, and raises :class:`GPUPoolError` if it fails.
+    ``retest`` tests a device, and raises :class:`GPUPoolError` if the test fails.
     """
 
     def __init__(
@@ -190,9 +190,9 @@ class SuddenEnds:
     """Tests the GPUs of restored processes that ended before the pool suspended them again.
 
     Some drivers hang when a restored process ends without a suspend. The pool and its servers
-    suspend a kernel again before they end it. The out-of-memory killer does not do so. A user's
-    ``kill -9`` or a kernel that exits does not do so either. After such an end, the GPU may hang
-    for its next user. So no kernel gets the GPU before the GPU has passed a test.
+    suspend a kernel again before they end it. But a kernel may also exit without them, or the
+    out-of-memory killer or a user's ``kill -9`` may end it. The GPU may then hang for its next
+    user. So no kernel gets the GPU before the GPU has passed a test.
     """
 
     def __init__(self, core: Core, service: Devices, health: Health, log: logging.Logger) -> None:

@@ -1,16 +1,16 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes whose slice is on another device than the one on which they initialised CUDA.
+"""Moves processes that initialised CUDA on a device other than the device of their slice.
 
 CUDA binds a process to the devices that it sees at cuInit, and cuInit needs no lease. If the slice
 is on another device of the same model, the process asks to *land* at its first context. It makes a
 context on the device that it sees, in the memory that each device keeps free for one context
 (``Device.landing_bytes``). Then the broker suspends the process there and restores it on its slice.
-Only one process at a time has this room on a device; other processes wait.
+Only one process at a time may use this memory of a device; other processes wait for it.
 
 Some processes cannot be moved, because the driver refuses it or because the slice is on another
-model. Such a process asks to *stay*: its session gives the slice back and waits for a GPU that the
-process can use.
+model. Such a process asks to *stay*: the broker takes the slice back, and the session waits for a
+GPU that the process can use.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ from ..transport.connection import Connection
 from .actions import DeviceActions
 from .samples import Samples
 
-#: Seconds between two checks for room for a context, and between two checks of a process that has
-#: the room.
+#: Seconds between two checks whether a device has room for a context, and between two checks of a
+#: process that has got the room.
 ROOM_POLL, WATCH = 0.1, 0.5
 
 #: Seconds within which a process that has the room must make its context and report it.
@@ -264,7 +264,7 @@ class Landings:
             await room.aclose()
 
     def _look_again(self, session: LiveSession, way: _Move) -> None:
-        """Raise RefusedError if a process need no longer wait for room, or will never get it."""
+        """Raise RefusedError if the process needs no room any more, or can never be moved."""
         now = self._way(session, self._record(session), way.slot.pid)
         if now.problem:
             raise RefusedError(now.problem, code=Code.NOT_MOVED)
@@ -285,7 +285,7 @@ class Landings:
         )
 
     async def _watch(self, landing: _Landing) -> None:
-        """Take the room back from a process that does not use it, or that no longer uses it."""
+        """Take the room back when a process ends, is too slow, or has released its contexts."""
         loop = asyncio.get_running_loop()
         give_up = loop.time() + PATIENCE
         while procfs.alive(landing.process) and loop.time() < give_up:
@@ -343,8 +343,9 @@ class Landings:
             session.not_landed += 1
         finally:
             if problem and way.process in self._under_way:
-                # No process of the session may be suspended while this process has contexts on a
-                # device outside the slice.
+                # While this process has contexts on a device outside the slice, the broker must not
+                # suspend any process of the session. So the landing stays until the contexts are
+                # gone.
                 landing.refused = True
                 landing.watch = self._start(self._watch(landing))
             else:
@@ -422,7 +423,7 @@ class Landings:
             self._waiting.pop(connection, None)
 
     def _given_back(self, session: LiveSession, way: _Move, text: str) -> bool:
-        """Give the slice back if it is not in use; return whether the process may ask again."""
+        """Give the slice back if it is unused; return whether the process may ask for a new one."""
         record, gate = self._record(session), self._pages.gate(session)
         if [piece.device for piece in record.slices] != way.slice:
             return True

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Devices that an admin takes out of service for a while, and gives back.
+"""Takes devices out of service for an admin, and puts them back into service.
 
 ``pause`` is for work on the driver or on a device: the broker suspends each session that it can
 suspend, and then its own child processes close the device files. ``drain`` empties one device, and
@@ -48,7 +48,7 @@ _META = "maintenance"
 #: Seconds between two checks of what a pause waits for, and between two reads of all of /proc.
 POLL, SCAN = 0.2, 1.0
 
-#: A value for the broker itself, where other values are names of sessions.
+#: Names the broker itself in tables whose other values are names of sessions.
 _OWN = "broker"
 
 _WORDS = {"pause": "paused", "drain": "drained"}
@@ -56,7 +56,7 @@ _WORDS = {"pause": "paused", "drain": "drained"}
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What an admin asked for; ``device`` is "" for the whole pool."""
+    """An admin's order to pause or drain; ``device`` is "" for the whole pool."""
 
     kind: OrderKind
     device: str
@@ -432,8 +432,7 @@ class Maintenance:
     async def _open_files(self, order: Order) -> bool:
         """Return whether a process of this pool has a device file open.
 
-        The method stores all processes that have one open, also those that do not belong to the
-        pool.
+        The method stores all processes that have a device file open, even those outside the pool.
         """
         if order.device and not self._service.has_file(order.device):
             return False  # a MIG instance shares its GPU's file with other instances
@@ -557,7 +556,7 @@ class Maintenance:
         return found
 
     def _doing(self, order: Order) -> str:
-        """Return what an order waits for, if it waits for no session with a lease."""
+        """Return what an order waits for when no session has a lease any more."""
         if order.device in self._step:
             return self._step[order.device]
         return "" if self._left.get(order.device) else "the pool to check what uses it"

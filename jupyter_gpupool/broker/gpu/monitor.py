@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Tell the pool what the driver and the host show; find processes that do not belong to the pool.
 
-The monitor samples only while there is a session, until the processes of the last one are gone, or
-while metrics are served. It samples less often while no session is attached and none waits.
+The monitor samples while a session is open or metrics are served. After the end of the last
+session, it goes on until the processes of that session are gone. While all sessions are detached,
+it samples less often.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ HOMES = 2.0
 #: Seconds for which an ending broker waits for the sample under way.
 CLOSE = 1.0
 
-#: While no session waits, a smaller change of host memory, in bytes, is no reason for an event.
+#: While no session waits, a change of host memory by fewer bytes than this causes no event.
 HOST_STEP = 64 << 20
 
-#: Seconds to read the environment of a foreign process. The read blocks while another program
-#: suspends that process. So a thread reads the environment, and the broker stops waiting for the
-#: thread after this time.
+#: Seconds within which a thread must read the environment of a foreign process. The read blocks
+#: while another program suspends that process, so the broker stops waiting for the thread after
+#: this time.
 ENVIRON_TIMEOUT = 1.0
 
 
@@ -136,7 +137,7 @@ class Monitor:
     async def close(self) -> None:
         """End the monitor.
 
-        The cancellation alone is not enough: up to Python 3.11, ``wait_for`` may swallow it. So a
+        The cancellation alone is not enough: up to Python 3.11, ``wait_for`` may ignore it. So a
         flag ends the monitor, too.
         """
         self._closed = True
@@ -191,7 +192,7 @@ class Monitor:
         available = await self._room.read(self._room.machine)
         # Until the pool gets a new figure of host memory, it subtracts the bytes of each suspend
         # from the last figure, even if the session has resumed since. Without new figures, the pool
-        # would see no free host memory in the end.
+        # would at last see no free host memory.
         moved = self._core.changes != self._told_changes
         if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
@@ -213,7 +214,7 @@ class Monitor:
         for sample in samples:
             await pace.step()
             if sample.lost:
-                continue  # the device service itself reports a loss, once
+                continue  # the device service has reported the loss
             self._health.readable(sample.uuid)
             if self._core.changes.get(sample.uuid) != before.get(sample.uuid):
                 # Out of date: a process came to the device or left it during the sample.
@@ -333,8 +334,8 @@ class Monitor:
     ) -> tuple[dict[str, dict[str, int]], dict[str, list[tuple[str, float]]]]:
         """Return two tables by device: the granted bytes of each session, and the idle sessions.
 
-        An idle session is one that has been idle since ``before`` or longer; its row says since
-        when.
+        The second table has only sessions that became idle at ``before`` or earlier, each with the
+        time at which it became idle.
         """
         granted: dict[str, dict[str, int]] = {}
         idle: dict[str, list[tuple[str, float]]] = {}

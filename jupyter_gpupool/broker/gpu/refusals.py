@@ -5,8 +5,8 @@
 After a restore that failed for lack of room, driver 580.159.04 still reports CHECKPOINTED, and
 refuses each later restore even if there is room (see ``docs/driver-facts.md``). A refusal may also
 be temporary: another program has taken the memory, or the GPU or a service that it needs fails. So
-refusals count only if they come in a row, on the same GPUs, and if these GPUs passed a test after
-each refusal.
+refusals count only if they are consecutive and on the same GPUs, and if these GPUs passed a test
+after each refusal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 #: The state counts as lost after MOST refusals in a row, if at least PATIENCE seconds are between
 #: the first and the last refusal.
 MOST, PATIENCE = 5, 120.0
-#: After this many seconds without a try the count starts again.
+#: After this many seconds without a try, the count starts again.
 STALE = 600.0
 
 
@@ -41,7 +41,7 @@ class Refusals:
         return self.count >= MOST and now - self.first >= PATIENCE
 
     def blame(self, device: str) -> None:
-        """Forget the refusals if one of them was on this GPU, which has failed its test."""
+        """Forget the refusals if one of them was on this GPU, which has now failed a test."""
         if device in self.devices:
             self.forget()
 

@@ -50,7 +50,8 @@ class UnleasedSuspends:
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
         """Suspend kernels that see one of ``devices`` without a context, if the driver can.
 
-        For one ``order``, the broker asks the driver only once about the same processes.
+        If the broker has already asked the driver about these processes for this ``order``, it does
+        not ask again.
         """
         for session in [*self._core.sessions]:
             candidate = self._candidate(session, devices)
@@ -74,7 +75,7 @@ class UnleasedSuspends:
     def _candidate(
         self, session: LiveSession, devices: list[str]
     ) -> tuple[ProcessId, SessionRecord] | None:
-        """Return the process and record of a session to suspend, or None.
+        """Return the process and record of a session if it should be suspended, or None.
 
         Such a session has no lease and no suspended state, and sees one of ``devices``.
         """

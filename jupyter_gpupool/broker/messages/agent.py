@@ -207,7 +207,8 @@ class AgentMessages:
 def _belongs(pid: int, process: ProcessId, member: bool) -> bool:
     """Return whether process ``pid`` may connect as a part of the session.
 
-    It must be the session's process or a descendant of it. A member may also be an ancestor of it.
+    It may connect if it is the session's process or a descendant of that process. A member may also
+    be an ancestor of the session's process.
     """
     if procfs.descends(pid, process):
         return True

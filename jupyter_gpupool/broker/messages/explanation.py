@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The answer to ``why``: the plan for one session in lines, and the figures behind them.
+"""The answer to ``why``: lines about the plan for one session, and the figures behind the plan.
 
 Times are seconds since the epoch on the broker's clock, or null if no time is known. Sizes are
 bytes. Every interface shows ``lines`` and ``standing``.

@@ -156,11 +156,11 @@ class GuardMessages:
     # ------------------------------------------------------------------ the session's life
 
     def about_to_change(self) -> None:
-        """Withdraw the refused sizes: after the next event the pool may grant them."""
+        """Withdraw the refused totals, because the pool may grant them after the next event."""
         self._refused_growth.withdraw()
 
     def changed(self, session: LiveSession) -> None:
-        """Update the page after a change of state, lease or request, before an answer is sent."""
+        """Update the page after a change of state, lease or request, before the broker answers."""
         record = self._core.record(session.id)
         if record is None:
             return
@@ -233,14 +233,16 @@ class GuardMessages:
 
     def _home_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         """Choose devices for a process that reads them now, and usually asks for the lease next."""
-        # The page already marks the process that asks, so it must not count as one that has read.
+        # The page already marks the process that asks. But this process has not read its devices
+        # yet, so it must not count.
         self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
 
     def request_changed(self, session: LiveSession) -> None:
         """Let the kernel's processes see as many devices as the kernel now asks for.
 
-        If a program sets ``CUDA_VISIBLE_DEVICES`` later, its value is compared with these devices.
+        If a program sets ``CUDA_VISIBLE_DEVICES`` later, the guard compares its value with these
+        devices.
         """
         if session.page is not None:
             self._settle_home(session, looking=0)
@@ -375,7 +377,7 @@ class GuardMessages:
             connection.attempt(message, lambda asking, asked: method(asking, session, asked))
 
 
-#: Seconds after which the guard asks the broker again in any case.
+#: Seconds for which the guard may repeat a refusal before it asks the broker again.
 LASTS = 1.0
 
 #: The codes of refusals that depend on the pool's figures. The reason for any other refusal may end
@@ -387,10 +389,10 @@ class RefusedGrowth:
     """Lets the guard repeat a refusal of growth until something changes.
 
     Programs that search for the largest size that fits, or that retry, ask hundreds of times. So
-    the broker writes into the page the total from which it refuses growth, and the guard refuses
-    such growth without a message. The pool decides only by its events, and the broker withdraws the
-    total before the pool handles the next event. So the guard never refuses what the pool would
-    have granted. The total also expires, because a killed broker cannot withdraw it.
+    the broker writes the smallest refused total into the page. The guard refuses growth to this
+    total or more without a message. Only an event can change the pool's decision, and the broker
+    withdraws the total before the pool handles the next event. So the guard never refuses growth
+    that the pool would grant. The total also expires, because a killed broker cannot withdraw it.
     """
 
     def __init__(self, pages: ControlPages) -> None:

@@ -30,11 +30,12 @@ from .snapshot import Snapshots, StatusAnswers
 #: The most connections of one user to which the broker pushes rows of the journal.
 MAX_WATCHERS = 64
 
-#: The most requests that may wait for a new sample at the same time. For any further request, the
-#: last sample counts.
+#: The most requests that may wait for a new sample at the same time. A further request uses the
+#: last sample.
 MAX_LOOKS = 16
 
-#: A ``keep`` for more seconds than this is a mistake. The rule for smaller numbers is ``max_keep``.
+#: The broker refuses a ``keep`` for more seconds than this as a mistake. For fewer seconds, the
+#: option ``max_keep`` is the rule.
 YEAR = 365 * 86400
 
 
@@ -236,7 +237,7 @@ class PeopleMessages:
         """Tell the watchers of idle sessions that the queue has changed; return their number.
 
         Other sessions may now begin or cease to wait for an idle slice. The message to a connection
-        names one of the idle sessions that it sees.
+        names one of the idle sessions that its user may see.
         """
         owners: dict[str, str] = {}
         for name, (_, idle_since) in self._core.pool.leases().items() if self._watchers else ():

@@ -199,8 +199,8 @@ class ProvisionerMessages:
                 "request": request_to_json(request),
                 "group": owner.group,
                 "env": env,
-                # A container's image has no configuration of its own that could differ from this
-                # one.
+                # Containers need no answer here, because their images contain no configuration that
+                # could differ.
                 "config": None if content else self._configuration.shown(peer),
                 "pid": os.getpid(),
                 "broker": {"machine_wide": self._configuration.machine_wide},

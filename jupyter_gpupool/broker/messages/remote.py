@@ -23,10 +23,10 @@ from ..request_fields import RESULT
 from ..transport.auth import owner_of
 from ..transport.connection import Connection
 
-#: Seconds for the answer of another machine. The start of a kernel there may take 50.
+#: Seconds within which another machine must answer. The start of a kernel there may take 50 s.
 PATIENCE = 60.0
-#: The most orders of one user, and of all users, that may wait for their answers; and the most
-#: orders of one user for this machine at the same time.
+#: MOST_OF_USER and MOST: the most orders of one user, and of all users, that may wait for their
+#: answers. MOST_HERE: the most orders of one user that this machine carries out at the same time.
 MOST_OF_USER, MOST, MOST_HERE = 64, 1000, 8
 #: An answer to the agent is full when its credentials have this many characters. The agent gets the
 #: other orders in the next answer.
@@ -38,8 +38,8 @@ LONGEST = 60.0
 @dataclass(slots=True)
 class _SentOrder:
     uid: int
-    #: None after the connection has ended. If the agent has fetched the order, the order still
-    #: counts for the user's limit until its answer comes.
+    #: None after the connection has ended. An order that the agent has fetched still counts for the
+    #: user's limit until its answer comes.
     connection: Connection | None
     request: int | None
     node: str
@@ -219,7 +219,7 @@ class RemoteMessages:
     # ------------------------------------------------------------------ the agent
 
     def orders(self, connection: Connection, message: Message) -> None:
-        """Answer with the orders for other machines: as soon as there are some, or after a time."""
+        """Answer with the orders for other machines, at the latest after the agent's ``wait``."""
         self._check_agent(connection)
         self._release_agent()
         wait = min(max(float(message.get("wait", 0.0)), 0.0), LONGEST)
@@ -283,8 +283,8 @@ class RemoteMessages:
             self._agent[2].cancel()
             self._agent = None
         for name in [n for n, o in self._orders.items() if o.connection is connection]:
-            # Keep the order, so that it counts for the user's limit. Otherwise, a user could begin
-            # any number of orders by closing the connection after each order.
+            # An order that the agent has fetched still counts for the user's limit. Otherwise, a
+            # user could close the connection after each order, and so begin any number of orders.
             self._orders[name] = replace(self._orders[name], connection=None)
             if name in self._new:
                 self._forget(name)

@@ -164,7 +164,7 @@ class Snapshots:
             "memory_capacity": view.capacity,
             "memory_granted": view.granted,
             "memory_foreign": view.foreign,
-            # None for a device out of service: the pool grants nothing there, however much is free.
+            # None for a device out of service, because the pool grants nothing there.
             "memory_free": None if view.drained_reason else view.free,
             "memory_used": sample.used if sample else None,
             "utilisation": sample.utilisation if sample else None,
@@ -353,7 +353,7 @@ _NO_USAGE = Usage()
 def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
     """Return GPU-seconds: the decayed usage, the usage of today, and the daily budget.
 
-    The budget is None if all machines share it, because the usage is that of this machine.
+    If all machines share the budget, it is None here, because this usage covers one machine only.
     """
     return {
         "counts": round(usage.dominant, 1),

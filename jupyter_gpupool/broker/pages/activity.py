@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Finds which sessions use their device now: reads their pages, and tells the pool by holds.
+"""Finds which sessions use their device now, and tells the pool by taking and dropping holds.
 
 All CUDA activity of a session is one hold, :data:`DEVICE_HOLD`. The broker takes this hold when a
 call waits for a lease (see ``messages/guard``) or has passed the gate. It drops the hold after
@@ -63,7 +63,7 @@ _NOTHING = Seen()
 
 
 class Activity:
-    """Reads the pages of attached sessions, while there are such sessions."""
+    """Reads the pages of attached sessions."""
 
     def __init__(self, core: Core, pages: ControlPages, configuration: Configuration) -> None:
         self.attached: dict[str, LiveSession] = {}
@@ -100,8 +100,8 @@ class Activity:
 
         No round reads the page of such a session. An attached session counts as idle after
         ``quiet_after`` seconds without calls, so this check comes after the same time. If no call
-        of the session waits at the gate then, the session is idle, and the pool must not restore it
-        for nothing.
+        of the session waits at the gate then, the session counts as idle, so that the pool does not
+        restore it needlessly.
         """
         asyncio.get_running_loop().call_later(self.quiet_after, self._still_wanted, session)
 
@@ -143,8 +143,8 @@ class Activity:
     def recording(self, session: LiveSession) -> bool:
         """Return whether the session was recording a graph when last read, which counts as use.
 
-        A graph without a CUDA call for ABANDONED seconds does not count: nothing will end the
-        recording.
+        A recording without a CUDA call for ABANDONED seconds does not count, because it may never
+        end.
         """
         use = session.use
         return bool(use.captures) and self._now() - use.captured_at < ABANDONED
@@ -188,8 +188,8 @@ class Activity:
     def counted(self, session: LiveSession) -> Mapping[str, int]:
         """Return the session's bytes on each device of its lease; {} without a page.
 
-        This method does not read the page again if only the death of a process can have changed it,
-        because nearly all sessions are idle.
+        While a session is idle, only the death of a process can change these bytes. So this method
+        reads the page of an idle session only every REST seconds. Nearly all sessions are idle.
         """
         use = session.use
         untouched = not use.held and self._pages.gate(session) == UNUSED
@@ -279,7 +279,7 @@ class Activity:
         if reading is None or not reading.cuda:
             return ()
         known = {device_name(device.uuid): device.uuid for device in self._core.pool.devices()}
-        # For each of the session's devices: the device that the first process sees in its place.
+        # For each home device of the session: the device that the first process sees in its place.
         seen = [
             next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
             for i, home in enumerate(session.home[:DEVICES])
@@ -295,11 +295,11 @@ class Activity:
             )
 
     def cell_over(self, session: LiveSession) -> None:
-        """Count the session as idle when its agent has no hold left, unless the policy is ``lazy``.
+        """Count a session as idle after its last cell. The policy ``lazy`` does not need this.
 
-        The calls of the cell that has ended are no reason to keep the slice for ``quiet_after``
-        seconds. If a thread still makes calls, the next round sees them. If the pool wants the
-        slice before that round, the check before the suspend sees them.
+        The session need not keep its slice for ``quiet_after`` seconds after the calls of the cell.
+        If a thread still makes calls, the next round sees them. If the pool wants the slice before
+        that round, the check before the suspend sees them.
         """
         record = self._core.record(session.id)
         if record is None or record.attach == "lazy" or not session.use.held:
@@ -344,7 +344,7 @@ class Activity:
         )
 
 
-#: A paused gate opens by itself after this many time slices.
+#: A pause of a gate ends after this many time slices, even if the broker has died.
 PAUSE = 2
 
 #: Time slices without contention after which the broker stops time slicing.
@@ -358,7 +358,8 @@ class TimeShare:
     and pauses gates, and measures the use. It pauses a gate only if sessions that were busy in one
     round contend. Otherwise the driver shares the device well enough, and without gaps.
 
-    A pause ends by itself (``pause_until``), so the death of the broker blocks no session.
+    The page says when a pause ends (``pause_until``), so a session can go on even if the broker
+    dies.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Make the sessions' shared pages, keep them equal to the pool's records, remove them.
+"""Makes the sessions' shared pages, keeps them equal to the pool's records, removes them.
 
 Each session that runs under the guard has one small file in a folder of this broker. The guard in
 the session's processes reads there what it may do. It sends a message only when the gate is closed
@@ -166,8 +166,9 @@ class ControlPages:
         """Return the path of a session's page. The session's processes know this path.
 
         A broker of another version or at another socket may have made the page in a folder of its
-        own. If the process that names the path belongs to another user, the broker accepts the path
-        only in the folder of shared memory that it may have used before.
+        own. The kernel's environment names that path. If the kernel belongs to another user than
+        the broker, the broker accepts only a path in the folder of shared memory that an earlier
+        broker at this socket may have used.
         """
         path = self._path(session)
         if os.path.lexists(path):
@@ -358,8 +359,8 @@ class ControlPages:
     def read(self, session: LiveSession) -> Reading | None:
         """Return the page's data on living processes; None if the page cannot be read.
 
-        Processes of a container write the numbers that they have in the container. The result has
-        their numbers in this process's namespace.
+        Processes of a container write their process ids in the container. The result has their
+        process ids in the broker's namespace.
 
         The result leaves out a process that died by SIGKILL, even if it died during a call. Its
         slot stays until another process of the session needs it.
@@ -383,15 +384,18 @@ class ControlPages:
         return replace(reading, slots=there)
 
     def translated(self, session: LiveSession, number: int, beside: int) -> int:
-        """Return the number that process ``number`` of another namespace has in this namespace.
+        """Return the process id, in this namespace, of process ``number`` of another namespace.
 
-        The other namespace is that of process ``beside``. The result is 0 if this namespace has no
+        Process ``beside`` is in the other namespace. The result is 0 if this namespace has no
         process ``number``, or if the session asks too often.
         """
         return self._translation.number(session, number, beside)
 
     def set_vain(self, session: LiveSession, totals: Sequence[int], until: int) -> None:
-        """Write the totals from which growth is refused. With (), the guard asks each time."""
+        """Write the totals from which the guard refuses growth.
+
+        With (), the guard asks the broker each time.
+        """
         if session.page is not None:
             try:
                 session.page.set_vain(totals[:DEVICES], until)
@@ -401,7 +405,7 @@ class ControlPages:
     def moved(
         self, session: LiveSession, suspended: Sequence[ProcessId], moves: Mapping[str, str]
     ) -> None:
-        """Write the devices that suspended processes see after a restore with a map of devices.
+        """After a restore on other devices, write which devices the suspended processes see now.
 
         A process with a context moves with its session. But the driver may also have state of a
         process without a context. The slot of such a process still names the devices that it saw
@@ -439,7 +443,10 @@ class ControlPages:
         return reading is not None and any(s.landing == LANDING_ASIDE for s in reading.slots)
 
     def no_longer_aside(self, session: LiveSession) -> None:
-        """Let the processes of a session that the driver has resumed query the driver again."""
+        """End :meth:`set_aside`, so that the processes may query the driver again.
+
+        Call this when the driver has resumed the processes.
+        """
         reading = self.read(session)
         for slot in reading.slots if reading is not None else ():
             if slot.landing == LANDING_ASIDE:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Figures of a page besides the grant: the devices to see, and how much the grant could grow."""
+"""Two figures in each page: the devices that a kernel sees, and how much its grant could grow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .control import ControlPages
 
 
 class Rooms:
-    """Keeps up to date in each page the bytes by which its session's grant could grow.
+    """Writes into each page the number of bytes by which its session's grant could grow.
 
     The guard limits the result of ``cuMemGetInfo`` by this figure. The device's own free memory
     cannot be this limit, because it includes memory that the pool has granted to a neighbour and
@@ -35,8 +35,8 @@ class Rooms:
         self._pages = pages
         self._activity = activity
         #: ``_slices`` has the slices of each attached session, as last seen. ``_growing`` has the
-        #: slices and the limit of each session whose grant can grow. The figures of other sessions
-        #: depend on no lease.
+        #: slices and the limit of each session whose grant can grow. The figures of all other
+        #: sessions do not depend on leases.
         self._slices: dict[str, tuple[Slice, ...]] = {}
         self._growing: dict[str, tuple[tuple[Slice, ...], int]] = {}
         #: By session: the figure in its page.

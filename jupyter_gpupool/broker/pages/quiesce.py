@@ -5,8 +5,8 @@
 The guard does not count launches, because counting the beginning and the end of each launch would
 cost more than the test of the gate. It does not count other calls that only pass the gate, either.
 So a thread may find the gate open, lose its processor, and enter the driver long after the gate was
-closed. If it enters before the driver is locked, the lock drains its call like any other call. If
-it enters later, it blocks inside the driver, where nothing asks for a lease for it.
+closed. If it enters before the driver is locked, the lock waits for its call like for any other
+call. If it enters later, it blocks inside the driver, and nobody asks for a lease for this thread.
 
 So the broker gives each thread the time to enter the driver. The reasoning is that of RCU's grace
 periods: the way from the gate into the driver is a few instructions, and no thread sleeps on it. A
@@ -54,7 +54,9 @@ def on_the_way(pids: Iterable[int]) -> dict[tuple[int, int], int]:
 async def drain(
     read: Callable[[], Reading | None], pid: int | None = None, *, patience: float = DRAIN
 ) -> str:
-    """Wait until no call can be on its way into the driver; return why one may be, or "".
+    """Wait until no call can be on its way into the driver.
+
+    Return "", or after a time-out the reason why a call may still be on its way.
 
     The wait covers all processes of the page that ``read`` returns, or only process ``pid``.
     """

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Whether new kernels run under the guard, and the variables that they need for it."""
+"""Decides whether new kernels run under the guard, and gives them the variables for it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ class GuardSetup:
 
     @property
     def attach(self) -> tuple[AttachPolicy, str]:
-        """The policy of a session that names none, and why it is not the configured policy."""
+        """The attach policy of a session that names none.
+
+        If this is not the configured policy, the second value says why; otherwise it is "".
+        """
         configured = self._configuration.settings.attach
         return usable_attach(configured, self.guarded, self.problem)
 

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Translates the process numbers in a session's page, which are those of the session's container.
+"""Translates process ids in a session's page: from the session's namespace to the broker's.
 
-The operating system translates. A process counts as a process of the page only if it runs in the
-PID namespace of the session, has this number there, and was started at this time. So a page cannot
-name processes of another container or of the machine.
+The broker asks the operating system for the ids. A process counts as a process of the page only if
+it runs in the PID namespace of the session, and has the id and the start time that the page names.
+So a page cannot name processes of another container or of the machine.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LOOKS = 1.0, 8.0
 
 #: Scans that the pages of all sessions of one user may cause: per second, and in one burst. Without
 #: this limit, a user with a false page in each of 20 sessions would keep the event loop busy on a
-#: machine with 1,000 processes. Scans for a message are not counted here: the message's price
+#: machine with 1,000 processes. Scans for a message do not count here, because the message's price
 #: includes them.
 LOOKS_OF_USER = 4.0, 32.0
 
 
 class Translation:
-    """Translates process numbers, and remembers them: a process keeps its numbers."""
+    """Translates process ids, and remembers the result, because a process keeps its ids."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

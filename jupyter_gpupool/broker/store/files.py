@@ -50,7 +50,7 @@ LOOK = 1.0
 #: not used for 10 days in /tmp and for 30 in /var/tmp.
 TOUCH = 86400.0
 
-#: Most bytes of a file beside the socket that the broker can restore.
+#: The most bytes of a file beside the socket that the broker can restore.
 MAX_KEPT = 1 << 20
 
 #: Suffixes of files that other code restores, or that processes have locked.
@@ -85,7 +85,7 @@ class StartRecordFile:
                 )  # fmt: skip
 
     def write(self, journal: Path) -> None:
-        """Write the record, unless the machine's service manager starts this broker again."""
+        """Write the record; do nothing for a broker that clients cannot start again."""
         if is_machine_wide(self._socket) or not self._command:
             return
         command = [*self._command, "--socket", str(self._socket)]
@@ -134,7 +134,7 @@ class StartRecordFile:
         if self._record is None:
             return
         self._record = change_record(self._socket, self._record, **changes)
-        # If the broker ends in order, it removes the copy.
+        # A broker that ends in order has removed the copy, and must not write it again.
         if copy_path(Path(self._record.journal)).exists():
             with suppress(OSError):
                 write_copy(self._record)
@@ -269,7 +269,7 @@ def _write(path: Path, mode: int, content: bytes) -> None:
 #: Files younger than this many seconds stay: a broker may be starting with them.
 YOUNG = 600.0
 
-#: The same for a folder that an older version made, because such a folder does not name its broker.
+#: A folder of an older version stays for this many seconds, because it does not name its broker.
 UNKNOWN_YOUNG = 86400.0
 
 #: The files beside a socket, as suffixes of its name. The log is not among them: it stays for
@@ -280,11 +280,12 @@ _BESIDE = ("", ".lock", ".start", ".start.json", ".start.failed", ".pages", ".em
 def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> None:
     """Remove the files of killed brokers of this user; ``own`` is the socket of the caller.
 
-    A broker that ends in order leaves no files, and a broker that is started again at the same
-    socket uses its files again. All other files belong to sockets that are not in use: sockets of
-    tests, of containers, or at an old path. Files that a living broker or kernel may need stay.
+    A broker that ends in order leaves no files. A broker that starts again at the same socket uses
+    the old files there. So this function removes only files of sockets that no broker uses any
+    more: sockets of tests, of containers, or at an old path. It keeps files that a living broker or
+    kernel may need.
 
-    This reads ``/proc`` and the disk, so do not call it in an event loop.
+    This function reads ``/proc`` and the disk, so do not call it in an event loop.
     """
     used = _in_use()
     removed = [path for path in _dead_pages(own, used, shared) if _remove(path)]
@@ -295,7 +296,7 @@ def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> No
 
 
 def _in_use() -> set[Path]:
-    """Return the sockets and the folders of pages in the environments of this user's processes."""
+    """Return the sockets and folders of pages in the environments of this user's processes."""
     found = set()
     for pid in procfs.all_pids():
         named = procfs.variables(pid, ["GPUPOOL_PAGE", "GPUPOOL_SOCKET"]) or {}
@@ -382,8 +383,9 @@ def _files_of(socket: Path) -> list[Path]:
 def _broker_lives(socket: Path) -> bool:
     """Return whether a broker may live at the socket.
 
-    The result is True if the process that claimed the socket lives, or another process with its
-    number, or if another process has the lock.
+    The lock names the process that claimed the socket. The result is True if a process with this
+    pid lives; this may be a different process that has got the pid since. The result is also True
+    if a process has locked the lock's file.
     """
     try:
         descriptor = os.open(f"{socket}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

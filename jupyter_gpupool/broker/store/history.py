@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Reads pages of the journal for clients, and trims the journal, outside of the event loop.
 
-SQLite may wait for the disk. So one thread reads pages, for one request at a time, and users take
-turns. The rows and bytes of a page are limited, and an index leads to its rows.
+SQLite may wait for the disk. So one thread reads one page at a time, and serves the users in
+rotation. The rows and bytes of a page are limited, and an index leads to its rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _COLUMNS = "seq, time, kind, session, owner, device, bytes, seconds, reason, det
 
 @dataclass(frozen=True)
 class Query:
-    """Asks for at most ``limit`` rows above ``after``, of one session or owner if set."""
+    """Asks for at most ``limit`` rows whose number is above ``after``.
+
+    If ``session`` or ``owner`` is set, the query asks only for rows of that session or owner.
+    """
 
     after: int = 0
     limit: int = MAX_ROWS
@@ -152,11 +155,11 @@ def _or_null(value: Any, encoded: Callable[[Any], str]) -> str:
     return "null" if value is None else encoded(value)
 
 
-#: Seconds to wait while another connection has locked the file. The event loop waits, too.
+#: Seconds to wait while another connection has locked the file. This wait may block the event loop.
 LOCK_WAIT = 0.2
 
-#: The rows or pages in one transaction, and the seconds between two transactions: the event loop
-#: waits for each transaction.
+#: The rows or pages in one transaction, and the seconds between two transactions. Both are small,
+#: because the event loop waits for each transaction.
 STEP = 500
 BREATH = 0.002
 

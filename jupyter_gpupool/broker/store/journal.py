@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Data that outlives the broker: the current sessions, and a row for everything that happened.
+"""Keeps data for the next broker and for reports: the current sessions, and a row per event.
 
 The data is in one SQLite file in WAL mode. A restart reads ``sessions``. Reports and timelines read
 ``events``, which is append-only. A commit is not synced to the disk. It survives the death of the
@@ -35,19 +35,19 @@ SCHEMA_VERSION = 1
 #: The most rows that are kept; older rows are dropped. A row takes about 200 bytes.
 MAX_ROWS = 500_000
 
-#: Bytes on the disk without which no journal can be opened.
+#: With fewer free bytes than this, a disk counts as full.
 LEAST_ROOM = 64 << 10
 
-#: The most bytes on the disk, unless configured otherwise. The write-ahead log takes further bytes.
+#: The default for the most bytes on the disk. The write-ahead log takes further bytes.
 MAX_BYTES = 256 << 20
 
-#: Bytes of write-ahead log at which SQLite starts it again from its beginning.
+#: At this size of the write-ahead log, in bytes, SQLite writes the log from its beginning again.
 MAX_LOG = 16 << 20
 
 #: Commits between two checks of the log's size.
 LOOK_AT_LOG = 32
 
-#: One encoder for all values: ``json.dumps`` with ``separators`` would make one for each value.
+#: One encoder for all values, because ``json.dumps`` with ``separators`` makes one for each value.
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 
 #: The most rows that are kept in memory while the file cannot be written.
@@ -114,7 +114,10 @@ class JournalUnusable(GPUPoolError):
 
 
 def unusable(path: Path, verb: str, error: Exception) -> JournalUnusable:
-    """Return the error of a journal that cannot be used or locked (``verb``), with its remedy."""
+    """Return the error for a journal that the broker cannot use or lock, with its remedy.
+
+    ``verb`` is "used" or "locked".
+    """
     reason = getattr(error, "strerror", None) or str(error)
     message = f"The journal {path} cannot be {verb} ({reason})."
     if _disk_is_full(path.parent, error):
@@ -185,9 +188,10 @@ class Journal:
         self._meta: dict[str, str] = {}
         self._lost = 0
         self._commits = 0
-        #: The length of the log at which the broker next asks for a :meth:`tidy` in another thread.
+        #: The length of the log at which the broker asks for the next :meth:`tidy` in another
+        #: thread.
         self._long = MAX_LOG // 2
-        #: Whether the checkpoint before the next commit was not synced.
+        #: Whether ``synchronous`` is off since a checkpoint. After the next commit, it is on again.
         self._unsynced = False
         self._known: dict[str, str] = {}
         try:
@@ -316,12 +320,15 @@ class Journal:
     def _bound_log(self) -> None:
         """If the log has become long, let the next transaction start it again from its beginning.
 
-        :meth:`tidy` cannot do this while the broker writes without a pause, because new writes come
-        after the read of :meth:`tidy`. During this method, the broker writes nothing else. This
-        method does not sync the file: the next :meth:`tidy` does. Until then, rows are lost only if
-        the machine loses its power. The next commit starts the log again with a new header, and
-        does not sync this header, either (a sync takes 0.2 to 12 ms of the event loop). Such a sync
-        would protect the file only if all data from the old log were on the disk before it.
+        While the broker writes without a pause, :meth:`tidy` cannot do this, because new writes
+        come after :meth:`tidy` has read the log. During this method, the broker writes nothing
+        else.
+
+        This method does not sync the file; the next :meth:`tidy` does. If the machine loses its
+        power before that, rows are lost. The next commit writes a new header at the beginning of
+        the log. It does not sync the header, because a sync delays the event loop by 0.2 to 12 ms.
+        A sync of the header would protect the file only if all data from the old log were already
+        on the disk.
         """
         self._commits += 1
         try:
@@ -365,10 +372,10 @@ class Journal:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # this takes effect only for a new file
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
-            # SQLite truncates a longer log on the event loop. The truncation takes milliseconds.
-            # The sync of the next log does, too, because writes beyond a file's end change the file
-            # system's own data. With this limit, SQLite truncates only a log that a long read has
-            # let grow.
+            # If the log is longer than this limit, SQLite truncates it on the event loop, which
+            # takes milliseconds. The next sync then takes milliseconds, too: the log grows again,
+            # and the growth of a file changes the file system's own data. This limit is so high
+            # that the log exceeds it only during a long read.
             db.execute(f"PRAGMA journal_size_limit = {2 * MAX_LOG}").fetchall()
             # tidy() makes the checkpoints, without delaying the event loop.
             db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()

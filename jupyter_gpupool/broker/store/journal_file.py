@@ -6,10 +6,10 @@ If two brokers wrote one journal, both would drive the kernels in it. So the jou
 which a broker keeps for its whole life. The lock names its broker's socket, so that a second broker
 can name the first one to its clients.
 
-Kernels know one socket. A broker at another socket could read their sessions in the journal, but
-the kernels would never find this broker. A broker at their socket that uses another journal would
-not know the kernels' sessions. Such a broker starts only when no process of those sessions lives
-any more.
+Each kernel looks for its broker at one socket. A broker at another socket could read the kernel's
+session in the journal, but the kernel would never find this broker. A broker at the kernel's socket
+with another journal would not know the session. In either case, the broker starts only when no
+process of such sessions lives any more.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ...procfs import ProcessId, alive
 from ...startrecord import BadRecord, read_record
 from .journal import Journal, JournalUnusable, unusable
 
-#: The number of tries for the lock, and seconds between two tries. A client that checks the lock
-#: has the lock itself for an instant.
+#: The number of tries for the lock, and seconds between two tries. More than one try is necessary,
+#: because a client that checks the lock has it for an instant.
 TRIES, PAUSE = 10, 0.02
 
 
@@ -147,19 +147,19 @@ class JournalLock:
 
 
 def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) -> None:
-    """Begin the journal at ``path`` with this machine's journal of an older version, if it has one.
+    """Copy this machine's journal of an older version to ``path``, if there is one.
 
     The name of the older file does not show to which machine it belongs. The file belongs to this
-    machine if its sessions are of this boot. It also belongs to this machine if the folder is
-    local, so that no other machine can have written it.
+    machine if its sessions are of this boot. If the folder is local, the file also belongs to this
+    machine, because no other machine can have written it.
 
     Raises
     ------
     BrokerUnavailable
         If the broker of the older version lives.
     JournalUnusable
-        If the older journal cannot be copied. The broker does not change it: with an empty journal
-        in its place, the pool would lose kernels that may still live.
+        If the older journal cannot be copied. The broker then leaves it as it is and does not
+        start, because with an empty journal the pool would lose kernels that may still live.
     """
     if path.exists():
         return
@@ -193,7 +193,9 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
 
 
 def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
-    """Copy a journal; return False if it is of another boot, unless ``any_boot``.
+    """Copy a journal to ``path``; return False if the journal is of another boot.
+
+    If ``any_boot`` is true, this function copies a journal of any boot.
 
     If the copy is not complete, this function does not make ``path``.
     """
@@ -207,7 +209,7 @@ def _copy(old: Path, path: Path, *, any_boot: bool) -> bool:
             os.close(os.open(temporary, flags, 0o600))
             with closing(sqlite3.connect(temporary)) as copy:
                 source.backup(copy)
-                # The copy has no log beside it, because only one file can be renamed.
+                # In this mode, the copy has no log beside it. The rename below moves only one file.
                 copy.execute("PRAGMA journal_mode = DELETE")
         _sync(temporary)
         temporary.rename(path)
@@ -244,7 +246,7 @@ def _check_ended(old: Path, listened: Path, own: Path) -> None:
     keeps locks on an open journal, and the operating system shows which process has these locks.
     """
     holder = _holder(old)
-    # This broker itself has the lock of ``own``.
+    # This broker itself has locked ``own``, so the lock of ``own`` shows no older broker.
     if holder is None and listened != own:
         with suppress(OSError):
             lock = os.open(f"{listened}.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -289,7 +291,7 @@ def _holder(journal: Path) -> int | None:
 
 
 def _older_names(state_dir: Path, socket: Path) -> Iterable[tuple[Path, Path]]:
-    """Yield the journals that may be this broker's, each with the socket of its broker."""
+    """Yield the older journals that may belong to this broker, each with its broker's socket."""
     uid = os.geteuid()
     sockets = [
         socket,

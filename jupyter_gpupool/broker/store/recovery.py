@@ -56,17 +56,17 @@ from ..sessions import LiveSession
 from .records import from_json, frozen_in, read_session
 from .usage import UsageBook
 
-#: This hold stands for an agent's own holds until the agent is back, so that the pool does not take
-#: the slice. It lasts for a limited time. With the attach policy ``lazy``, this is GRACE_LAZY
-#: seconds: with this policy the guard shows the use of the device, so only a cell that has a hold
-#: but computes nothing needs this hold.
+#: Until an agent has reconnected, this hold replaces the agent's own holds, so that the pool does
+#: not take the slice. The hold ends after a limited time. With the attach policy ``lazy``, this
+#: time is only GRACE_LAZY seconds: the guard shows whether the session uses its device, so only a
+#: cell that computes nothing needs this hold.
 RECOVERED_HOLD = "recovered"
 GRACE_LAZY = 2.0
 
 
 @dataclass
 class RecoveredSession:
-    """A session to recover; ``lost`` says why this is impossible."""
+    """A session to recover. If it cannot be recovered, ``lost`` says why."""
 
     session: LiveSession
     record: SessionRecord
@@ -149,7 +149,7 @@ def check_reach(
 class Recovery:
     """Recovers the sessions of the previous broker.
 
-    ``alone_since`` is a monotonic time. No other broker can have used these sessions after it.
+    ``alone_since`` is a monotonic time. From this time on, no other broker uses these sessions.
     """
 
     def __init__(
@@ -191,8 +191,8 @@ class Recovery:
             stored = {}
         journal.remember("boot", boot_id())
         journal.remember("socket", socket)
-        # Finish the moves of processes before any question to the driver: a process that is being
-        # moved is between two devices.
+        # The broker finishes the moves of processes before it asks the driver about sessions,
+        # because a process in a move is between two devices.
         guarded = [n for n, entry in stored.items() if self._service.guard and _was_guarded(entry)]
         await asyncio.gather(*(self._landings.recover(name) for name in guarded))
         found, dead = await recover(stored, self._service, core.now(), self._log)
@@ -215,7 +215,7 @@ class Recovery:
         core.commit()
 
     def _adopt_page(self, one: RecoveredSession) -> None:
-        """Open the session's page, and take from it whether the session uses its device."""
+        """Open the session's page, and read in it whether the session uses its device."""
         session, record = one.session, one.record
         used = bool(record.bound or record.slices or record.suspended)
         self._pages.adopt(session, used=used)
@@ -264,7 +264,8 @@ class Recovery:
         """
         session, record = one.session, self._core.record(one.session.id)
         if record is not None and not record.suspended:
-            # The earlier broker ended before it asked the driver.
+            # If the earlier broker marked the session for a suspend, it ended before it asked the
+            # driver.
             self._pages.no_longer_aside(session)
         quiet = self._activity.untouched(session)
         self._guard.changed(session)
@@ -345,8 +346,8 @@ async def _recover_one(
             session, _attached(record, now), idle_since=idle_since, computed=computed
         )
     if record.suspended:
-        # The session was suspended, but it runs: something outside the pool resumed it without a
-        # grant.
+        # The session was suspended, but it runs now, because a program outside the pool has resumed
+        # it without a grant.
         log.warning("Session %s was suspended, but it now runs without a slice", session.id)
         record = replace(record, suspended=())
     return RecoveredSession(session, _detached(record, now))

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Keeps in the journal what users and groups have used, so that a restart forgets no share.
+"""Keeps the usage of users and groups in the journal, so that fair shares survive a restart.
 
 The journal has two values. The first is the usage of all users and groups. The broker writes it
 once a minute while there are leases. The second is the usage of those that have used anything since
@@ -31,8 +31,8 @@ _ALL, _RECENT = "usage", "usage-recent"
 #: Seconds between two writes of the recent usage, and of all, while there are leases.
 SOON, LATER = 1.0, 60.0
 
-#: The most users, and the most groups, that are kept: those that have used most. Each takes about
-#: 80 bytes.
+#: The broker keeps the usage of at most this many users and this many groups: the largest users
+#: first. Each of them takes about 80 bytes.
 MOST = 2000
 
 #: Fewer GPU-seconds than this are not worth keeping.
@@ -45,11 +45,12 @@ class UsageBook:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._timer: asyncio.TimerHandle | None = None
-        #: When the usage of all was written last.
+        #: The time at which the broker last wrote the usage of all.
         self._saved_at = -math.inf
-        #: When the previous broker last wrote; None if there was no previous broker, or if the
-        #: machine has rebooted since. The time between the two brokers counts only the seconds that
-        #: the machine was awake, because a lease uses nothing while the machine sleeps.
+        #: The time at which the previous broker last wrote. It is None if there was no previous
+        #: broker, or if the machine has rebooted since. The time between the two brokers counts
+        #: only the seconds that the machine was awake, because a lease uses nothing while the
+        #: machine sleeps.
         gone = time.monotonic() - float(core.journal.meta("awake") or math.inf)
         self._since = core.now() - gone if gone >= 0 else None
 
@@ -75,14 +76,14 @@ class UsageBook:
             self._timer = asyncio.get_running_loop().call_later(SOON, self._look)
 
     def close(self) -> None:
-        """Write for the last time."""
+        """Write the usage of all before the broker ends."""
         if self._timer is not None:
             self._timer.cancel()
         self._core.follow_clock()
         self._save(self._core.now())
 
     def _save(self, now: float) -> None:
-        """Let the next commit write the usage of all."""
+        """Pass the usage of all to the journal, which writes it with the next commit."""
         found = self._core.pool.usage(now)
         self._saved_at = now
         self._core.journal.remember(_ALL, usage_text(found.users, found.groups, self._core.ahead))
@@ -90,7 +91,7 @@ class UsageBook:
 
     def _look(self) -> None:
         core, self._timer = self._core, None
-        # This must be first, because the figures are written with the time of day.
+        # This call must be first, because the journal's figures contain times of day.
         core.follow_clock()
         now = core.now()
         leases = any(state in HAS_LEASE for state in core.busy.values())
@@ -105,9 +106,9 @@ class UsageBook:
 
 
 def usage_text(users: Mapping[str, Usage], groups: Mapping[str, Usage], ahead: float = 0.0) -> str:
-    """Return usage as text: the largest first, for a limited number of users and groups.
+    """Return the usage as text, for at most MOST users and MOST groups, the largest first.
 
-    ``ahead``: seconds by which the time of day is ahead of the clock of these figures.
+    ``ahead`` is the time of day minus the clock of these figures, in seconds.
     """
     found = {"users": _rows(users, ahead), "groups": _rows(groups, ahead)}
     return json.dumps(found, separators=(",", ":"))

@@ -3,8 +3,8 @@
 """Identify the peer of a connection, and check what that user may see and do.
 
 Identity comes from the operating system (``SO_PEERCRED``), or for containers from the socket that
-the peer can reach (``usersockets``), never from a message. Only a session's token in a message
-proves more: that the session was opened for the sender.
+the peer can reach (``usersockets``), never from a message. A session's token in a message proves,
+in addition, that the session was opened for the sender.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 #: A user id of this machine, or a name. A peer that came through a user's own socket has the name
-#: of that user, because a user id in a container names nobody.
+#: of that user, because a user id in a container does not name a user of the machine.
 User = int | str
 
 
@@ -30,7 +30,8 @@ User = int | str
 class Peer:
     """The process that made a connection, as it was at that moment.
 
-    ``pid`` is the number of the process here, even if it has another number in its own namespace.
+    ``pid`` is the process id in the broker's PID namespace. The process may have another id in its
+    own namespace.
     """
 
     pid: int
@@ -41,7 +42,7 @@ class Peer:
 def peer_of(connection: socket.socket, user: str = "") -> Peer:
     """Return the peer of a connected unix socket.
 
-    If ``user`` is not "", the socket is the own socket of this user.
+    ``user`` is the owner of a user's own socket; "" for the socket for all users.
     """
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(raw)

@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """One peer's connection: bytes to messages and back, within limits that protect other peers.
 
-This part does not know what a message means, or in which order the turns come: ``dispatch`` calls
-:meth:`step`. The broker handles the acts of a connection in the order in which they came. In
-addition to the acts, one read may wait for its answer. If a further request has to wait, or if the
-peer has many unread answers, the broker reads nothing more from the peer.
+This module does not know what a message means. ``dispatch`` decides when a connection handles its
+next request, and calls :meth:`step`. A read is a request that changes nothing; any other request is
+an act. The broker handles the acts of a connection in the order in which they came. Meanwhile, one
+read of the connection may wait for its answer. If a further request has to wait, or if the peer has
+many unread answers, the broker reads nothing more from the peer.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 #: connections would keep the loop reading.
 CHUNK = 16 << 10
 
-#: The most bytes of requests that all connections of one user may have here at the same time. These
-#: requests are incomplete, or wait for the user's budget.
+#: The most bytes of incomplete and waiting requests that the broker keeps at the same time for all
+#: connections of one user.
 MAX_UNFINISHED = 4 << 20
 
 #: The number of malformed messages after which the connection is closed.
@@ -48,7 +49,7 @@ MAX_WAITING = 256
 HIGH_WATER = 32 << 10
 
 #: The number of unread bytes at which the connection is closed. Above HIGH_WATER, the broker adds
-#: only messages for which the peer did not ask.
+#: only messages that the peer did not ask for.
 MAX_UNREAD = 1 << 20
 
 #: Seconds within which a peer must read if more than HIGH_WATER is unread, or must send the rest of
@@ -93,7 +94,7 @@ class Service(Protocol):
 
 
 class Connection(asyncio.BufferedProtocol):
-    """See the module. ``session`` is set after the ``hello`` of a kernel's agent."""
+    """The connection of one peer. ``session`` is set after the ``hello`` of a kernel's agent."""
 
     def __init__(self, service: Service, user: str = "") -> None:
         self.service = service
@@ -105,7 +106,7 @@ class Connection(asyncio.BufferedProtocol):
         self.session: LiveSession | None = None
         #: The sessions that this connection has opened and that are not launched yet.
         self.opened: set[str] = set()
-        #: The session whose ``launched`` a message of this connection waits for.
+        #: A message of this connection waits until this session is launched; None if none waits.
         self.early: LiveSession | None = None
         #: The number of hold requests that wait for their answer.
         self.waiting = 0
@@ -117,8 +118,8 @@ class Connection(asyncio.BufferedProtocol):
         self._scanned = 0
         self._ended = False
         self._bad = 0
-        #: The next request, decoded, if it is a read that must wait until the previous read has its
-        #: answer.
+        #: The next request, already decoded, if it is a read that must wait for the answer to the
+        #: previous read.
         self._next: Message | None = None
         #: Whether the next request is an act that waits for its user's budget, and the price of
         #: this act. The act stays in the buffer, because it can take several times as much memory
@@ -132,7 +133,7 @@ class Connection(asyncio.BufferedProtocol):
         self._choked: asyncio.TimerHandle | None = None
         #: Ends the connection if the rest of a long request does not come in time.
         self._rest: asyncio.TimerHandle | None = None
-        #: Bytes of the answers to the request being handled.
+        #: Bytes of the answers to the present request.
         self._sent = 0
 
     # ------------------------------------------------------------------ for the rest of the broker
@@ -180,11 +181,11 @@ class Connection(asyncio.BufferedProtocol):
     def answer_with(self, request_id: int | None, descriptor: int) -> None:
         """Answer a request with ``ok``, and give the peer a copy of a descriptor.
 
-        The descriptor goes around the transport, so this works only on a connection without other
-        unread answers. On any other connection the peer gets no descriptor, and may ask again on a
-        new connection. A peer that never reads keeps one descriptor under way for each connection.
-        Linux counts these descriptors for all processes of the broker's user. If there are too
-        many, Linux passes no further descriptor to any process.
+        The transport cannot send a descriptor, so this method uses the socket itself. This works
+        only if the connection has no other unread answers. Otherwise the peer gets no descriptor,
+        and may ask again on a new connection. A peer that never reads keeps one descriptor under
+        way for each connection. Linux counts these descriptors for all processes of the broker's
+        user. If there are too many, Linux passes no further descriptor to any process.
         """
         if not self.open or self._transport is None or request_id is None:
             return
@@ -204,7 +205,7 @@ class Connection(asyncio.BufferedProtocol):
             self._sent += len(line)
 
     def refuse(self, request_id: int | None, error: GPUPoolError) -> None:
-        """Answer a request with ``error``, even without an id: the error must not be lost."""
+        """Answer a request with ``error``; send the error even for a request without an id."""
         self.service.counters.refused += 1
         self.send(error_message(error, request_id))
 
@@ -213,8 +214,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
             if self._transport.get_write_buffer_size():
-                # A peer that does not read must not keep memory and its place among the connections
-                # without a time limit.
+                # If the peer does not read its answers, the broker frees their memory and the place
+                # of the connection after this time.
                 asyncio.get_running_loop().call_later(READER_PATIENCE, self._transport.abort)
 
     def attempt(self, message: Message, method: Callable[[Connection, Message], None]) -> None:
@@ -246,7 +247,7 @@ class Connection(asyncio.BufferedProtocol):
         self.session = session
 
     def hold_early(self, session: LiveSession | None) -> None:
-        """Note that a message waits for the ``launched`` of ``session``; None: no message waits."""
+        """Note that a message waits until ``session`` is launched; None: no message waits."""
         self.early = session
         self.account.early += 1 if session is not None else -1
 
@@ -259,11 +260,11 @@ class Connection(asyncio.BufferedProtocol):
         self.waiting -= 1
 
     def begin_read(self) -> None:
-        """Note that the read being handled is answered later; see :meth:`end_read`."""
+        """Note that the present read gets its answer later; see :meth:`end_read`."""
         self._read_state = "answering"
 
     def end_read(self, cost: float) -> None:
-        """Note that the read has its answer, which cost another thread ``cost`` points; go on."""
+        """Go on after the answer to a read, for which a thread has worked ``cost`` points."""
         self.account.reads.pay(cost, asyncio.get_running_loop().time())
         if self._read_state == "answering":
             self._read_state = ""
@@ -417,7 +418,7 @@ class Connection(asyncio.BufferedProtocol):
         self._reading = wanted
 
     def _may_read_on(self) -> bool:
-        """Return whether to read the rest of a long request now, or after others of its user."""
+        """Return whether to read the rest of a long request now, before others of its user."""
         whole = self._has_line()
         if self.accepted:
             (self._end_long if whole else self._begin_long)()
@@ -503,7 +504,7 @@ class Connection(asyncio.BufferedProtocol):
         self.service.counters.messages += 1
 
     def _finish(self) -> None:
-        """Close the connection: the peer will send nothing more."""
+        """Close the connection, because the peer will send nothing more."""
         if self._buffer and self.accepted:
             self._forget_buffer()
             self._bad_message(ProtocolError("The connection ended in the middle of a message."))

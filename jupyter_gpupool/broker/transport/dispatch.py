@@ -8,9 +8,9 @@ loop reads, accepts and runs its timers. A request that exceeds its user's budge
 Meanwhile the broker reads nothing more from that request's connection. So if a client floods the
 broker, the further requests wait in the client.
 
-Prices are in points. A point is about 50 microseconds of the event loop. A request costs its price,
-or the loop's real time if that is more. Each user id has one budget: more connections or processes
-do not add to it.
+Prices are in points. A point is about 50 microseconds of the event loop. A request costs its price.
+If the loop needs more time for it, the request costs this time. Each user id has one budget: more
+connections or processes do not add to it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Requester(Protocol):
 
 
 class Dispatcher:
-    """All users' accounts, and the turns between them."""
+    """Keeps all users' accounts, and decides whose request the broker handles next."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -106,7 +106,7 @@ class Dispatcher:
         self._owed = 0.0
         #: Requests since the last collection of garbage.
         self._served = 0
-        #: The number of reads that waited for their user's budget, and of those that were refused.
+        #: The number of reads that waited for their user's budget, and how many were refused.
         self.delayed = 0
         self.busy = 0
 
@@ -140,7 +140,8 @@ class Dispatcher:
         account.end_long(connection)
         self._count_unread(account, -connection.unread)
         if not account.connections:
-            # The account stays until its budgets are full: a new connection must not reset them.
+            # The account stays until its budgets are full, because a new connection must not reset
+            # them.
             self._arm(account)
 
     def ready(self, connection: Requester) -> None:
@@ -188,8 +189,8 @@ class Dispatcher:
 
     def _turn(self) -> None:
         self._turn_handle = None
-        # After an expensive request, the loop serves all other connections for a few turns before
-        # it handles the next request.
+        # After an expensive request, a few turns handle no request. In these turns, the loop reads
+        # and accepts connections.
         left = TURN - self._owed
         try:
             while self._active and left > 0:
@@ -292,7 +293,10 @@ class Dispatcher:
         )
 
     def _relieve(self, account: UserAccount, most: int) -> None:
-        """Close the user's connections with most unread bytes, until at most ``most`` are left."""
+        """Close the user's worst connections until it has at most ``most`` unread bytes.
+
+        The worst connection is the one with the most unread bytes.
+        """
         for connection in account.connections:
             connection.count_unread()
         while account.unread > most:
@@ -391,7 +395,8 @@ class UserAccount:
         self.ready: dict[Requester, None] = {}
         self.deficit = 0.0
         self.active = False
-        #: Connections whose request waits for the budget. A read also has the time of its refusal.
+        #: Connections whose request waits for the budget. For a read, also the time at which the
+        #: broker refuses it.
         self.waiting_acts: deque[Requester] = deque()
         self.waiting_reads: deque[tuple[Requester, float]] = deque()
 
@@ -404,7 +409,7 @@ class UserAccount:
             self.longer[connection] = None
 
     def end_long(self, connection: Requester) -> None:
-        """End a long request, complete or not; the next connection may be read."""
+        """End a long request, complete or not, and let the user's next long request be read."""
         self.longer.pop(connection, None)
         if connection in self.long:
             self.long.discard(connection)

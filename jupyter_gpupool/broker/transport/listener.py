@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The socket's file, which one broker owns and nobody can replace, and the connections to it."""
+"""Claims the file of the broker's socket for one broker, and accepts connections to it."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Claim:
         return self.bind()
 
     def close(self) -> None:
-        """Remove the socket's file, if it still is this broker's, and release the lock.
+        """Remove the socket's file, if it still belongs to this broker, and release the lock.
 
         The file of the machine's broker stays. Without it, a kernel that starts before the next
         broker would start a broker of its user.
@@ -229,8 +229,8 @@ class Claim:
             raise self._refuse(f"is already there and is {kind}")
         if found.st_uid != os.geteuid():
             raise self._refuse(f"is already there and belongs to user id {found.st_uid}")
-        # This broker has the lock. But somebody may have deleted the lock's file of a running
-        # broker.
+        # This broker has the lock. But another broker may still listen here, if somebody has
+        # deleted the file of that broker's lock.
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(1.0)
             try:
@@ -238,7 +238,7 @@ class Claim:
             except OSError as error:
                 if error.errno != errno.EAGAIN:  # EAGAIN: a broker listens, and its queue is full
                     # No broker listens at this file. If systemd has passed a socket to this broker,
-                    # the file does not belong to that socket. No client can reach that socket.
+                    # this file is not the file of that socket, so no client can reach that socket.
                     self._drop_given()
                     self.path.unlink()
                     return
@@ -260,7 +260,8 @@ def _is_at(descriptor: int, path: Path) -> bool:
 #: The most connections that are accepted in one turn of the event loop.
 ACCEPTS = 32
 
-#: The most connections of one user that may wait here for the budget. Further ones are refused.
+#: The most connections of one user that may wait here for the user's budget. The broker refuses
+#: further connections.
 LOBBY = 128
 
 #: Seconds without accepting connections when no descriptors are left.
@@ -280,7 +281,7 @@ def connection_limit() -> int:
 
 
 class Door:
-    """Accepts connections until :meth:`close`: a few in each turn of the loop, by user.
+    """Accepts connections until :meth:`close`: a few in each turn of the loop, within budgets.
 
     asyncio's own server accepts all connections in its backlog at once, before anything else runs,
     and makes a transport for each. A user who connects and leaves all the time would keep the loop
@@ -414,7 +415,7 @@ class Door:
 
 
 def _hung_up(accepted: socket.socket) -> bool:
-    """Return whether the peer has closed the connection, so that nothing would read an answer."""
+    """Return whether the peer has closed the connection."""
     poll = select.poll()
     poll.register(accepted, 0)
     return any(events & select.POLLHUP for _, events in poll.poll(0))

@@ -1,11 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One socket for each user whose kernels run in containers: its peers belong to that user.
+"""Serves one socket for each user with kernels in containers; its peers belong to that user.
 
-A user id in a container names nobody, so the name comes from the mount. Root (or Docker, or the
-kubelet) makes a folder ``users/NAME`` beside the machine's socket, and starts the container with
-this folder mounted in place of the folder of the machine's socket. This module finds the folder and
-serves a socket there. No other user of the machine may enter ``users``.
+A user id in a container does not name a user of the machine. So the mounted folder shows to which
+user a container belongs. Root (or Docker, or the kubelet) makes a folder ``users/NAME`` beside the
+machine's socket, and starts the container with this folder mounted in place of the folder of the
+machine's socket. This module finds the folder and serves a socket there. No other user of the
+machine may enter ``users``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _MADE = ".inside"
 
 @dataclass(frozen=True)
 class _Served:
-    """What accepts the connections of a user, and the file of its socket.
+    """A user's socket: the door that accepts its connections, its folder and its file.
 
     ``folder`` is a descriptor that stays open while the socket is served, so that no other folder
     gets the same inode.
@@ -156,7 +157,7 @@ class UserSockets:
         path = folder / self._name
         try:
             check_path(path)
-            folder.chmod(0o755)  # for the mode, the users of a container count as "others"
+            folder.chmod(0o755)  # the users of a container need the rights of "others"
             for mount in self._mounts:
                 (folder / mount).mkdir(exist_ok=True)
             await asyncio.to_thread(self._content.link, self._folder / _MADE, folder / NAME)
@@ -182,8 +183,8 @@ class UserSockets:
         """Stop serving a user whose folder or socket was removed."""
         served = self._served.pop(name)
         served.door.close()
-        # If somebody removes the whole folder, the socket may be removed first. So do not make the
-        # socket again.
+        # If somebody removes the whole folder, the socket may be removed first. So the broker does
+        # not make the socket again.
         self._revoked[name] = served.folder
         for connection in [*self._service.dispatcher.account(name).connections]:
             connection.close()
@@ -228,8 +229,9 @@ def _bind(path: Path) -> socket.socket:
 def _let_all_connect(path: Path) -> None:
     """Let all users connect to a socket, by its mode.
 
-    If a container may write in the folder, it may have replaced the socket with a link already.
-    This function does not change the umask, because all threads share the umask.
+    A container that may write in the folder may have replaced the socket with a link. So this
+    function opens the file, checks it, and changes the mode of the open file. It does not change
+    the umask, because all threads share the umask.
     """
     found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
