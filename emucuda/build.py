@@ -23,9 +23,8 @@ _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread"),
 )
-# -Bsymbolic: a library of the same SONAME may be preloaded before this one. Its symbols must not
-# replace this library's symbols in the tables of this library. nodelete: the driver's thread
-# outlives a dlclose().
+# -Bsymbolic: a process may preload another library of the same SONAME. The tables of this library
+# must still hold this library's own functions. nodelete: the driver's thread outlives a dlclose().
 _LINK = ("-shared", "-Wl,-Bsymbolic", "-Wl,-z,now", "-Wl,-z,nodelete", "-ldl", "-lm")
 
 
@@ -78,17 +77,17 @@ def compile(  # noqa: A001 - the name that package builds and tests call
 ) -> None:
     """Compile each library in ``out_dir`` that is missing or older than its sources.
 
-    ``sanitize`` is ``"address"`` or ``"thread"``: the libraries are then instrumented, and a
-    program that loads them must preload the sanitizer's runtime. ``strict`` makes warnings errors:
-    developers want this, but users may have a newer compiler with new warnings. ``only`` names the
-    libraries to compile, for a program that loads no others; empty: all.
+    ``sanitize`` (``"address"`` or ``"thread"``) instruments the libraries. A program that loads
+    such libraries must preload the sanitizer's runtime. ``strict`` makes warnings errors. It is for
+    developers: the compiler of a user may be newer, and give new warnings. ``only`` names the
+    libraries to compile; if it is empty, all are compiled.
 
     Raises
     ------
     CompilerMissing
         If this machine has no C compiler.
     subprocess.CalledProcessError
-        If compiling fails; the compiler has written why to standard error.
+        If the compiler fails; it has written the reason to standard error.
     """
     flags = [*compiler(), *_FLAGS, *(["-Werror"] if strict else [])]
     if sanitize:
@@ -97,7 +96,7 @@ def compile(  # noqa: A001 - the name that package builds and tests call
     out.mkdir(parents=True, exist_ok=True)
     directory = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # several test runs may start at once: one compiles
+        fcntl.flock(directory, fcntl.LOCK_EX)  # several test runs: one compiles, others wait
         for soname, sources in libraries().items():
             if only and soname not in only:
                 continue

@@ -84,10 +84,11 @@ class Faults:
     ``init-not-enough``       a process that has only called cuInit cannot be suspended
     ``lock-ignores-timeout``  a lock waits for running work until this quirk is cleared, and
                               ignores its time-out
-    ``nvml-host-pids``        NVML lists processes by numbers of another PID namespace, as in a
-                              container: as ``number``, or as one that no process here can have
+    ``nvml-host-pids``        NVML lists processes with pids of another PID namespace, as in a
+                              container: with the pid ``number``, or with a pid that no process here
+                              can have
     ``context-more``          a context takes ``bytes`` more than the machine's text says
-    ``loaded-code``           the driver takes ``bytes`` more with a process's first work on a
+    ``loaded-code``           the driver takes ``bytes`` more when a process first works on a
                               device, as lazily loaded modules do
     ========================  ==================================================================
 
@@ -109,7 +110,7 @@ class Faults:
         """
         _check_fault(name, params)
         words = [name, *(f"{key}={value}" for key, value in params.items())]
-        # The identity keeps the count of this fault when other lines of the file change.
+        # With this identity, the fault keeps its count when other lines of the file change.
         line = " ".join([*words, f"id={secrets.randbits(63)}"])
         self._write([*(old for old in self._read() if _scope(old) != _scope(line)), line])
 

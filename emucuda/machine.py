@@ -37,7 +37,7 @@ PAGE = 2 << 20
 
 @dataclass(frozen=True)
 class Profile:
-    """The rates of a board, as its maker publishes them; 0: as fast as the host computes.
+    """The rates of a board, from its data sheet; 0: as fast as the host computes.
 
     The rates of copies and of suspends are in ``src/spec.c``.
     """
@@ -81,8 +81,8 @@ class Machine:
     bandwidth: int = 0
     #: Bytes per device that the driver keeps for itself (NVML's ``reserved``).
     reserved: int = 0
-    #: The board whose times to model: one of :data:`PROFILES`. A ``bandwidth`` replaces its rate of
-    #: copies.
+    #: The board whose times the driver models: one of :data:`PROFILES`. A ``bandwidth`` replaces
+    #: the board's rate of copies.
     profile: str = "cpu"
 
     def __str__(self) -> str:

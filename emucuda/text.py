@@ -47,5 +47,5 @@ def format_size(value: int) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return a question with the known name that is most like ``wrong``."""
+    """Return a "Did you mean" question with the known name that is most like ``wrong``."""
     return f"Did you mean {difflib.get_close_matches(wrong, list(known), 1, 0)[0]!r}?"

@@ -40,8 +40,8 @@ export default typescript.config(
     files: ['**/__tests__/**', 'ui-tests/**'],
     rules: {
       '@typescript-eslint/no-non-null-assertion': 'off',
-      // Playwright reads from the first parameter what a fixture needs: `{}` means
-      // nothing.
+      // The first parameter of a Playwright fixture names the fixtures that it needs.
+      // `{}` means that it needs none.
       'no-empty-pattern': ['error', { allowObjectPatternsAsParameters: true }]
     }
   }

@@ -2,8 +2,8 @@
 // Distributed under the terms of the Modified BSD License.
 
 // Turns the ES modules of packages into CommonJS, with the compiler that builds the
-// extension. It is several times faster than TypeScript's compiler, and these packages
-// are most of what the tests load.
+// extension. That compiler is several times faster than TypeScript's. Most of what the
+// tests load is in these packages.
 const { createHash } = require('crypto');
 const { readFileSync } = require('fs');
 const { experiments, rspackVersion } = require('@rspack/core');

@@ -1,8 +1,8 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-// Things that browsers have and jsdom lacks. JupyterLab's modules use them when they
-// load.
+// Adds features of browsers that jsdom lacks. JupyterLab's modules use these features
+// when they load.
 const { TextDecoder, TextEncoder } = require('util');
 globalThis.TextDecoder ??= TextDecoder;
 globalThis.TextEncoder ??= TextEncoder;

@@ -35,9 +35,9 @@ def host(launcher: Launcher, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """Return the CUDA device of an argument: the device of a tensor, or the named device.
+    """Return the CUDA device of an argument, or None if it has no CUDA device.
 
-    For a list, this is the device of the first item that has one. None: there is no such device.
+    The argument may be a tensor or a device. In a list, the first item with a CUDA device counts.
     """
     if isinstance(value, torch.Tensor):
         return value.device if value.is_cuda else None
@@ -66,7 +66,10 @@ def refuse_elsewhere(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 class Call:
-    """The arguments of one call, on host and device; with ``device``, all tensors must be on it."""
+    """The arguments of one call, on host and device.
+
+    If ``device`` is set, all tensors must be on that device.
+    """
 
     def __init__(self, launcher: Launcher, device: torch.device | None = None) -> None:
         self.launcher = launcher
@@ -75,7 +78,7 @@ class Call:
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def there(self, value: Any) -> Any:
-        """Return the host's form of an argument of the device."""
+        """Return an argument on the host, with host tensors in place of device tensors."""
         if isinstance(value, torch.Tensor):
             if self.device is not None:
                 refuse_elsewhere(value, self.device)
@@ -100,7 +103,7 @@ class Call:
         return {id(on_host): on_host.clone() for on_host, _ in self.pairs}
 
     def here(self, value: Any, device: torch.device, new: list[Any]) -> Any:
-        """Return the device's form of a result; append to ``new`` the pairs that must be filled."""
+        """Return a result on the device; append to ``new`` the pairs that still need a copy."""
         if isinstance(value, torch.Tensor):
             for on_host, on_device in self.pairs:
                 if on_host is value:
@@ -124,8 +127,8 @@ def _dense(value: torch.Tensor) -> tuple[int, ...]:
     return tuple(torch.empty(value.size(), device="meta").stride()) if expanded else strides
 
 
-#: The random numbers of a CUDA generator depend only on its seed and offset. The random numbers of
-#: :func:`drawn` also depend only on these two.
+#: The step by which each call advances the offset of a CUDA generator. The random numbers of a call
+#: depend only on the seed and the offset.
 _STEP = 4
 
 

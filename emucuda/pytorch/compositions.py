@@ -95,8 +95,8 @@ def _rms_norm_backward(  # noqa: PLR0917 - the operator's
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     within = list(range(inputs.dim() - len(normalized_shape), inputs.dim()))
-    # The statistics have more digits than inputs of half precision. The computation keeps these
-    # digits until its end.
+    # The statistics have more digits than inputs of half precision. So compute with these digits,
+    # and round only the results.
     grads, normal = grad.to(rstd.dtype), inputs.to(rstd.dtype) * rstd
     of_inputs = of_weight = None
     if wanted[0]:

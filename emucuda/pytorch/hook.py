@@ -3,9 +3,9 @@
 """Prepares PyTorch when a program on emulated devices imports it.
 
 A line in ``emucuda.pth`` imports this file when Python starts, if ``EMUCUDA_MACHINE`` is set, or if
-the environment has stand-ins: PyTorch needs the stand-ins even where it finds no device. For this
-import the file is installed a second time, as the module ``_emucuda_pytorch``. A starting Python
-then imports this module and no package.
+the environment has stand-ins: PyTorch needs the stand-ins even if it finds no device. The file is
+also installed as the module ``_emucuda_pytorch``. So a starting Python imports one module, and not
+the whole package.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ NATIVE = frozenset({
 })  # fmt: skip
 #: Operators that choose one of the device's libraries before they look up a kernel.
 CHOOSING = ("convolution", "convolution_backward", "linalg_solve")
-#: The one way to compute attention that uses only other operators.
+#: The way to compute attention that uses only other operators, and no library.
 _PLAIN_ATTENTION = 0
 
 #: Operators that accept some host tensors, or tensors of several devices, on a real GPU as well.
@@ -49,7 +49,7 @@ _CTC_CHOICES = tuple(
     for library in ("cudnn", "miopen")
     for overload in ("", ".Tensor")
 )
-#: This reference keeps the kernels registered.
+#: The kernels stay registered as long as this reference exists.
 _library: torch.library.Library | None = None
 
 
@@ -185,12 +185,12 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _no(*_: Any, **__: Any) -> bool:
-    """Return False: none of NVIDIA's libraries may compute an operator."""
+    """Return False: no operator may use one of NVIDIA's libraries."""
     return False
 
 
 def _copier(launcher: Launcher) -> Callable[..., torch.Tensor]:
-    """Return ``copy_``. If one copy call of the driver is enough, it runs PyTorch's own code."""
+    """Return ``copy_``, which runs PyTorch's own code if one copy call of the driver is enough."""
     native = torch.ops.aten.copy_.default
     keys = DispatchKeySet(DispatchKey.CPU)  # this kernel of copy_ is the same for all devices
 
@@ -250,7 +250,7 @@ def install() -> None:
                 _library.impl(name, function, "CUDA")
         for name, key, function in sparse.kernels():
             _library.impl(name, function, key)
-    # These use libraries of NVIDIA's, none of which can run here.
+    # These options use NVIDIA's libraries, which cannot run here.
     torch.backends.cudnn.enabled = False
     for choose in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{choose}_sdp")(False)

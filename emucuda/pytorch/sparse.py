@@ -93,7 +93,7 @@ def _back(value: Any, written: dict[int, torch.Tensor], device: torch.device) ->
 
 
 def kernels() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yield name, dispatch key and function of each of these operators that this PyTorch has."""
+    """Yield the name, dispatch key and kernel of each operator that this module computes."""
     for key in KEYS:
         for full in torch._C._dispatch_get_registrations_for_dispatch_key(key):
             name, _, overload = full.removeprefix("aten::").partition(".")

@@ -59,7 +59,7 @@ def folder() -> Path:
 
 
 def _line(name: str, prefix: str) -> str:
-    if name == "cuptiGetResultString":  # with a text, PyTorch's profiler runs without the device
+    if name == "cuptiGetResultString":  # with this text, the profiler runs on the host alone
         return f"TEXT_INTO({name})"
     if name.endswith(("String", "ErrorName")) or name == "ncclGetLastError":
         return f"TEXT({name})"
@@ -76,9 +76,9 @@ def _owner(prefix: str, sonames: set[str]) -> str | None:
 
 
 def wanted(libraries: list[Path]) -> dict[str, dict[tuple[str, str], str]]:
-    """Return the names that these files look up, for each library of NVIDIA's that they link.
+    """Return, for each NVIDIA library that these files link, the names that they look up there.
 
-    The key is a name with its version ("" for none). The value is the prefix of the name in
+    The inner key is a name with its version ("" for none). The value is the prefix of the name in
     :data:`STATUS`.
     """
     sonames: set[str] = set()
@@ -104,7 +104,7 @@ def wanted(libraries: list[Path]) -> dict[str, dict[tuple[str, str], str]]:
 
 
 def build(torch: Path, out: Path | None = None) -> list[str]:
-    """Make those libraries that the PyTorch in this folder links and that are not installed.
+    """Make each library that the PyTorch in this folder links, if it is not installed.
 
     Returns the names of the libraries. Needs a C compiler and its binutils.
     """
@@ -121,8 +121,8 @@ def build(torch: Path, out: Path | None = None) -> list[str]:
             source = Path(folder_) / "stand_in.c"
             lines = {name: _line(name, prefix) for (name, _), prefix in names.items()}
             source.write_text(_SOURCE + "\n".join(lines.values()) + "\n")
-            # All names of one NVIDIA library have the same version: the library's own name, or
-            # another text.
+            # All names of one NVIDIA library have the same symbol version. It is the library's own
+            # name or another text.
             version = next((v for _, v in names if v), soname)
             script = Path(folder_) / "versions"
             script.write_text(f"{version} {{ global: *; }};\n")

@@ -93,8 +93,8 @@ bool ranges_give(struct ranges *r, uint64_t start, uint64_t size)
 CUresult arena_init(void)
 {
     uint64_t memory = machine->spec.memory;
-    /* The factor 4 leaves space for fragmentation, as long as both halves easily fit the 47-bit
-     * address space. */
+    /* The factor 4 leaves space for fragmentation. It is 1 if two halves with factor 4 might not
+     * fit the 47-bit address space. */
     uint64_t factor = memory * (uint64_t)driver.count > (1ull << 41) ? 1 : 4;
     uint64_t window = round_up(memory * factor + GIB, GIB);
     driver.vmm_size = round_up(memory * (uint64_t)driver.count * factor + 64 * GIB, GIB);
@@ -167,7 +167,7 @@ bool arena_write(int device, uint64_t address, const char *from, uint64_t size, 
     return true;
 }
 
-/* Frees whole pages. A page that also has bytes of a neighbour stays. */
+/* Frees whole pages. A page that also has bytes of another allocation stays. */
 void arena_punch(int device, uint64_t offset, uint64_t size)
 {
     uint64_t page = 4096, start = round_up(offset, page), end = (offset + size) / page * page;

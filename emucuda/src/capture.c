@@ -6,9 +6,9 @@
  * capture ends, the stream that began it must have waited for all work of the other streams.
  *
  * Each stream in a capture has a vector clock, which records the work for which the stream has
- * waited. The clock has one number for each stream of the capture: how many steps of that stream
- * the owner of the clock has waited for. An event has the clock that its stream had when the
- * event was recorded.
+ * waited. The clock has one number for each stream S of the capture: the number of steps of S for
+ * which the clock's owner has waited. An event has the clock that its stream had when the event was
+ * recorded.
  */
 #include "graph.h"
 
@@ -78,7 +78,7 @@ static CUresult join(struct capture *c, struct stream *s, const uint32_t *clock)
     return CUDA_SUCCESS;
 }
 
-/* Whether the stream that began the capture has waited for all work of the other streams. */
+/* True if the stream that began the capture has waited for all work of the other streams. */
 static bool all_joined(const struct capture *c)
 {
     for (unsigned i = 1; i < c->places; i++)
@@ -87,8 +87,8 @@ static bool all_joined(const struct capture *c)
     return true;
 }
 
-/* With the lock held: the capture that must record the call, or NULL. A call on the legacy stream
- * that would wait for a stream in capture breaks that capture. */
+/* With the lock held: the capture that must record the call, or NULL. If the call is on the legacy
+ * stream and would have to wait for a stream in capture, it breaks that capture. */
 static struct capture *find(CUstream handle, CUresult *result)
 {
     struct stream *s;

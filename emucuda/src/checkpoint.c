@@ -63,8 +63,8 @@ static CUresult ask(int pid, struct slot *slot, const struct request *wanted, ui
     if (!__atomic_load_n(&slot->service_tid, __ATOMIC_ACQUIRE))
         return CUDA_ERROR_NOT_INITIALIZED; /* quirk init-not-enough: the process has nothing to
                                             * suspend */
-    /* One call at a time. If an earlier caller died inside this lock, its request still
-     * completes. */
+    /* One call at a time. If the last caller died inside this lock, the target still completes its
+     * request. */
     if (pthread_mutex_lock(&slot->callers) == EOWNERDEAD)
         pthread_mutex_consistent(&slot->callers);
     if (same_process(slot, pid, start) && settle(slot, pid, start)) {

@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Contexts. A process is charged the overhead of a context on a device from its first context on
- * that device until its last context on that device ends.
+ * Contexts. Each device charges a process the overhead of one context. The charge begins with the
+ * process's first context on the device, and ends with its last context there.
  */
 #include "driver.h"
 
@@ -31,8 +31,7 @@ bool context_known(struct context *c)
     return valid;
 }
 
-/* Whether the context is a primary context that was reset, or was released as often as it was
- * retained. */
+/* True for a primary context that was reset, or that was released as often as it was retained. */
 static bool primary_ended(const struct context *context)
 {
     bool ended = false;
@@ -93,7 +92,8 @@ CUresult context_new(int device, unsigned flags, struct context **out)
     return CUDA_SUCCESS;
 }
 
-/* The handle stays valid memory and is marked, so that its use is an error and not a crash. */
+/* The memory of the handle stays valid and is marked. A program that uses the handle later gets an
+ * error, and does not crash. */
 void context_end(struct context *c)
 {
     c->destroyed = true;

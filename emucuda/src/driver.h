@@ -37,8 +37,8 @@ struct allocation {
     uint64_t address;
     uint64_t size;    /* size as the program requested it */
     uint64_t extent;  /* bytes of address space that it takes */
-    uint64_t charged; /* bytes that the device's account is charged (0 for pool memory, which the
-                       * pool has already paid) */
+    uint64_t charged; /* bytes charged on the device; 0 for pool memory, because the pool is charged
+                       * for it */
     uint64_t id;
     int kind;
     int device; /* visible ordinal; -1: host */
@@ -81,7 +81,7 @@ struct context {
     unsigned flags;
     bool primary, destroyed;
     uint64_t id;
-    struct green *green; /* the green context to which this one belongs, and with which it ends */
+    struct green *green; /* the green context to which this context belongs; both end together */
     struct stream *legacy;
     uint64_t limits[10];
     uint64_t peers; /* one bit for each visible ordinal */
@@ -106,8 +106,8 @@ struct event {
     unsigned flags;
     bool recorded;
     bool shared;   /* exported or imported */
-    struct mark *mark; /* not NULL: the last record was in a capture, and marks a place in a graph
-                        * instead of a time */
+    struct mark *mark; /* not NULL: the event was last recorded in a capture, so it is a place in a
+                        * graph and has no time */
     uint64_t own;  /* the time of an event that is not shared */
     uint64_t *time;
     int fd; /* file with the time of a shared event; -1: none */
@@ -159,8 +159,8 @@ CUresult driver_check(void); /* whether the driver is initialised and this proce
 CUresult driver_sticky(void); /* the error that ended the contexts, or success */
 CUresult gate_enter(int *passed);
 void gate_leave(const int *passed);
-void gate_inside(int change); /* the thread begins or ends a host call; between the two, the
-                               * thread's own calls pass the gate */
+void gate_inside(int change); /* the thread begins or ends a host call; during it, the thread's own
+                               * calls pass the gate */
 bool gate_close(uint64_t deadline); /* false: work was still running at the deadline (0: no
                                      * deadline) */
 void gate_open(void);
@@ -202,8 +202,8 @@ bool sync_returns_early(void); /* true while LOCKED; while CHECKPOINTED the proc
 /* ---- context.c ---- */
 CUresult context_current(struct context **out);
 /* Call these with the lock held: */
-/* Makes a context active. If `*out` is a primary context that has ended, makes it active again; if
- * `*out` is null, makes a new one. */
+/* Makes a context active. If `*out` is a primary context that has ended, this context becomes
+ * active again. If `*out` is null, the function makes a new context. */
 CUresult context_new(int device, unsigned flags, struct context **out);
 void context_end(struct context *c);
 bool context_valid(struct context *context);
@@ -214,8 +214,8 @@ CUresult arena_init(void);
 CUresult arena_open_device(int device);
 void *arena_host(uint64_t user_address); /* the alias address of a device address */
 #define ARENA_PIECE 65536
-/* Writes many bytes to device memory. `repeated`: the same ARENA_PIECE bytes again and again.
- * False: the caller must write through the alias. */
+/* Writes many bytes to device memory. With `repeated`, writes the same ARENA_PIECE bytes
+ * repeatedly. Returns false if the caller must write through the alias instead. */
 bool arena_write(int device, uint64_t address, const char *from, uint64_t size, bool repeated);
 void arena_punch(int device, uint64_t file_offset, uint64_t size);
 void arena_poison(bool poisoned);
@@ -229,13 +229,14 @@ bool ranges_give(struct ranges *ranges, uint64_t start, uint64_t size);
 struct allocation *allocation_find(uint64_t address);
 struct allocation *allocation_add(const struct allocation *a); /* NULL: the host has no memory */
 void allocation_remove(struct allocation *a);
-/* If `charge` is false (for pool memory), charges nothing, and does not round the size up to device
- * pages. */
+/* `charge` is false for pool memory: the function then charges nothing, and does not round the size
+ * up to device pages. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out);
 void device_release(const struct allocation *a, bool charge);
 void host_release(const struct allocation *a); /* for host or managed memory */
 void managed_count(int change);
-/* Finds where the host has the bytes. `device`: visible ordinal, or -1 for host memory. */
+/* Finds the address at which the host can reach the bytes. `device`: visible ordinal, or -1 for
+ * host memory. */
 CUresult resolve(uint64_t address, uint64_t size, void **host, int *device);
 
 /* ---- pool.c ---- */
@@ -278,7 +279,7 @@ void event_unshare(struct event *event);
 
 /* ---- stream.c ---- */
 struct event *event_new(struct context *context, unsigned flags);
-/* Returns whether the handle belongs to no stream, not even to a default one. Call this without the
+/* Returns true if the handle is neither a stream nor a default stream. Call this without the
  * lock. */
 bool stream_bad(CUstream handle);
 CUresult stream_resolve(CUstream handle, struct stream **out);
@@ -312,7 +313,7 @@ bool capture_host(CUstream stream, void (*function)(void *), void *data, CUresul
 bool capture_alloc(CUstream stream, size_t size, struct pool *pool, CUdeviceptr *out, CUresult *result);
 bool capture_free(CUstream stream, uint64_t address, CUresult *result);
 bool capture_event(CUstream stream, struct event *event, bool wait, CUresult *result);
-/* For a call that a capture does not allow. With a NULL context, the call concerns the stream. */
+/* For a call that a capture does not allow. If `context` is NULL, the call is about the stream. */
 bool capture_refuses(CUstream stream, const struct context *context, CUresult *result);
 void capture_drop(struct stream *stream); /* call this with the lock held when the stream ends */
 void event_unmark(struct event *event);

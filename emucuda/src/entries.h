@@ -6,9 +6,9 @@
  * NAME is the public name. SINCE is the version (1000 x major + 10 x minor) that introduced this
  * form of the call. SYMBOL is the function that implements it, and PER_THREAD is its variant for
  * per-thread streams. The versions are those that NVIDIA's libraries use (tests/driver_records).
- * NVIDIA's cudaTypedefs.h has other versions: in this table, no version of the name
- * cuGraphInstantiate returns cuGraphInstantiateWithFlags. The table is static, because dlsym()
- * could find the symbol in a library of the same SONAME that comes before this one.
+ * NVIDIA's cudaTypedefs.h has other versions. Here, for example, the name cuGraphInstantiate never
+ * returns cuGraphInstantiateWithFlags. The table is static, because dlsym() could find the symbol
+ * of another library that has the same SONAME and was loaded first.
  */
 #ifndef ENTRY1
 #define ENTRY1(NAME, SINCE, SYMBOL) ENTRY(NAME, SINCE, SYMBOL, SYMBOL)

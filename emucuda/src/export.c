@@ -2,16 +2,16 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * cuGetExportTable. NVIDIA's runtime reaches the driver through tables that are private to NVIDIA.
- * The emulation does not have them, so that runtime reports that the driver is not usable. The
- * emulation has a separate table. With it a program can tell this driver from a real one, and can
- * find the bytes of device memory.
+ * The emulation lacks these tables, so NVIDIA's runtime reports that the driver is not usable. The
+ * emulation has a separate table. It shows a program that this driver is emulated, and lets the
+ * program find the bytes of device memory.
  */
 #include "driver.h"
 
 #include <string.h>
 
-/* Where the host can read and write bytes that a built-in kernel uses during its launch. NULL: the
- * address is not device memory. */
+/* Returns where the host can read and write the bytes that a built-in kernel uses during its
+ * launch. NULL: the address is not device memory. */
 static void *bytes_at(uint64_t address, uint64_t size)
 {
     void *host = NULL;

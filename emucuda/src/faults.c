@@ -10,7 +10,7 @@
  *   code=                   the CUresult (or Xid) to report instead of the usual one
  *   op=                     hang: lock, checkpoint, restore, unlock or state
  *   bytes=, ms=, number=    the size, time or number of a quirk; see `Faults` in faults.py
- *   id=                     identity, so that rewriting the file keeps the counts of other lines
+ *   id=                     identity of the line: it keeps its count when the file is rewritten
  */
 #include "machine.h"
 
@@ -173,9 +173,9 @@ static bool same_file(const struct stat *st)
     return !memcmp(identity, machine->faults_identity, sizeof identity);
 }
 
-/* Python announces a change of the file in faults_touch. This function notices the announcement
- * with one load. With `look`, it also notices a file that was edited by hand. NVML and checkpoint
- * calls set `look`, because the time of a stat() does not matter there. */
+/* Python changes faults_touch when it changes the file, so one load shows whether the file has
+ * changed. With `look`, this function also notices a file that was edited by hand. NVML and
+ * checkpoint calls set `look`, because the time of a stat() does not matter there. */
 static void refresh(bool look)
 {
     uint64_t touch = __atomic_load_n(&machine->faults_touch, __ATOMIC_ACQUIRE);
@@ -184,7 +184,7 @@ static void refresh(bool look)
     char path[4096];
     struct stat st;
     snprintf(path, sizeof path, "%s/faults", machine_state_dir());
-    if (lstat(path, &st)) /* an open() would take longer, and most calls find nothing new */
+    if (lstat(path, &st)) /* lstat() is faster than open(), and the file has rarely changed */
         memset(&st, 0, sizeof st);
     machine_lock();
     if (!same_file(&st)) {

@@ -13,12 +13,12 @@ enum node_type { NODE_KERNEL = 0, NODE_MEMCPY = 1, NODE_MEMSET = 2, NODE_HOST = 
                  NODE_EMPTY = 5, NODE_ALLOC = 10, NODE_FREE = 11 };
 
 /* Memory of an allocation node. The address lives as long as the graphs that use it. The bytes live
- * from a launch until they are freed. */
+ * from a launch until a node or the program frees them. */
 struct graph_memory {
     uint64_t address, size, extent;
     int device;
     bool live;
-    bool instantiated;   /* an executable graph uses it; a second instantiation fails */
+    bool instantiated;   /* an executable graph uses this memory, so a second instantiation fails */
     unsigned references; /* one for each node, and one more while `live` */
     CUmemPoolProps props;
     struct graph_memory *next;

@@ -107,8 +107,8 @@ CUresult graph_memory_alloc(struct graph_memory *m, struct context *context)
     return CUDA_SUCCESS;
 }
 
-/* Frees the bytes and removes the entry from the table. The address stays as long as a graph uses
- * it. */
+/* Frees the bytes and removes the entry from the table. The address stays reserved as long as a
+ * graph uses it. */
 CUresult graph_memory_free(struct graph_memory *m)
 {
     struct allocation *a = allocation_find(m->address);

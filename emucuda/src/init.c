@@ -14,8 +14,8 @@
 extern uint32_t *driver_alive;
 static int init_result = -1;
 
-/* Returns a device by index, by UUID, or by the beginning of a UUID if only one UUID begins so. -1:
- * no such device. */
+/* Returns a device by its index, its UUID, or a unique beginning of its UUID. -1: no such
+ * device. */
 static int device_by_text(const char *text, size_t length)
 {
     if (length >= 4 && !strncasecmp(text, "GPU-", 4)) {
@@ -40,7 +40,8 @@ static int device_by_text(const char *text, size_t length)
     return length && index < machine->spec.count ? (int)index : -1;
 }
 
-/* The list ends at its first invalid entry. A device that is named twice hides all devices. */
+/* The list ends at its first invalid entry. If the list names a device twice, no device is
+ * visible. */
 static void choose_visible(void)
 {
     const char *text = getenv("CUDA_VISIBLE_DEVICES");
@@ -72,8 +73,8 @@ static void choose_visible(void)
 
 static void in_forked_child(void)
 {
-    /* Close the files: a child that survives its parent would otherwise keep the parent's device
-     * memory alive. */
+    /* Close the files: otherwise a child that outlives its parent would keep the parent's device
+     * memory. */
     for (int i = 0; i < driver.count; i++)
         if (driver.device[i].fd >= 0)
             close(driver.device[i].fd);
@@ -125,9 +126,9 @@ EXPORT CUresult cuInit(unsigned flags)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    /* This is the child of a fork(). NOT_INITIALIZED was reported for all drivers after a
-     * successful cuInit. OPERATING_SYSTEM was observed with 550 and 555 after a cuInit that found
-     * no device. */
+    /* This process is the child of a fork(). If cuInit succeeded in the parent, all drivers are
+     * reported to return NOT_INITIALIZED. If cuInit found no device in the parent, drivers 550 and
+     * 555 return OPERATING_SYSTEM (observed). */
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);

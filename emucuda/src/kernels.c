@@ -44,7 +44,7 @@ static CUresult operand(void **params, int i, uint64_t count, unsigned unit, voi
     if (address % unit || count > INT64_MAX / unit)
         return CUDA_ERROR_ILLEGAL_ADDRESS;
     pthread_mutex_lock(&driver.lock);
-    /* A kernel can use only memory that the driver knows. This also holds for host memory. */
+    /* A kernel can use only memory that the driver knows, also if it is host memory. */
     CUresult result = resolve(address, count * unit, host, NULL);
     if (!result && *host == (void *)address && !allocation_find(address))
         result = CUDA_ERROR_ILLEGAL_ADDRESS;
@@ -127,8 +127,8 @@ static const struct {
     {"emucuda_host_call", 3, host_call},
 };
 
-/* The index of the built-in kernel. If the kernel is not built in, the number of built-in
- * kernels. */
+/* Returns the index of the built-in kernel, or the number of built-in kernels if the kernel is not
+ * among them. */
 static unsigned builtin(const struct kernel *k)
 {
     unsigned i = 0;

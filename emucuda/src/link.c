@@ -46,7 +46,7 @@ EXPORT CUresult cuLinkAddData_v2(struct link *l, int type, void *data, size_t si
     REQUIRE(!link_bad(l) && data && size);
     GATED;
     if (type != INPUT_PTX || !memcmp(data, "\x7f" "ELF", size < 4 ? size : 4))
-        return CUDA_ERROR_NO_BINARY_FOR_GPU; /* machine code cannot run here */
+        return CUDA_ERROR_NO_BINARY_FOR_GPU; /* machine code of a GPU cannot run here */
     size = strnlen(data, size);
     char *longer = realloc(l->text, l->size + size + 2);
     if (!longer)

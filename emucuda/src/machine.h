@@ -62,8 +62,8 @@ enum fault_kind {
     FAULT_DEVICE_LOST,
     FAULT_NVML_MISSING_PIDS,
     FAULT_HANG,
-    /* Quirks. Each quirk selects one of two possible behaviours, because it is not known how all
-     * real drivers behave. */
+    /* Quirks. Each quirk selects one of two possible behaviours, because real drivers may
+     * differ. */
     FAULT_RESIDUE,
     FAULT_NVML_LESS,
     FAULT_NVML_WAITS,
@@ -85,8 +85,8 @@ enum fault_kind {
 struct fault {
     uint32_t kind;
     uint32_t used;     /* how often the fault has struck */
-    uint64_t id;       /* identity of the fault's line in the file; other lines may change, and
-                        * `used` stays */
+    uint64_t id;       /* identity of the fault's line in the file; `used` stays when other lines
+                        * change */
     int64_t pid;       /* -1: any process */
     int64_t device;    /* index in the machine, -1: any device */
     int64_t count;     /* how often the fault may strike, -1: always */
@@ -161,25 +161,25 @@ struct machine {
     uint64_t faults_seen;             /* value of faults_touch when the table was read */
     uint64_t faults_identity[3];      /* inode, mtime and size of the file that was read */
     struct fault_table faults;
-    uint32_t xid_sequence[MAX_DEVICES]; /* counts how often each device was lost */
+    uint32_t xid_sequence[MAX_DEVICES]; /* how often each device was lost */
     uint32_t xid_code[MAX_DEVICES];
     pthread_mutex_t lock;
     uint64_t used[MAX_DEVICES]; /* sum over all slots */
-    uint32_t slots; /* number of slots that were ever in use: the rest of the file stays sparse */
+    uint32_t slots; /* number of slots that have ever been used; the rest of the file stays
+                     * sparse */
     uint8_t uuid[MAX_DEVICES][16];
     struct slot slot[MAX_SLOTS];
 };
 
 _Static_assert(offsetof(struct machine, faults_touch) == 16, "faults.py writes there");
 
-/* Maps the machine that the environment describes. Idempotent, thread-safe. Returns MACHINE_OK, or
- * why it failed: */
+/* Maps the machine that the environment describes. Idempotent, thread-safe. Returns one of: */
 enum { MACHINE_OK = 0, MACHINE_NONE, MACHINE_BAD, MACHINE_CONFLICT };
 int machine_open(void);
 extern struct machine *machine; /* NULL until machine_open() succeeded */
 const char *machine_state_dir(void);
 /* Opens the machine's control file, `<state>/nvidiactl`, or closes it together with the files of
- * all GPUs. The file plays the part of /dev/nvidiactl: while a process has it open, the driver
+ * all GPUs. The file has the role of /dev/nvidiactl: while a process has the file open, the driver
  * cannot be replaced. */
 void machine_device_file(bool open_it);
 /* Opens the file of one GPU, `<state>/nvidia<index>`. The GPU cannot be reset while a process has
@@ -187,8 +187,8 @@ void machine_device_file(bool open_it);
 void machine_gpu_file(unsigned index);
 
 /* A process holds the lock of its slot until it ends, so that processes of other PID namespaces can
- * find the process. A real driver is part of the operating system, so it also knows a process in
- * any namespace. */
+ * find the process. A real driver is part of the operating system, so it finds the processes of all
+ * namespaces without such a lock. */
 void machine_hold(unsigned slot);
 pid_t machine_holder(unsigned slot); /* the holder's pid in this namespace; 0: it has none here; -1:
                                       * no process holds the lock */

@@ -165,8 +165,8 @@ EXPORT nvmlReturn nvmlDeviceGetP2PStatus(nvmlDevice a, nvmlDevice b, int kind, i
     return NVML_SUCCESS;
 }
 
-/* Features that only other boards have. A call that no file of this folder defines is not in the
- * library, and a client gets "function not found". */
+/* Features that this board lacks. These calls return NOT_SUPPORTED. A call that no file of this
+ * folder defines is missing in the library, so a client gets "function not found". */
 #define ABSENT(name)                                                             \
     EXPORT nvmlReturn name(nvmlDevice d, void *a, void *b, void *c)              \
     {                                                                            \

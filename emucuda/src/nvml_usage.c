@@ -82,8 +82,8 @@ static bool listed(const struct slot *s, unsigned index, const struct view *v, u
     return true;
 }
 
-/* A number larger than every pid of Linux (PID_MAX_LIMIT). So a pid plus this number stands for a
- * pid of the host that no process here has. */
+/* Larger than every pid of Linux (PID_MAX_LIMIT). The quirk nvml-host-pids adds this number to a
+ * pid, because no process here can have the sum as its pid. */
 #define HOST_NUMBERS (1 << 22)
 
 /* The pid that NVML lists for a process: its pid in the caller's PID namespace, or with the quirk

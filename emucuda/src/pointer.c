@@ -14,8 +14,8 @@ enum {
     ATTR_MEMPOOL_HANDLE, ATTR_MAPPING_SIZE, ATTR_MAPPING_BASE, ATTR_BLOCK_ID, ATTR_HW_DECOMPRESS,
 };
 
-/* Copies the allocation of the pointer to `out`. A VMM mapping has no allocation, so this fills in
- * one for it. False: the pointer is unknown. */
+/* Copies the allocation of the pointer to `out`. A VMM mapping has no allocation, so this function
+ * makes one for it. False: the pointer is unknown. */
 static bool describe(uint64_t address, struct allocation *out)
 {
     struct allocation *a = allocation_find(address);

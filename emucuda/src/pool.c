@@ -1,9 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Stream-ordered allocation. A pool reserves device memory in 2 MiB pages when it needs more. As in
- * the real driver, at the next synchronise call it frees the memory that exceeds its release
- * threshold.
+ * Stream-ordered allocation. A pool reserves device memory in 2 MiB pages when it needs more. Like
+ * the real driver, it frees the memory above its release threshold at the next synchronise call.
  */
 #include "driver.h"
 
@@ -227,7 +226,7 @@ EXPORT CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *props)
     return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* If the pool is valid, runs `body` with the lock held. */
+/* Runs `body` with the lock held, if the pool is valid. */
 #define WITH_POOL(pool, body)                                                     \
     do {                                                                          \
         pthread_mutex_lock(&driver.lock);                                         \

@@ -37,7 +37,7 @@ static const struct entry {
 static bool refused(int version, uint64_t flags) { return flags > FLAGS || version > CUDA_VERSION; }
 
 /* The address of a name at a version, or NULL. NVIDIA's libraries compare versions as unsigned
- * numbers. They have had variants for per-thread streams since CUDA 7 (tests/driver_records). */
+ * numbers. The variants for per-thread streams exist since CUDA 7 (tests/driver_records). */
 static void *lookup(const char *name, int version, uint64_t flags, int *status)
 {
     const bool per_thread = flags & PROC_PER_THREAD_STREAM;

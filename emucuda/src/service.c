@@ -3,8 +3,8 @@
  *
  * The driver's own thread in a CUDA process. It performs the checkpoint calls of other processes.
  * The thread runs in the target process, so the calls behave as on hardware. If the target is
- * stopped, the calls hang. If the target is killed, the calls end. If a caller dies, its posted
- * request still completes.
+ * stopped, the calls hang. If the target is killed, the calls end. If a caller dies, the thread
+ * still completes its request.
  */
 #include "driver.h"
 
@@ -18,7 +18,7 @@ static void set_state(uint32_t state)
     __atomic_store_n(&driver.slot->state, state, __ATOMIC_RELEASE);
 }
 
-/* Sets whether the process's own NVML calls block. They block from the lock to the unlock. */
+/* Makes the process's own NVML calls block (after a lock) or continue (after an unlock). */
 static void asleep(bool on)
 {
     __atomic_store_n(&driver.slot->asleep, on, __ATOMIC_RELEASE);

@@ -2,8 +2,8 @@
  * Distributed under the terms of the Modified BSD License.
  *
  * Device memory and events that processes share: CUDA IPC, exported VMM memory, exported pools. A
- * handle records which process has the bytes, and where. The importing process maps the bytes from
- * there, as long as the exporting process lives. The exporting process is charged for the bytes.
+ * handle records the process that has the bytes, and their place. The importing process can map the
+ * bytes as long as the exporting process lives. The exporting process is charged for the bytes.
  *
  * A process with a live export or import cannot be suspended. Real drivers before 610 have the same
  * limit (README of NVIDIA/cuda-checkpoint).

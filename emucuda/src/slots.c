@@ -35,7 +35,8 @@ uint64_t process_start(pid_t pid)
     if (sscanf(p + 1, " %c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %ld %*d %llu",
                &state, &threads, &start) != 3)
         return 0;
-    /* A zombie has freed its memory, except if only the first of several threads has ended. */
+    /* A zombie has freed its memory. The exception is a process in which only the first of several
+     * threads has ended. */
     if ((state == 'Z' || state == 'X') && threads <= 1)
         return 0;
     return start ? start : 1;
@@ -220,7 +221,7 @@ void machine_wait_awake(void)
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
         while (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) == pid && __atomic_load_n(&s->asleep, __ATOMIC_ACQUIRE) &&
-               /* If the slot is alive, this process has not left it by an execve(). */
+               /* After an execve() the old slot still has this pid, and is not alive. */
                slot_alive(s))
             futex_wait(&s->asleep, 1, -1, true);
     }

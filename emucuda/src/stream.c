@@ -1,9 +1,9 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Streams and events. Data moves when work is submitted. Only the time at which the work counts as
- * done is modelled. Synchronise calls, queries, events and the checkpoint lock, which waits for
- * running work, use that time.
+ * Streams and events. Data moves when work is submitted. The driver models only the time at which
+ * the work counts as done. Synchronise calls, queries, events and the checkpoint lock, which waits
+ * for running work, use that time.
  */
 #include "driver.h"
 
@@ -21,7 +21,7 @@ struct stream *stream_new(struct context *context, unsigned flags, int priority)
     return s;
 }
 
-/* There is one such stream for each thread and context. It is created at its first use, and lives
+/* Each thread has one such stream per context. The stream is created at its first use, and lives
  * until the process ends. */
 static struct stream *per_thread(struct context *context)
 {
@@ -78,8 +78,8 @@ CUresult stream_resolve(CUstream handle, struct stream **out)
 
 static bool is_legacy(const struct stream *s) { return s == s->context->legacy; }
 
-/* When all work of the stream is done. The legacy stream and the blocking streams of its context
- * wait for one another. */
+/* Returns the time when all work of the stream is done. The legacy stream and the blocking streams
+ * of its context wait for one another. */
 uint64_t stream_tail(const struct stream *stream)
 {
     uint64_t tail = stream->tail;
@@ -153,8 +153,8 @@ EXPORT CUresult cuStreamDestroy_v2(CUstream stream)
     CUresult result = CUDA_ERROR_INVALID_HANDLE;
     for (struct stream **link = &driver.streams; *link; link = &(*link)->next)
         if (*link == stream && !is_legacy(stream)) {
-            /* The stream's work continues. From now on, the legacy stream ends no earlier than this
-             * work. */
+            /* The stream's work continues after this call, so the legacy stream must still wait for
+             * it. */
             if (stream->context->legacy->tail < stream->tail)
                 stream->context->legacy->tail = stream->tail;
             capture_drop(stream);
@@ -209,8 +209,8 @@ EXPORT CUresult cuStreamQuery(CUstream stream)
     CUresult refused;
     if (capture_refuses(stream, NULL, &refused))
         return refused;
-    /* In a suspended process this crashes, as a synchronise call does. A locked process gets a true
-     * answer. */
+    /* In a suspended process this call crashes, as a synchronise call does. A locked process gets a
+     * true answer. */
     sync_returns_early();
     WITH_STREAM(stream, result = now_ns() >= stream_tail(s) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY);
 }
@@ -386,8 +386,8 @@ EXPORT CUresult cuEventQuery(CUevent e)
 
 static CUresult event_wait_time(CUevent e, uint64_t *time)
 {
-    GATED; /* the call blocks here while the process is locked. Its later wait for the event is
-            * outside the gate, so a lock does not wait for it. */
+    GATED; /* the call blocks here while the process is locked. The wait for the event itself comes
+            * later and outside the gate, so a checkpoint lock need not wait for the event. */
     if (event_bad(e))
         return CUDA_ERROR_INVALID_HANDLE;
     if (e->mark)

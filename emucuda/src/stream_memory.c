@@ -1,9 +1,10 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Calls by which a stream writes values to memory. PyTorch looks these names up together with those
- * of its expandable segments, and uses none of them if one is missing. Calls that wait for a value
- * are not emulated. Work is done during the call that submits it, so the value would never come.
+ * Calls by which a stream writes values to memory. PyTorch looks these names up together with the
+ * names that its expandable segments need. If one name is missing, PyTorch uses none of them. Calls
+ * that wait for a value are not emulated. Here work runs during the call that submits it, so a call
+ * that waits would wait forever.
  */
 #include "driver.h"
 

@@ -3,9 +3,9 @@
  *
  * Moves the bytes of this process between its devices and its host memory.
  *
- * As with the real driver, the copy is anonymous memory of the process itself. Bytes move in pieces
- * of 2 MiB. After a piece was copied, its old place is freed at once, so the host never holds two
- * copies of all bytes. Pages that were never touched do not exist.
+ * As with the real driver, the host copy is anonymous memory of the process itself. Bytes move in
+ * pieces of 2 MiB. The old place of a piece is freed as soon as the piece is copied, so the host
+ * never holds two copies of all bytes. Pages that were never touched are not copied.
  */
 #include "driver.h"
 
@@ -29,8 +29,7 @@ static uint64_t owed[MAX_DEVICES]; /* for each visible device: bytes that were c
                                     * suspend */
 static uint64_t kept[MAX_DEVICES]; /* the part of these bytes that stayed on the device */
 
-/* Limits the copy to the machine's bandwidth: sleeps until the time that `bytes` need has
- * passed. */
+/* Limits the copy to the machine's bandwidth: sleeps for the rest of the time that `bytes` need. */
 static void pace(uint64_t start, uint64_t bytes, uint64_t bandwidth)
 {
     if (bandwidth)
@@ -181,8 +180,8 @@ static void charge(uint32_t physical, int64_t bytes)
 }
 
 /* Charges the owed bytes on the devices of the map. Returns false if one device has too little
- * room. With `nothing`, the charges are then as before the call. Without it, each device is charged
- * as many bytes as it has room for. */
+ * room. In this case, if `nothing` is true, no charge changes. If it is false, each device is
+ * charged as many bytes as it has room for. */
 static bool charge_all(const uint32_t *target, bool nothing)
 {
     bool fits = true;
@@ -208,7 +207,7 @@ static bool charge_all(const uint32_t *target, bool nothing)
     return fits;
 }
 
-/* Undoes a restore that has charged all owed bytes. */
+/* Undoes the charges of a restore that has charged all owed bytes. */
 static void uncharge_all(const uint32_t *target, uint64_t moved)
 {
     machine_lock();

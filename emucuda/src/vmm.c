@@ -29,8 +29,8 @@ struct map {
     uint64_t address, size;
     struct physical *physical;
     bool accessible;
-    uint64_t imported; /* the address that the caller knows, if one call both imported and mapped
-                        * the memory */
+    uint64_t imported; /* the address that the caller has, if one call imported and mapped the
+                        * memory */
     struct map *next;
 };
 

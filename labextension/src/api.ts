@@ -28,9 +28,7 @@ export interface IDevice {
   readonly memory_granted: number;
   /** Used by processes outside the pool. */
   readonly memory_foreign: number;
-  /**
-   * Null while the device is out of service, but older servers send a number even so.
-   */
+  /** Null while the device is out of service. Older servers send a number even then. */
   readonly memory_free: number | null;
   readonly memory_used: number | null;
   /** Percent. */
@@ -77,12 +75,13 @@ export interface IAnySession {
    */
   readonly asks?: { readonly memory: number; readonly devices: number };
   /**
-   * What it waits for, in words that every user may read; empty if it does not wait.
-   * Older servers omit it.
+   * What the session waits for, in words that every user may read; empty if the session
+   * does not wait. Older servers omit this field.
    */
   readonly waits_for?: string;
   /**
-   * When the present wait began. For other users' sessions, older servers omit it.
+   * When the present wait began. Older servers omit this field for other users'
+   * sessions.
    */
   readonly queued_at?: number | null;
   /**
@@ -126,7 +125,7 @@ export interface ISession extends IAnySession {
   readonly request: IRequest;
   readonly queue_length: number | null;
   /**
-   * The two times, on the broker's clock, between which its wait will probably end;
+   * The two times, on the broker's clock, between which the wait will probably end;
    * null if not known.
    */
   readonly expected: IExpected | null;
@@ -134,41 +133,49 @@ export interface ISession extends IAnySession {
   readonly queued_at: number | null;
   readonly wait_reason: string;
   /**
-   * Why the pool preempted it, as a sentence; missing or empty if the pool did not.
+   * Why the pool preempted the session, as a sentence; missing or empty if the pool did
+   * not preempt it.
    */
   readonly preempted?: string;
   /**
-   * Guarantees, shares and budgets of its user and groups; older servers omit both
-   * fields.
+   * Guarantees, shares and budgets of the user and their groups. Older servers omit
+   * this field and the next one.
    */
   readonly standing?: readonly string[];
   readonly budgets?: readonly IBudget[];
   readonly pinned_reason: string;
   readonly idle_seconds: number | null;
   /**
-   * When the pool takes an idle slice back, if only the time decides this; else null.
+   * When the pool takes the idle slice back; null if this does not depend on the time
+   * alone.
    */
   readonly leaves_at: number | null;
-  /** Why the pool took its slice while it was idle; missing or empty if it did not. */
+  /**
+   * Why the pool took the slice while the session was idle; missing or empty if the
+   * pool did not take it.
+   */
   readonly taken_reason?: string;
-  /** Whether others wait for its idle slice. */
+  /** Whether other sessions wait for the idle slice. */
   readonly wanted: boolean;
-  /** Why an idle slice stays although its time is over, as a sentence; else empty. */
+  /**
+   * Why the pool leaves an idle slice to the session although its time is over, as a
+   * sentence; else empty.
+   */
   readonly stays_reason: string;
   /**
-   * The most bytes that it may ask for on each device, with its present number of
-   * devices; null if not known.
+   * The most bytes that the session may ask for on each device, with its present number
+   * of devices; null if not known.
    */
   readonly most_bytes: number | null;
   readonly keep_until: number | null;
   /**
-   * Whether a release was requested and has not happened yet, because the work on the
-   * GPU continues. Older servers omit it.
+   * Whether a requested release is pending, because the work on the GPU continues.
+   * Older servers omit this field.
    */
   readonly release_asked?: boolean;
   /**
-   * When an admin takes the slice back, used or not; null or missing without such an
-   * order.
+   * When the pool takes the slice back by an admin's order, even while the slice is
+   * used; null or missing without such an order.
    */
   readonly recall_at?: number | null;
   readonly attached_seconds_total: number;
@@ -180,7 +187,10 @@ export interface ISession extends IAnySession {
   readonly machine?: string;
   /** The GPUs that the kernel uses on that machine. */
   readonly gpus?: readonly INamedDevice[];
-  /** Why that machine does not answer, so all fields are old; empty if it answers. */
+  /**
+   * Why that machine does not answer; all fields are then old. Empty if the machine
+   * answers.
+   */
   readonly unreachable?: string;
 }
 
@@ -190,7 +200,8 @@ export interface ILimits {
   readonly devices: number;
   readonly max_wait: number | null;
   /**
-   * The longest time that one keep of an idle slice may last; older servers omit it.
+   * The longest time for which a user may keep an idle slice; older servers omit this
+   * field.
    */
   readonly max_keep?: number;
   readonly priorities: readonly string[];
@@ -206,7 +217,7 @@ export interface IOrder {
   readonly by: string;
   /** On the broker's clock. */
   readonly since: number;
-  /** Whether no kernel has a slice on these GPUs any more. */
+  /** Whether all slices on these GPUs have been given back. */
   readonly closed: boolean;
 }
 
@@ -281,8 +292,8 @@ export interface IExplanation {
   /** In a cluster, while the kernel waits: what other machines have and lack. */
   readonly machines?: readonly string[];
   /**
-   * The bytes on each GPU with which the waiting kernel could start now; null if it
-   * cannot start with any size. Older servers omit this field and the next one.
+   * The bytes on each GPU with which the waiting kernel could start now; null if there
+   * is no such size. Older servers omit this field and the next one.
    */
   readonly starts_with_bytes?: number | null;
   readonly holders?: readonly IHolder[];
@@ -297,7 +308,10 @@ export interface IHistory {
       {
         readonly time: readonly number[];
         readonly used: readonly (number | null)[];
-        /** Share of the time since the previous point in which the device was used, 0 to 1. */
+        /**
+         * Share of the time since the previous point during which the device was used,
+         * 0 to 1.
+         */
         readonly busy: readonly (number | null)[];
       }
     >
@@ -350,7 +364,7 @@ export interface IMachines {
   readonly connected: boolean | null;
   /** Number of machines that the answer leaves out, because its size is limited. */
   readonly left_out: number;
-  /** This machine is the first one. */
+  /** The first entry is this machine. */
   readonly machines: readonly IMachine[];
 }
 
@@ -389,8 +403,7 @@ export interface IAdminSession {
   readonly footprint_bytes: number | null;
   readonly suspended_bytes: number;
   /**
-   * Seconds in which it used CUDA, out of `counted_seconds` with a slice; null without
-   * a guard.
+   * Seconds of `counted_seconds` in which the session used CUDA; null without a guard.
    */
   readonly busy_seconds: number | null;
   readonly counted_seconds: number;
@@ -424,7 +437,8 @@ export interface INotice {
 }
 
 /**
- * The pool takes an idle slice soon, and its resume is slow or of unknown speed.
+ * The pool takes an idle slice soon, and the resume will be slow, or its time is
+ * unknown.
  */
 export interface IIdleWarning {
   readonly kernel_id: string;
@@ -546,8 +560,8 @@ export class PoolClient {
   private async _ask<T>(path: string, method = 'GET', body?: object): Promise<T> {
     const url = URLExt.join(this.settings.baseUrl, 'gpupool', 'api', path);
     const given = new AbortController();
-    // Only a query has a time-out: an action may take long, but a query can be
-    // repeated.
+    // A query has a time-out, because it can be repeated. An action has none, because
+    // it may take long.
     const giveUp = () => given.abort(new Error(`No answer in ${PATIENCE / 1000} s.`));
     const timer = method === 'GET' ? setTimeout(giveUp, PATIENCE) : undefined;
     const init = {
@@ -573,7 +587,7 @@ export class PoolClient {
       return answer as T;
     }
     if (response.ok) {
-      // The answer may be a login page, to which the request was redirected.
+      // The request may have been redirected to a login page, which is then the answer.
       throw new PoolError(
         'The answer of the Jupyter server is not one of the GPU pool.',
         'unknown',

@@ -46,8 +46,8 @@ export interface IOptions {
 type Args = ReadonlyPartialJSONObject;
 
 /**
- * Add the commands. All take a `kernelId`; the default is that of the document in
- * front.
+ * Add the commands. Each command takes a `kernelId`; the default is the kernel of the
+ * document in front.
  */
 export function addCommands(options: IOptions): void {
   const { commands, model, settings, trans } = options;
@@ -166,7 +166,7 @@ export function addCommands(options: IOptions): void {
     async (kernelId, args) => {
       const time = seconds(args);
       if (time === null) {
-        // Without a positive number nothing is sent, because 0 would end a keep.
+        // Send nothing without a positive number, because 0 would end a keep.
         tellRefusal(
           trans,
           new Error(
@@ -207,7 +207,8 @@ export function addCommands(options: IOptions): void {
       await model.refresh();
       const { status, code, message, nextStep } = model.broker;
       if (status === 'away' && !model.live && noBroker(code)) {
-        // An absent broker is normal here: a broker ends when no kernel needs it.
+        // An absent broker is normal here, because a broker ends when no kernel needs
+        // it.
         tellCalmly(trans.__('The pool starts with the first Pooled GPU kernel.'));
       } else if (status === 'away') {
         tellRefusal(trans, new Error([message, nextStep].filter(Boolean).join(' ')));

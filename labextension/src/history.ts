@@ -18,7 +18,10 @@ export const INTERVAL = 5000;
 /** Milliseconds between two requests for the last hour: it has one point per minute. */
 export const HOUR_INTERVAL = 30_000;
 
-/** Fetches only while held, a Pooled GPU kernel runs, and the page is visible. */
+/**
+ * Fetches only while a widget holds it, a Pooled GPU kernel runs and the page is
+ * visible.
+ */
 export class History implements IDisposable {
   constructor(private readonly _model: IPoolModel) {
     this._poll = new Poll({

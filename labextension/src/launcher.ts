@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** A pooled kernel's tile: what it does and what is free; without a GPU, what to do. */
+/**
+ * A pooled kernel's tile, which says what the kernel does and how much memory is free.
+ * Without a GPU, it says what to do.
+ */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from '@jupyterlab/application';
 import { ILauncher } from '@jupyterlab/launcher';
 import type { KernelSpec } from '@jupyterlab/services';
@@ -16,7 +19,8 @@ import { IPoolModel } from './tokens';
 import { bytes, part } from './words';
 
 /**
- * The command that makes a notebook or console with a pooled kernel, or says why not.
+ * The command that makes a notebook or console with a pooled kernel, or says why it
+ * cannot.
  */
 export const NEW = 'gpupool:new';
 
@@ -48,7 +52,10 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
 
 type Pool = Pick<IPoolModel, 'found' | 'view' | 'broker'>;
 
-/** The text of a kernel's tile, the most useful part first; the tooltip shows all. */
+/**
+ * The text of a kernel's tile, with the most useful part first. The tooltip shows the
+ * whole text.
+ */
 export function tile(trans: TranslationBundle, name: string, model: Pool): string {
   if (!model.found.found) {
     return trans.__('%1: no GPU found. Choose it to see what to do.', name);

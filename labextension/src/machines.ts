@@ -15,9 +15,9 @@ import type { IPoolModel } from './tokens';
 export const INTERVAL = 10_000;
 
 /**
- * Fetches only in a cluster, while held, while a Pooled GPU kernel runs, and while the
- * page is visible. Without such a kernel, it fetches once for each new view of the
- * pool.
+ * Fetches the machines in a cluster, while a widget holds it and the page is visible.
+ * While a Pooled GPU kernel runs, it fetches repeatedly, else once for each new view of
+ * the pool.
  */
 export class Machines implements IDisposable {
   constructor(
@@ -86,8 +86,8 @@ export class Machines implements IDisposable {
   private async _ask(): Promise<void> {
     try {
       const found = await this._model.client.machines();
-      // Drop the figures if the broker has gone away meanwhile, because nothing would
-      // remove them later.
+      // If the broker is away by now, drop the figures, because no later event would
+      // remove them.
       this._set(this._there() ? found : null);
     } catch (error) {
       // Show no figures, because old ones would look like new ones.

@@ -31,7 +31,10 @@ export function byAdmin(trans: TranslationBundle, order: IOrder): string {
   return order.reason ? trans.__('%1: %2', done, order.reason) : done;
 }
 
-/** A sentence that says what is out of service, by whom, since when and why. */
+/**
+ * A sentence that says what is out of service, since when and why, and who gave the
+ * order.
+ */
 export function orderText(
   trans: TranslationBundle,
   order: IOrder,

@@ -163,7 +163,7 @@ export class PoolModel implements IPoolModel {
       clearTimeout(this._lastLook);
       if (!wanted) {
         // The websocket closes before the broker reports the kernel's end. Without one
-        // more request, the view would keep the kernel.
+        // more request, the ended kernel would stay in the view.
         this._lastLook = setTimeout(() => void this.refresh(), LAST_LOOK);
       }
       this._emit({ all: true });
@@ -341,7 +341,8 @@ const DENIED: ReadonlySet<number> = new Set([401, 403]);
 const UP: IBroker = { status: 'up', message: '', nextStep: '' };
 
 /**
- * What the server knew about a GPU when it sent this page; defaults if that is missing.
+ * What the server knew about a GPU when it sent this page. Defaults if the page does
+ * not say it.
  */
 function foundAtLoad(): IPoolModel['found'] {
   try {

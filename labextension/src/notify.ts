@@ -20,8 +20,8 @@ import { about, bytes, localTime, timeOfDay } from './words';
 const NAME = 28;
 
 /**
- * Two warnings whose times differ by fewer seconds than this are the same warning, sent
- * twice.
+ * If the times of two warnings differ by fewer seconds than this, the server has sent
+ * the same warning twice.
  */
 const SAME = 1;
 

@@ -102,7 +102,7 @@ export class RunningSlices implements IRunningSessions.IManager {
   }
 
   /**
-   * Draw only after a change that this list shows: most changes of the pool are of
+   * Draw only after a change that this list shows: most changes of the pool concern
    * other kernels.
    */
   private readonly _onChanged = (): void => {

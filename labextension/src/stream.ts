@@ -32,7 +32,10 @@ export interface IListener {
    * Called if the websocket could not be opened, or closed before the first message.
    */
   failed(): void;
-  /** Called to send a request: the page is hidden, so its websocket is closed. */
+  /**
+   * Called while the page is hidden, to send a request in place of the closed
+   * websocket.
+   */
   ask(): Promise<void>;
 }
 
@@ -49,15 +52,15 @@ export const HIDDEN_INTERVAL = 60_000;
 export const LASTING = 30_000;
 
 /**
- * Milliseconds between two checks of the clock; if a gap exceeds `SLEPT`, the computer
- * slept.
+ * Milliseconds between two checks of the clock. If more than `SLEPT` pass between two
+ * checks, the computer was asleep.
  */
 const LOOK_INTERVAL = 15_000;
 const SLEPT = 45_000;
 
 /**
- * Milliseconds until the next attempt after `failures` in a row: from 1 to 2 s at
- * first, up to 15 to 30 s.
+ * Milliseconds until the next attempt, after `failures` failed attempts in a row: 1 to
+ * 2 s at first, 15 to 30 s in the end.
  */
 export function pause(failures: number, random: number): number {
   return 1000 * Math.min(2 ** failures, 15) * (1 + random);

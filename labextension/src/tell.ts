@@ -17,7 +17,7 @@ const SHOWN = 140;
 const RESULT = 5000;
 
 /**
- * Milliseconds for which a refusal is shown, and a missing answer: longer, but limited.
+ * Milliseconds for which a refusal is shown, and for which a missing answer is shown.
  */
 export const REFUSAL = 10_000;
 export const OUTAGE = 60_000;
@@ -37,7 +37,7 @@ export function unanswered(error: unknown): boolean {
   );
 }
 
-/** The next step after an error: what the server advises, and where to find more help. */
+/** The next step after an error: the server's advice, and where to find more help. */
 export function nextStep(trans: TranslationBundle, code: string, next: string): string {
   // If the socket is missing (`no-broker`), the server's text already contains this
   // sentence.
@@ -65,7 +65,7 @@ export function refusal(trans: TranslationBundle, error: unknown): string {
 /** By cause: the id of the notification on screen; each cause has only one. */
 const standing = new Map<string, string>();
 
-/** Causes whose notifications are no longer true once the pool answers. */
+/** Causes whose notifications become wrong when the pool answers. */
 const outages = new Set<string>();
 
 type Options = Parameters<typeof Notification.error>[1];

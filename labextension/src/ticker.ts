@@ -6,8 +6,8 @@ import { DisposableDelegate, type IDisposable } from '@lumino/disposable';
 import * as React from 'react';
 
 /**
- * The timer that all tickers share: with separate timers, two places showed different
- * times.
+ * The timer that all tickers share. With separate timers, two places would show
+ * different times.
  */
 class Beat {
   start(tick: () => void): void {
@@ -82,7 +82,7 @@ export class Ticker {
   private readonly _onVisibility = (): void => {
     this._adjust();
     if (this.running) {
-      // Show at once the time that has passed meanwhile.
+      // Update the count-downs at once: they have been still while the page was hidden.
       this._tick();
     }
   };

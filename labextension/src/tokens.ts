@@ -30,9 +30,7 @@ export interface IBroker {
   readonly nextStep: string;
   /** Why the broker is away, as a code such as `no-broker`; missing without a code. */
   readonly code?: string;
-  /**
-   * Whether the server refuses this page's requests, so only this page has no access.
-   */
+  /** Whether the server refuses the requests of this page; the pool itself may work. */
   readonly denied?: boolean;
 }
 
@@ -53,13 +51,16 @@ export interface IPoolModel extends IDisposable {
   readonly broker: IBroker;
   /** Whether a Pooled GPU kernel runs on this server, so that the view is kept fresh. */
   readonly live: boolean;
-  /** Whether this machine has a GPU, real or emulated, as far as known; if not, why. */
+  /**
+   * Whether this machine has a GPU, real or emulated, as far as known; and why, if it
+   * has none.
+   */
   readonly found: {
     readonly found: boolean;
     readonly reason: string;
     /**
-     * Whether the broker will emulate GPUs once it starts; the view says whether it
-     * does.
+     * Whether the broker will emulate GPUs when it starts. Once it runs, the view says
+     * whether it emulates GPUs.
      */
     readonly emulated: boolean;
   };

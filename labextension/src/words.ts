@@ -50,7 +50,7 @@ export function grant(
   return trans.__('%1, %2 guaranteed', whole, same ? least.split(' ')[0] : least);
 }
 
-/** The bytes of a session's slices that its request guarantees. */
+/** The part of a session's slices that its request guarantees, in bytes. */
 export function guaranteedBytes(session: ISession): number {
   const { memory } = session.request;
   return session.slices.reduce(
@@ -62,7 +62,7 @@ export function guaranteedBytes(session: ISession): number {
 /** If less than this part of a daily budget is left, the chip shows the rest. */
 const LOW = 0.1;
 
-/** The daily budget with the least time left, if little of it is left; else null. */
+/** The daily budget with the least time left; null if no budget is low. */
 function lowBudget(session: ISession): IBudget | null {
   const low = (session.budgets ?? []).filter(
     budget => budget.left <= budget.seconds * LOW
@@ -128,7 +128,7 @@ function written(
   try {
     return time.toLocaleString(its ?? own ?? [], form);
   } catch {
-    // This browser does not know the language.
+    // The browser does not know this language.
     return time.toLocaleString([], form);
   }
 }
@@ -145,8 +145,8 @@ export function about(trans: TranslationBundle, seconds: number): string {
 }
 
 /**
- * The seconds at which a shown range may begin or end: no estimate is more exact than
- * these steps.
+ * A shown range begins and ends at one of these numbers of seconds, because no estimate
+ * is more exact.
  */
 const STEPS = [
   0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600,
@@ -247,7 +247,7 @@ export function gpus(
   return trans._n('GPU %2', 'GPUs %2', uuids.length, numbers.join(', ') || '?');
 }
 
-/** Where a session has its slice: `GPU 1`, or on another machine `GPU 1 of gpu2`. */
+/** The place of a session's slice: `GPU 1`, or on another machine `GPU 1 of gpu2`. */
 export function place(
   trans: TranslationBundle,
   session: ISession,
@@ -257,7 +257,7 @@ export function place(
   return session.machine ? trans.__('%1 of %2', said, session.machine) : said;
 }
 
-/** The tone of a state; it is also the name of the state's style. */
+/** The kind of a state. It is also the name of the state's style. */
 export type Tone = 'none' | 'wait' | 'move' | 'busy' | 'idle' | 'host' | 'away';
 
 export interface ISaid {
@@ -393,7 +393,7 @@ export function say(
   }
 }
 
-/** The end of a sentence: it says what brings the suspended state back to a GPU. */
+/** The end of a sentence that says what brings the suspended state back to a GPU. */
 export function comesBack(trans: TranslationBundle, attach: string): string {
   switch (attach) {
     case 'cell':
@@ -405,7 +405,7 @@ export function comesBack(trans: TranslationBundle, attach: string): string {
   }
 }
 
-/** Whether a release was requested and has not happened yet, because work continues. */
+/** Whether a requested release is pending, because the work continues. */
 export function goesBack(session: ISession | null): session is ISession {
   return (
     session !== null &&
@@ -415,7 +415,7 @@ export function goesBack(session: ISession | null): session is ISession {
   );
 }
 
-/** The sentence about a slice whose requested release has not happened yet. */
+/** The sentence about a slice whose release is pending. */
 export function goingBack(trans: TranslationBundle, session: ISession): string {
   return session.state === 'idle'
     ? trans.__('Goes back to the pool as soon as it can be moved.')

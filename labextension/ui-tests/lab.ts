@@ -29,7 +29,7 @@ export interface ISite {
 
 /** A page of JupyterLab, with the helpers that the tests need. */
 export class Lab {
-  /** Error messages on the console, and errors that no code caught. */
+  /** Error messages on the console, and uncaught errors. */
   readonly errors: string[] = [];
   /** Requests and websockets of the page to the server extension. */
   readonly traffic: string[] = [];
@@ -193,8 +193,8 @@ export class Lab {
   }
 
   /**
-   * The notebook in front, once its kernel answers. A cell that is started earlier
-   * would not run.
+   * Wait for the kernel's answer, and return the notebook in front. Without this wait,
+   * a first cell would not run.
    */
   async current(file: string): Promise<Notebook> {
     const [id, kernelId] = await this.page.evaluate(async () => {
@@ -319,8 +319,8 @@ export class Notebook {
  * `pool` is the server and the broker of a worker. `lab` is one page for all tests of
  * the worker. `tidy` cleans up after each test.
  *
- * `tidy` is a fixture and no hook, because a hook would work only for the first file
- * that loads this module.
+ * `tidy` is a fixture, because a hook would work only for the first file that loads
+ * this module.
  */
 export const test = base.extend<{ tidy: undefined }, { pool: IStage; lab: Lab }>({
   // Each worker has its own server and broker. Otherwise a test would see what the

@@ -12,11 +12,11 @@ module.exports = {
   workers: process.env.GPUPOOL_UI_TESTS ? 1 : 3,
   fullyParallel: false,
   retries: 0,
-  // This time-out is only for a hang: beside all of `make test`, a test of 13 s has
-  // taken two minutes.
+  // This time-out only has to end a hang. During `make test`, a test of 13 s has taken
+  // two minutes.
   timeout: 300_000,
   globalTimeout: 900_000,
-  // With much beside it, a kernel needs more than 30 s to start.
+  // On a busy machine, a kernel may need more than 30 s to start.
   expect: { timeout: 90_000 },
   reporter: [['list']],
   use: {

@@ -48,7 +48,7 @@ POOL = {
     "host_memory": "16GiB",
     "idle_timeout": 3600,
 }
-if os.environ.get("GPUPOOL_UI_TURNS") == "no":  # to take pictures takes longer than a time slice
+if os.environ.get("GPUPOOL_UI_TURNS") == "no":  # the pictures take longer than a time slice
     POOL["preempt"] = ["class", "guarantee", "burst"]
 
 #: The neighbours' user id, which no account has. Only root can start neighbours of other users.
@@ -177,7 +177,7 @@ class Stage:
             self.broker.socket = Path("/run") / self.folder.name / "broker.sock"
         self.labs = []
         self.neighbours = {}
-        #: Two machines, once a test has asked for them; and how they end.
+        #: Two machines, once a test has asked for them. ``_machines`` ends them.
         self.cluster = None
         self._machines = ExitStack()
         self._lock = threading.RLock()
@@ -315,8 +315,9 @@ class Stage:
     # ------------------------------------------------------------------ two machines
 
     def do_lab_in_cluster(self):
-        """Start two machines, and a server on m0 whose kernels start on the machine with more room:
-        on m1. Return the server's address and folder; None if MUNGE is missing.
+        """Start two machines, and a server on m0 whose kernels start on m1, which has more room.
+
+        Return the server's address and folder; None if MUNGE is missing.
         """
         if not has_munge():
             return None
@@ -324,7 +325,7 @@ class Stage:
         self.cluster.wait_serving()
         self.do_fill("m0")
         folder = self.folder / "far"
-        # JUPYTER_PATH comes before the folder of the user.
+        # Jupyter searches JUPYTER_PATH before the folder of the user.
         remotes.write_remote_kernelspec(folder / "share/jupyter", memory="200MiB")
         socket = self.cluster.brokers["m0"].socket
         user = remotes.USER if remotes.ROOTS else None
@@ -332,7 +333,7 @@ class Stage:
         return {"url": lab.url(), "folder": str(lab.folder / "files")}
 
     def do_fill(self, machine):
-        """Have a kernel of another server take 900 MiB of a machine, in place of the one before."""
+        """Fill a machine with a kernel of 900 MiB, and end the kernel of the previous call."""
         self.cluster.end_kernels()
         kernel = brokers.Kernel(self.cluster.brokers[machine], memory=900 << 20)
         self.cluster.kernels.append(kernel)
@@ -340,16 +341,16 @@ class Stage:
         brokers.wait_until(lambda: self._emptiest() != machine, "the ledger to know it")
 
     def _emptiest(self):
-        """Return the machine with the most free memory, as the ledger knows it."""
+        """Return the name of the machine with the most free memory, by the ledger's figures."""
         nodes = self.cluster.order()["nodes"]
         return max(nodes, key=lambda node: node["summary"]["free"])["name"]
 
     def do_machine(self, name):
-        """Return what the broker of a machine itself says."""
+        """Return the status that the broker of a machine reports."""
         return self.cluster.brokers[name].status()
 
     def do_silence(self, name, ends=False):
-        """Have a machine answer no other one; with ``ends``, answer again."""
+        """End the cluster agent of a machine; with ``ends``, start the agent again."""
         agent = self.cluster.agents[name]
         agent.start() if ends else agent.kill()
 
@@ -386,7 +387,7 @@ class Stage:
 
 
 def kill_descendants():
-    """Kill all remaining processes: orphans of our processes become our children, see ``main``."""
+    """Kill all remaining processes. Orphans are among our children, because of ``main``."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         found = children()
@@ -421,7 +422,7 @@ class _ControlServer(socketserver.ThreadingUnixStreamServer):
 
 def main():
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the runner handles it, and closes our input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner handles it: it closes our input
     stage = Stage()
     control = stage.folder / "control.sock"
     try:

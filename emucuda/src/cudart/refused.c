@@ -1,8 +1,8 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * All other names of the runtime of CUDA 12.8 and 13.0, so that a program that links one of them
- * can be loaded. A call of such a name returns an error and names the function.
+ * All other names of the runtime of CUDA 12.8 and 13.0. A program that links one of these names can
+ * thus be loaded. A call of such a name returns an error and names the function.
  */
 #include "runtime.h"
 

@@ -86,7 +86,8 @@ static cudaError start(void)
     cudaError error = load();
     if (error)
         return error;
-    /* This runtime works only with the emulated driver: a real driver has NVIDIA's own runtime. */
+    /* This runtime works only with the emulated driver. For a real driver there is NVIDIA's own
+     * runtime. */
     if (drv.cuGetExportTable(&table, emulated) || !table) {
         say("libcudart", "found a driver that is not emulated; use NVIDIA's runtime there.");
         return cudaErrorInsufficientDriver;
@@ -167,7 +168,7 @@ EXPORT cudaError cudaPeekAtLastError(void)
 static const struct {
     cudaError error;
     const char *name, *text;
-} own_errors[] = { /* errors that the driver does not have */
+} own_errors[] = { /* errors of the runtime that have no number in the driver */
     {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "the emulated driver is not loaded"},
     {cudaErrorMissingConfiguration, "cudaErrorMissingConfiguration", "__global__ function call is not configured"},
     {cudaErrorInvalidDeviceFunction, "cudaErrorInvalidDeviceFunction", "invalid device function"},

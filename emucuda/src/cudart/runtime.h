@@ -94,10 +94,10 @@ extern struct driver_calls drv;
 
 /* Stores the thread's last error for cudaGetLastError, and returns the error. */
 cudaError noted(cudaError error);
-cudaError not_run(cudaError error); /* for a kernel launch that failed: does what noted() does. The
-                                     * next call that gives results also returns the error. */
-cudaError unasked(void);            /* returns the error of not_run() once; nothing if the program
-                                     * has already asked for its last error */
+cudaError not_run(cudaError error); /* like noted(), for a kernel that cannot run here: the next
+                                     * call that gives results returns the error again */
+cudaError unasked(void);            /* returns the error of not_run() once; success if the thread of
+                                     * the launch has already asked for its last error */
 cudaError started(void);        /* makes sure that the driver is initialised */
 cudaError ready(void);          /* also makes sure that a context is current: the thread's own, or
                                  * that of its device */
@@ -119,9 +119,9 @@ void say(const char *name, const char *why); /* prints a message to standard err
         if (error_)                    \
             return noted(error_);      \
     } while (0)
-/* Like READY, but for a call that gives results to the program or waits for them. A program may
- * ignore the error of a launch. Then this error stops it from reading old bytes as the results of a
- * kernel that cannot run here. */
+/* Like READY, but for a call that gives results to the program or waits for them. If the program
+ * has ignored the error of a launch, this call returns the error again. Otherwise the program would
+ * read old bytes as the results of a kernel that cannot run here. */
 #define RESULTS                        \
     do {                               \
         cudaError error_ = unasked();  \

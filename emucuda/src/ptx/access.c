@@ -1,7 +1,7 @@
 /* Copyright (c) jupyter_gpupool developers.
  * Distributed under the terms of the Modified BSD License.
  *
- * Where the bytes of an address are: in memory that the driver knows, or in a window of the launch,
+ * Finds the bytes of an address: in memory that the driver knows, or in a window of the launch,
  * such as its shared memory.
  */
 #include "ptx.h"

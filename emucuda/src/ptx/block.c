@@ -96,7 +96,7 @@ static void block_free(struct block *b)
     memset(b, 0, sizeof *b);
 }
 
-/* Starts block `number`, in the memory that the last block had. */
+/* Starts block `number`. The block uses the memory of the previous block again. */
 static bool block_start(struct block *b, struct run *run, uint64_t number)
 {
     const unsigned *grid = run->launch->grid, *block = run->launch->block;
@@ -133,9 +133,9 @@ static bool block_start(struct block *b, struct run *run, uint64_t number)
     return true;
 }
 
-/* Returns the lanes that run next: the lanes of the mask `may` at the lowest instruction. If
- * `after` is not 0, the lanes at the instruction `after` have had a long turn. The function then
- * returns the lanes at the lowest instruction above `after`, if there are such lanes. */
+/* Returns the lanes that run next: of the lanes in `may`, those at the lowest instruction. `after`
+ * is 0, or an instruction whose lanes have had a long turn. In that case the lanes above `after` go
+ * first: those at the lowest instruction above it, if there are any. */
 static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, uint32_t *pc, uint32_t *other)
 {
     uint32_t lowest = UINT32_MAX, lanes = 0;
@@ -155,8 +155,8 @@ static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, u
     return lanes;
 }
 
-/* Whether these lanes may execute the instruction now. They may not if other lanes of the
- * instruction's mask have still to reach the instruction. */
+/* Whether these lanes may execute the instruction now. They must wait until all other lanes of the
+ * instruction's mask have reached it. */
 static bool all_met(struct warp *w, const struct instruction *i, uint32_t *lanes, uint32_t pc)
 {
     FOR_LANES(l, w->held)
@@ -176,7 +176,7 @@ static void warp_run(struct warp *w)
     const struct code *code = w->block->run->code;
     int turn = TURN;
     uint32_t after = 0;
-    bool alone = false; /* no other lanes will reach the instruction */
+    bool alone = false; /* the other lanes will never reach the instruction */
     while (turn > 0) {
         uint32_t pc = 0, other, may = w->alive & ~w->waiting & ~w->held;
         if (!may && w->held) {

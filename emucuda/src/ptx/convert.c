@@ -87,7 +87,8 @@ static uint64_t converted(const struct instruction *i, uint64_t bits)
     return i->from.kind == KIND_SIGNED ? (uint64_t)sign_extend(bits, i->from.bits) : bits & low_bits(i->from.bits);
 }
 
-/* Extends an integer to the whole register, with or without sign as its type requires. */
+/* Extends an integer to the whole register: with its sign if its type is signed, else with
+ * zeros. */
 static uint64_t extended(struct type t, uint64_t v)
 {
     if (is_float(t))

@@ -27,7 +27,7 @@ static double value(struct type t, uint64_t bits)
     }
 }
 
-/* A sum of products is computed as f64, which is exact for integers, and rounded once. */
+/* Computes a sum of products as f64 and rounds it once. For integers, f64 is exact. */
 static void mma(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     double a[ROWS][MAX_DEPTH], b[MAX_DEPTH][COLUMNS];

@@ -14,9 +14,9 @@
  *   integer.c, floating.c, compare.c, convert.c, move.c (ld, st, mov), atomic.c, warp.c (shfl, vote),
  *   matrix.c (mma, ldmatrix), control.c (bra, call, bar)
  *
- * A register of a warp is an array of 32 values, one for each lane. Lanes that are at different
- * instructions run in turn: those at the lowest instruction run first. So the lanes run together
- * again where their paths join.
+ * A register of a warp is an array of 32 values, one for each lane. If lanes are at different
+ * instructions, the lanes at the lowest instruction run first. So the lanes run together again
+ * where their paths join.
  */
 #ifndef EMUCUDA_PTX_H
 #define EMUCUDA_PTX_H
@@ -56,14 +56,14 @@ struct statement {
     char *text; /* the text of the statement, for messages */
 };
 bool has(const struct statement *s, const char *part);
-/* The type that a part of the name names. `which` 1 is the last such part, 2 the one before it, and
- * so on. */
+/* The type in a part of the name. `which` 1 is the last part that is a type, 2 is the type before
+ * it, and so on. */
 struct type type_at(const struct statement *s, int which);
 bool statement_parse(char *text, struct statement *out); /* this changes the text */
 
 char *skip_space(char *p);
 size_t name_length(const char *p);
-char *matching(char *open); /* the bracket that closes this one, or NULL */
+char *matching(char *open); /* the closing bracket of this opening bracket, or NULL */
 int64_t number(const char **p, bool *good);
 uint64_t literal(const char *text, struct type t, bool *good);
 
@@ -152,8 +152,8 @@ struct instruction *emit(struct builder *b, const struct instruction *i);
 _Noreturn void refuse(struct builder *b, CUresult code, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* The decoder of a group: fills in `i` for the statement. Returns false if the group does not have
- * this form. */
+/* The decoder of a group: fills in `i` for the statement. Returns false if the statement is not an
+ * instruction of the group. */
 typedef bool decoder(struct builder *b, const struct statement *s, struct instruction *i);
 struct decoding {
     const char *name;
@@ -176,8 +176,8 @@ CUresult compile(struct ptx *ptx, const char *name, int device, struct code **ou
 void code_free(struct code *code);
 
 /* ---- variables.c ---- */
-CUresult ptx_open(char *text, struct ptx **out); /* the text, which has no comments, belongs to the
-                                                  * result from now on */
+CUresult ptx_open(char *text, struct ptx **out); /* takes over the text, which must have no
+                                                  * comments */
 void ptx_close(struct ptx *ptx);
 CUresult variables_place(struct ptx *ptx, int device); /* makes sure that the variables' memory
                                                         * exists and is initialised */
@@ -186,7 +186,8 @@ const struct variable *variable_find(const struct ptx *ptx, const char *name, si
 /* ---- block.c ---- */
 
 struct range_of_memory {
-    uint64_t start, size, delta; /* the host has a byte of this range at its address plus `delta` */
+    uint64_t start, size, delta; /* the host reaches a byte of this range at the byte's address plus
+                                  * `delta` */
 };
 
 struct run { /* one launch */
@@ -259,7 +260,7 @@ void refresh_clock(struct warp *w);
 
 /* ---- access.c ---- */
 enum { READ, WRITE };
-/* Returns where the host has the `size` bytes that a lane reads or writes. */
+/* Returns the address at which the host can reach the `size` bytes that a lane reads or writes. */
 void *bytes_of(struct warp *w, unsigned lane, uint64_t address, unsigned size, int mode);
 
 /* ---- move.c ---- */

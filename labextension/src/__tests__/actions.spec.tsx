@@ -87,7 +87,7 @@ describe('the buttons of a waiting kernel', () => {
     expect(buttons()).not.toContain('Release');
   });
 
-  it('a leaving kernel or a missing plan gives no release button', () => {
+  it('a leaving kernel or a missing plan hides the release button', () => {
     const gone = alpha({ state: 'detaching' });
     actions(new FakeModel(session(queued), gone));
     expect(buttons()).not.toContain('Release');

@@ -121,7 +121,7 @@ describe('the commands', () => {
   });
 
   test.each([['', 0, -3, NaN, Infinity, null]].flat())(
-    'send nothing for %p minutes',
+    'the command "keep" sends nothing for %p minutes',
     async minutes => {
       services.start('a');
       expect(await commands.execute(CommandIDs.keep, { minutes })).toBe(
@@ -177,7 +177,7 @@ describe('the commands', () => {
     expect(Notification.manager.notifications[0]!.options.autoClose).toBe(REFUSAL);
   });
 
-  test('the notice of a silent broker disappears once it answers', async () => {
+  test('the notice of a silent broker disappears when it answers', async () => {
     services.start('a');
     followPool(model);
     FakeSocket.one.snapshot();
@@ -280,7 +280,7 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 
-  test('the dialog reopens after a wrong size, takes the shown bound', async () => {
+  test('the dialog reopens after a wrong size and accepts its bound', async () => {
     services.start('a');
     const most_bytes = Math.round(23.68 * 1024 ** 3);
     FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'a', most_bytes })] }));

@@ -97,7 +97,8 @@ export function anotherSession(more: Partial<IAnySession> = {}): IAnySession {
 type Slices = Pick<IAnySession, 'device' | 'slices'>;
 
 /**
- * Give a session equal slices on all its devices. Slices that the session lists stay.
+ * Give a session equal slices on all its devices. If the session lists slices, keep
+ * them.
  */
 function withSlices<
   S extends Pick<ISession, 'devices' | 'granted_bytes'> & { used_bytes?: number | null }

@@ -4,7 +4,9 @@
 import { act } from '@testing-library/react';
 import { MessageLoop } from '@lumino/messaging';
 
-/** Run `does`, and then the renders that widgets have delayed to Lumino's next turn. */
+/**
+ * Run `does`, and then the renders that widgets have queued in Lumino's message loop.
+ */
 export function drawn(does: () => unknown): void {
   act(() => {
     does();

@@ -163,7 +163,10 @@ export class FakeServices {
     this.sessions.runningChanged.emit();
   }
 
-  /** This fake, typed as real services, although it has only some of their members. */
+  /**
+   * This fake with the type of the real services, although it has only some of their
+   * members.
+   */
   get all(): PoolModel.Services {
     return this as unknown as PoolModel.Services;
   }

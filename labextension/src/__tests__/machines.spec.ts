@@ -24,7 +24,7 @@ class Model {
 it.each([
   ['up', FOUND],
   ['away', null]
-])('keeps a late answer only while the broker is up (%s)', async (status, shown) => {
+])('a late answer is kept only while the broker is up (%s)', async (status, shown) => {
   const model = new Model();
   const machines = new Machines(model as unknown as IPoolModel, () => undefined);
   machines.hold();

@@ -212,7 +212,7 @@ describe('messages of the server', () => {
   test.each([
     ['first', 800, 'a'],
     ['last', 950, 'z']
-  ])('a restarted kernel has its younger session, sent %s', async (_, at, id) => {
+  ])('the newer session of a restarted kernel counts, sent %s', async (_, at, id) => {
     const socket = await live();
     const other = aSession({ id: 'z', kernel_id: 'kernel-a', opened_at: at });
     socket.delta({ now: 1001, sessions: [other] });
@@ -252,7 +252,7 @@ describe('the clock', () => {
     expect(model.now()).toBeLessThan(1006);
   });
 
-  test('the model’s clock continues during sleep, never goes back', async () => {
+  test('the model’s clock continues during sleep and never goes back', async () => {
     await live();
     const at = model.now();
     const wall = Date.now();
@@ -265,7 +265,7 @@ describe('the clock', () => {
 });
 
 describe('a broker that is away', () => {
-  test('an absent broker leaves the last view, and a reason', async () => {
+  test('without a broker, the model has the last view and a reason', async () => {
     const socket = await live();
     const before = model.view;
     const why = { message: 'The broker has ended.', next_step: 'Start it.' };
@@ -287,7 +287,7 @@ describe('a broker that is away', () => {
     expect(model.view?.now).toBe(2000);
   });
 
-  test('the next step says that an absent broker starts by itself', async () => {
+  test('the next step says that the broker starts again', async () => {
     const socket = await live();
     const why = { message: 'It ended the connection.', next_step: 'See the doctor.' };
     socket.say({
@@ -332,7 +332,7 @@ describe('a broker that is away', () => {
     expect(FakeSocket.one).not.toBe(socket);
   });
 
-  test('a refused websocket causes a request, a lost one does not', async () => {
+  test('the page sends a request only after a refused websocket', async () => {
     (await live()).drop();
     expect(asked).toEqual([]);
     expect(model.broker.status).toBe('up');
@@ -373,7 +373,7 @@ describe('a broker that is away', () => {
     expect(model.broker.nextStep).toMatch(/server extension enable/);
   });
 
-  test.each([401, 403])('%p means that this page has no access', async status => {
+  test.each([401, 403])('with status %p, this page has no access', async status => {
     Object.assign(answer, { status, body: { message: 'Forbidden' } });
     await model.refresh();
     expect(model.broker).toEqual({
@@ -407,7 +407,7 @@ describe('a broker that is away', () => {
     expect(model.broker.nextStep).toMatch(/log in/);
   });
 
-  test('a refusal does not mean that the websocket is dead', async () => {
+  test('the page keeps its websocket after a refused request', async () => {
     const socket = await live();
     answer.status = 500;
     await model.refresh();
@@ -504,7 +504,7 @@ describe('the model’s field "found"', () => {
   });
 });
 
-test('an answer that is older than the websocket changes nothing', async () => {
+test('an answer older than the websocket’s view changes nothing', async () => {
   const socket = await live();
   answer.body = aPool({ now: 1 });
   const asking = model.refresh();
@@ -513,7 +513,7 @@ test('an answer that is older than the websocket changes nothing', async () => {
   expect(model.view?.now).toBe(1001);
 });
 
-test('if two requests cross, the model keeps the newer answer', async () => {
+test('a late answer does not replace a newer answer', async () => {
   let late: (view: IPool) => void = () => undefined;
   const ask = jest.spyOn(model.client, 'pool');
   ask.mockReturnValueOnce(new Promise(resolve => (late = resolve)));
@@ -525,7 +525,7 @@ test('if two requests cross, the model keeps the newer answer', async () => {
   expect(model.view?.now).toBe(2000);
 });
 
-test('the model takes an earlier time from a broker that is back', async () => {
+test('the model accepts an earlier time from a restarted broker', async () => {
   await model.refresh();
   answer.status = 503;
   answer.body = { message: 'No broker.' };

@@ -111,7 +111,7 @@ describe('the idle warning', () => {
   test.each([
     ['Keep for 10 minutes', 'POST sessions/kernel-a/keep {"seconds":600}'],
     ['Release now', 'POST sessions/kernel-a/release {}']
-  ])('%s is sent to the server, and its answer shown', async (label, request) => {
+  ])('the button "%s" sends a request and shows the answer', async (label, request) => {
     await warn();
     answer.body = { note: 'As you wish.' };
     const action = shown()[0]!.options.actions?.find(a => a.label === label);
@@ -138,7 +138,7 @@ describe('the idle warning', () => {
     ['cannot leave', { ...idle, stays_reason: 'Full.', leaves_at: null }],
     ['is pinned', { ...idle, pinned_reason: 'shared memory', leaves_at: null }],
     ['has left', aSession({ id: 'a', state: 'detaching' })]
-  ])('disappears when the kernel %s', async (_, now) => {
+  ])('the warning disappears when the kernel %s', async (_, now) => {
     const socket = await warn();
     socket.delta({ now: 1001, sessions: [aSession({ id: 'b' })] });
     await frame();
@@ -202,7 +202,7 @@ describe('the idle warning', () => {
 });
 
 describe('history', () => {
-  test('history is fetched only for a widget and an open kernel', async () => {
+  test('history is fetched only while a widget and a kernel are open', async () => {
     const history = new History(model);
     const told = jest.fn();
     history.changed.connect(told);
@@ -283,7 +283,8 @@ describe('the list of running kernels', () => {
     socket.delta({ now: 1001, queue_length: 7 });
     await frame();
     expect(changes).toHaveBeenCalledTimes(before);
-    // The list also does not change for other sessions, or for fields that it hides.
+    // Changes of other sessions, or of fields that the list hides, do not change the
+    // list.
     socket.delta({
       now: 1001.5,
       sessions: [
@@ -320,7 +321,7 @@ describe('the list of running kernels', () => {
 });
 
 describe('the launcher', () => {
-  test('the launcher gives the reason, and names the doctor once', () => {
+  test('the launcher says what is missing, and names the doctor once', () => {
     const own = explanation(trans, 'No driver.');
     expect(own[0]).toBe(
       'No driver. Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
@@ -462,7 +463,7 @@ describe('the launcher', () => {
   });
 });
 
-test('the client sends a change to the path of the kernel', async () => {
+test('the client sends a change to the URL of the kernel', async () => {
   const client = new PoolClient(services.serverSettings);
   answer.body = aPool() satisfies IPool;
   await client.change('a/b', { memory: 1 });

@@ -49,7 +49,7 @@ describe('the lines of waiting cells', () => {
   });
 
   it.each(['restarting', 'autorestarting', 'terminating', 'dead'])(
-    'are removed when the kernel is %s',
+    'the lines of waits are removed when the kernel is %s',
     status => {
       const outputs = new Outputs([WAIT]);
       const context = notebook({ type: 'markdown' }, { type: 'code', outputs });

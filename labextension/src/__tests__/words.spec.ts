@@ -27,12 +27,12 @@ import WAITS from './waits.json';
 
 const MIB = 1024 ** 2;
 describe('sizes', () => {
-  test.each(SIZES.printed as [number, string][])('%p bytes', (value, text) => {
+  test.each(SIZES.printed as [number, string][])('%p bytes in words', (value, text) => {
     expect(bytes(value)).toBe(text);
   });
 
   test.each(SIZES.granted as [number, number, string][])(
-    '%p bytes, of which %p are guaranteed',
+    '%p bytes with %p guaranteed bytes have the right text',
     (granted, guaranteed, text) => {
       expect(grant(trans, granted, guaranteed)).toBe(text);
     }
@@ -52,7 +52,7 @@ describe('times', () => {
     [59.5, '1:00'],
     [725, '12:05'],
     [3725, '1:02:05']
-  ])('%p s are counted down from', (seconds, text) => {
+  ])('a count-down from %p s has the right text', (seconds, text) => {
     expect(clock(seconds)).toBe(text);
   });
 
@@ -61,18 +61,18 @@ describe('times', () => {
     [89, '~89 s'],
     [90, '~2 min'],
     [7200, '~2 h']
-  ])('%p s are estimated as', (seconds, text) => {
+  ])('an estimate of %p s has the right text', (seconds, text) => {
     expect(about(trans, seconds)).toBe(text);
   });
 
   test.each(WAITS.left as [number, number, string][])(
-    'a wait of %p to %p s is expected as',
+    'an expected wait of %p to %p s has the right text',
     (least, most, text) => {
       expect(range(trans, least, most)).toBe(text);
     }
   );
 
-  test.each(WAITS.waited as [number, string][])('%p s of waiting are', (so, text) => {
+  test.each(WAITS.waited as [number, string][])('a wait of %p s so far', (so, text) => {
     expect(waited(trans, so)).toBe(text);
   });
 
@@ -149,7 +149,7 @@ describe('a session', () => {
       false
     ],
     [{ pinned_reason: 'It maps a file.' }, 'Idle on GPU 0, pinned', false]
-  ])('that is idle is described for %p', (changes, text, counts) => {
+  ])('an idle session with %p has the right text', (changes, text, counts) => {
     const said = of({ ...idle, ...changes });
     expect([said.text, said.counts, said.tone]).toEqual([text, counts, 'idle']);
   });
@@ -174,7 +174,7 @@ describe('a session', () => {
     [{ state: 'queued' }, 'Waiting', ''],
     [{ state: 'detached', suspended_bytes: GIB }, 'Host 1 GiB', ''],
     [{ state: 'detached' }, 'No GPU', '']
-  ] as const)('has a short form and a shortest for %p', (changes, short, least) => {
+  ] as const)('a session with %p has two shorter texts', (changes, short, least) => {
     const said = of(changes);
     expect([said.short, said.least]).toEqual([short, least]);
   });
@@ -192,7 +192,7 @@ describe('a session', () => {
       { queued_at: NOW - 47, expected: { since: NOW - 9, until: NOW } },
       'Waiting: 2nd, for 40 s, no estimate yet'
     ]
-  ])('that waits shows its time for %p', (changes, text) => {
+  ])('a waiting session with %p shows its time', (changes, text) => {
     const said = of({ state: 'queued', queue_position: 2, ...changes });
     expect([said.text, said.still, said.counts]).toEqual([text, 'Waiting: 2nd', true]);
     const session = aSession({ state: 'queued', ...changes });
@@ -202,7 +202,7 @@ describe('a session', () => {
     expect(waitSentence(trans, session, NOW)).toContain(figure);
   });
 
-  test('a slice whose release is pending says when it goes back', () => {
+  test('the text of a pending release says when the slice goes back', () => {
     const asked = { release_asked: true };
     expect(goesBack(aSession(asked))).toBe(true);
     expect(goingBack(trans, aSession(asked))).toBe(
@@ -262,10 +262,10 @@ describe('a session', () => {
     [{ state: 'attaching' }, 'Attaching…', 'move'],
     [{ state: 'attaching', suspended_bytes: GIB }, 'Restoring 1 GiB…', 'move'],
     [{ state: 'detaching' }, 'Moving to host memory…', 'move']
-  ] as const)('with %p', (changes, text, tone) => {
+  ] as const)('a session with %p has the right text', (changes, text, tone) => {
     const said = of(changes);
     expect([said.text, said.tone]).toEqual([text, tone]);
-    // The text of a wait shows a time, so it must be drawn again each second.
+    // The text of a wait shows a time, so the page draws the text again each second.
     const waits = tone === 'wait' && said.text.includes('2nd');
     expect(said.counts).toBe(waits);
   });

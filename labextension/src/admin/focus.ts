@@ -7,8 +7,9 @@ import * as React from 'react';
 /**
  * Properties for the page's element. An order removes its own button: "Pause…" becomes
  * "Put back…", and the row of a session disappears when the session ends. Without this
- * hook the focus would go to the start of the document. With it, the focus goes to the
- * first button of the same list item or row, or else to the page's element.
+ * hook the focus would go to the start of the document. With this hook, the focus goes
+ * to the first button of the same list item or row. If there is no such button, it goes
+ * to the page's element.
  */
 export function useKeptFocus(): {
   readonly ref: React.RefObject<HTMLDivElement>;

@@ -67,7 +67,7 @@ export class OrderForm extends Widget implements Dialog.IBodyWidget<ITyped> {
       this._minutes.step = '1';
       this._minutes.required = true;
       this._minutes.value = typed.minutes;
-      // A user who types wants a new number, and does not want to append digits.
+      // Select the number: a user who types wants to replace it, not to append digits.
       this._minutes.addEventListener('focus', () => this._minutes?.select());
     }
     if (form.choices) {
@@ -163,7 +163,8 @@ function called(trans: TranslationBundle, row: IRow): string {
 }
 
 /**
- * Gives orders; each one resolves to the broker's answer, or null if the admin cancels.
+ * Gives orders. Each method resolves to the broker's answer, or to null if the admin
+ * cancels.
  */
 export class Orders {
   constructor(

@@ -18,11 +18,11 @@ export interface IRow {
   readonly name: string;
   readonly slice: number;
   readonly used: number | null;
-  /** Share of the time with a slice in which it used CUDA, 0 to 1. */
+  /** Share of its time with a slice in which the session used CUDA, 0 to 1. */
   readonly busy: number | null;
-  /** Seconds with a slice in which it did not use CUDA. */
+  /** Seconds in which the session had a slice and did not use CUDA. */
   readonly unused: number | null;
-  /** Bytes of its slice times `unused`. */
+  /** Bytes of the session's slice times `unused`. */
   readonly waste: number | null;
   /**
    * The next three are seconds: since the session became idle, until its keep ends, and
@@ -33,7 +33,9 @@ export interface IRow {
   readonly waits: number | null;
 }
 
-/** Seconds. If a session had a slice for less time, its use is not known. */
+/**
+ * Seconds. If a session has had a slice for a shorter time, its use counts as unknown.
+ */
 const LEAST = 1;
 
 export function row(session: IAdminSession, now: number): IRow {

@@ -73,7 +73,8 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
   const [answer, setAnswer] = React.useState(NO_ANSWER);
   const run: Run = React.useCallback(
     (order, whom = '') => {
-      // Name the kernel: the answer is far from the row, and rows change their order.
+      // The text names the kernel, because the answer is far from the row, and rows
+      // move.
       const about = (text: string) => (whom ? trans.__('%1: %2', whom, text) : text);
       order
         .then(
@@ -90,8 +91,8 @@ export function AdminPage(props: IAdminProps): React.ReactElement {
     [trans, refresh]
   );
   React.useEffect(() => {
-    // Remove the answer later: a time such as "in 5 min" in it counts from the moment
-    // of the answer.
+    // Remove the answer after a while, because a time in it, such as "in 5 min",
+    // becomes wrong.
     const timer = setTimeout(
       () => setAnswer(now => (now === answer ? NO_ANSWER : now)),
       answer.refused ? OLD_REFUSAL : OLD
@@ -265,8 +266,8 @@ function Sessions(props: ISessionsProps): React.ReactElement {
 }
 
 /**
- * `20 to 60 s left`, or that there is no estimate. The column itself shows how long the
- * session has waited, in the same steps as all other places.
+ * `20 to 60 s left`, or a note that there is no estimate. The column shows separately
+ * how long the session has waited, in the same steps as all other places.
  */
 function left(trans: TranslationBundle, session: IAdminSession, now: number): string {
   return waitTime(trans, { ...session, queued_at: null }, now);
@@ -281,8 +282,8 @@ function SessionRow(
     uuid => view.devices.find(device => device.uuid === uuid)?.index ?? '?'
   );
   const until = session.keep_until;
-  // A waiting session has no slice. So its reason takes the two columns that show a
-  // slice and its use.
+  // A waiting session has no slice. So the two columns for a slice and its use show why
+  // the session waits.
   const waits = session.state === 'queued';
   const recall = session.recall_at;
   const time = (at: number) => dayAndTime(trans, localTime(model, at));

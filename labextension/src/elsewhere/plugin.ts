@@ -15,7 +15,7 @@ import { losses, machineOf, restart } from './restart';
 
 export const RESTART_ELSEWHERE = 'gpupool:restart-elsewhere';
 
-/** Ask whether the user accepts these losses; without a choice the answer is no. */
+/** Ask whether the user accepts these losses; Enter and Escape mean no. */
 async function agreed(trans: TranslationBundle, lines: string[]): Promise<boolean> {
   const { button } = await showDialog({
     title: trans.__('Restart on another machine?'),

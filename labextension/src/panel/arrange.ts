@@ -210,7 +210,7 @@ export class Arranger {
   private readonly _numbers = new Map<string, number>();
 }
 
-/** A server older than this page sends only the sum. */
+/** An older server sends only the sum. */
 type Told = Pick<IAnySession, 'devices' | 'granted_bytes'> &
   Partial<Pick<IAnySession, 'slices'>>;
 
@@ -233,7 +233,7 @@ function title(session: ISession): string {
   return session.label || identity(session).slice(0, 8);
 }
 
-/** The old object if all members of both are the same, else the fresh one. */
+/** The old object if it has the same members as the new object, else the new object. */
 function same<T extends object>(old: T | undefined, fresh: T): T {
   if (old === undefined) {
     return fresh;

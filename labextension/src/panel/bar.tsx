@@ -73,10 +73,10 @@ export const DeviceBar = React.memo(function DeviceBar(props: {
   );
 });
 
-/** The parts that each get a line below the bar. */
+/** The parts for which a line is below the bar. */
 const LISTED: ReadonlySet<IPart['kind']> = new Set(['mine', 'other', 'foreign']);
 
-/** One line for a part: who has it, how large it is, and what it is used for. */
+/** The line of a part: who has the part, its size, and its use. */
 function OnDevice({ part }: { readonly part: IPart }): React.ReactElement {
   const { trans, open } = useTools();
   const { slice } = part;

@@ -40,7 +40,7 @@ export function utilisation(trans: TranslationBundle, device: IDevice): string {
     : trans.__('%1 % busy', device.utilisation);
 }
 
-/** Whether a device is emulated and its name does not say so. */
+/** True for an emulated device whose name does not say that it is emulated. */
 export function unsaid(device: IDevice): boolean {
   return device.emulated && !device.name.toUpperCase().includes('EMULATED');
 }

@@ -47,8 +47,8 @@ export class Documents implements IDocuments {
     sessions.runningChanged.connect(() => this._changed.emit());
     // Not every shell knows which widget is in front.
     _app.shell.currentChanged?.connect(() => this._changed.emit());
-    // A document that is not in front can be closed, too. Only JupyterLab's shell
-    // signals this, and it sends the same signal at each resize.
+    // A document behind others can be closed, too. Only JupyterLab's shell has a signal
+    // for this, and also emits it at each resize.
     const shell: JupyterFrontEnd.IShell & ITellsLayout = _app.shell;
     let open = this._open();
     shell.layoutModified?.connect(() => {

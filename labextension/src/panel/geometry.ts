@@ -21,9 +21,9 @@ export interface IPart {
 /**
  * The parts of a device's bar from left to right; their shares sum to 1.
  *
- * The figures come from different moments and may contradict each other. Then the
- * reserve shrinks first, because processes outside the pool use it. If that is not
- * enough, all other parts shrink in proportion.
+ * The figures come from different moments, so their sum may exceed the memory. In that
+ * case the reserve shrinks first, because processes outside the pool use it. If the sum
+ * is still too large, all other parts shrink in proportion.
  */
 export function parts(device: IDevice, slices: readonly ISlice[]): IPart[] {
   const claims: Omit<IPart, 'share'>[] = slices.map(slice => ({

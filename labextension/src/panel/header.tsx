@@ -80,8 +80,8 @@ export function Emulated(props: {
 }
 
 /**
- * Why the pool is away. It is announced to screen readers only after the panel's own
- * fetch: while a kernel runs, the toolbar announces it.
+ * Why the pool is away. Screen readers announce this text only after the panel's own
+ * fetch. While a kernel runs, the toolbar announces it.
  */
 function Away(props: {
   readonly broker: IBroker;

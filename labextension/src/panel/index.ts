@@ -49,7 +49,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
         ? [{ label, go: () => void commands.execute(command) }]
         : [];
     const sessions = () =>
-      // Only for admins, and only once the pool has said that the user is one.
+      // Only for admins, and only after the pool has said that the user is an admin.
       model.view?.admin ? link(SHOW_ADMIN, trans.__('All sessions')) : [];
     const panel = new PanelWidget({
       ...shared,

@@ -219,8 +219,8 @@ function Actions(props: IActionsProps): React.ReactElement {
     : leaving
       ? goingBack(trans, props.session)
       : '';
-  // The buttons are not `disabled`: a disabled button loses the focus, and a button
-  // that cannot get the focus cannot tell a keyboard user why.
+  // The buttons are not `disabled`: a disabled button loses the focus, and only a
+  // button with the focus can tell a keyboard user why.
   return (
     <>
       <div className="jp-gpupool-actions">

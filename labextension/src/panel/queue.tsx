@@ -19,8 +19,8 @@ import { useTools } from './tools';
 export const LISTED = 20;
 
 /**
- * This many of my kernels show my possible actions without a click. The page requests
- * the broker's plan for each of them.
+ * The number of my kernels whose actions are shown without a click. The page requests
+ * the broker's plan for each of these kernels.
  */
 export const OPEN = 2;
 
@@ -112,7 +112,7 @@ function othersWait(
     : trans.__('Has waited %1.', soFar);
 }
 
-/** What the user can do for a waiting kernel: shown at once, or after a click. */
+/** The actions for a waiting kernel, which are shown at once or after a click. */
 function Help(props: {
   readonly session: ISession;
   readonly name: string;

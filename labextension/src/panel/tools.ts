@@ -83,8 +83,8 @@ function useKeepMinutes(): number {
 }
 
 /**
- * How many seconds a slice is kept, as the user wants and the pool allows; null if
- * none.
+ * How many seconds a slice is kept, as the user wants and the pool allows; null if the
+ * user gave no positive number.
  */
 export function useKeepSeconds(): number | null {
   const { model } = useTools();

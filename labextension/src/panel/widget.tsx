@@ -130,8 +130,8 @@ export class PanelWidget extends ReactWidget {
   }
 
   /**
-   * Fetch the view once if no kernel runs: no other code fetches it in this case, and
-   * the panel would be empty.
+   * If no kernel runs, fetch the view once, because no other code fetches it and the
+   * panel would be empty.
    */
   private _look(): void {
     if (!this._tools.model.live) {

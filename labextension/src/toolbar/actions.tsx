@@ -44,7 +44,7 @@ export function Actions(props: IProps): React.JSX.Element {
   const has = hasSlice(session) && session.state !== 'detaching';
   const kept = useUntil(until, model) && has;
   const seconds = keepSeconds(keepMinutes, model.view);
-  // Show no note, because the new state already says that the slice is kept.
+  // Show no note: the new state already says that the slice is kept.
   const keep = (time: number) =>
     run(async () => {
       await model.client.keep(kernelId, time);

@@ -22,7 +22,7 @@ interface IProps {
   readonly most: number | null;
   /** The bytes of the largest device: the slider ends there if no limit is known. */
   readonly room: number;
-  /** The kernel's state; an answer belongs to the state in which it was given. */
+  /** The kernel's state. An answer belongs to the state in which the broker gave it. */
   readonly state: string;
   /** Whether the pool can be reached. */
   readonly up: boolean;
@@ -41,7 +41,7 @@ export function Ask(props: IProps): React.JSX.Element {
   const { waits } = props;
   React.useEffect(() => {
     if (!waits) {
-      // The kernel no longer waits, so an answer about its wait is no longer true.
+      // The kernel no longer waits, so remove an answer about its wait.
       say(now => (now && !now.refused ? null : now));
     }
   }, [waits, say]);

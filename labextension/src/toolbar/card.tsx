@@ -93,8 +93,8 @@ export function Card(props: IProps): React.JSX.Element {
       {it.kind === 'ours' && session?.standing?.length ? (
         <Standing trans={trans} lines={session.standing} />
       ) : null}
-      {/* The form stays while the pool is away: it keeps typed text, and shows the
-          server's reason. */}
+      {/* Show the form also while the pool is away: it keeps the typed text, and shows
+          the server's reason. */}
       {asks && view && it.kind !== 'no-device' ? (
         <Ask
           key={kernelId}

@@ -63,8 +63,8 @@ export class Chip extends ReactWidget {
             <GlyphOfGet />
           </button>
         ) : null}
-        {/* Outside the button, so that screen readers announce it only when the state
-            changes, and not each second. */}
+        {/* This element is outside the button, so that screen readers announce it only
+            when the state changes, and not each second. */}
         <span role="status" className="jp-gpupool-Chip-heard">
           {it?.news ?? ''}
         </span>
@@ -83,9 +83,9 @@ export class Chip extends ReactWidget {
   }
 
   /**
-   * Put the chip into the tab order. A hidden toolbar removes invisible items from the
-   * tab order, and checks again only when an item is added. So the chip makes the
-   * toolbar check when the chip becomes visible.
+   * Put the chip into the tab order. A hidden toolbar takes all items out of the tab
+   * order. It checks them again only when an item is added, so the chip asks for a
+   * check when the chip becomes visible.
    */
   private _reach(): void {
     const toolbar = this.node.closest<ICounts>('jp-toolbar');
@@ -93,7 +93,7 @@ export class Chip extends ReactWidget {
     if (toolbar?.reduceFocusableElements) {
       toolbar.reduceFocusableElements();
     } else if (toolbar && button) {
-      button.tabIndex = 0; // one tab stop too many is better than no way to the chip
+      button.tabIndex = 0; // one more tab stop, so that keys reach the chip
     }
   }
 

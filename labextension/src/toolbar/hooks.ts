@@ -47,12 +47,12 @@ export const READ = 5000;
 export const OLD = 15_000;
 export const OLD_REFUSAL = 60_000;
 
-/** Runs one action at a time, and keeps the last answer as long as it may be true. */
+/** Runs one action at a time, and keeps the last answer while it may still be true. */
 export function useAnswer(
   trans: TranslationBundle,
   /**
-   * The state to which an answer belongs: after a change of state, the answer
-   * disappears once the user had time to read it.
+   * The state to which an answer belongs: after a change of the state, the answer
+   * disappears when the user has had time to read it.
    */
   state: string,
   /** Whether the pool can be reached. */

@@ -89,7 +89,8 @@ export const toolbarPlugin: JupyterFrontEndPlugin<void> = {
     translator: ITranslator | null
   ): void => {
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
-    // A console's panel also has a session context, and only that is used here.
+    // A console's panel has a session context, too. The factory uses only the session
+    // context.
     for (const factory of ['Notebook', 'ConsolePanel']) {
       toolbars.addFactory<NotebookPanel>(
         factory,

@@ -66,7 +66,8 @@ export class Popover extends ReactWidget {
   }
 
   /**
-   * Put the dialog below its anchor, or above if there is more room, within the window.
+   * Put the dialog below its anchor, or above it if there is more room there. Keep the
+   * dialog inside the window.
    */
   place(): void {
     if (!this.isAttached) {
@@ -174,8 +175,8 @@ export class Popover extends ReactWidget {
     if (this._within(event.target) || this._anchor()?.contains(event.target as Node)) {
       return;
     }
-    // Close the dialog only after the click, because the click may move the focus
-    // elsewhere.
+    // Close the dialog only after the click, because the click may move the focus to
+    // another element.
     window.setTimeout(() => this.dispose());
   }
 

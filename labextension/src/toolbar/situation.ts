@@ -31,7 +31,7 @@ export interface ISituation {
   readonly session: ISession | null;
   readonly view: IPool | null;
   readonly broker: IBroker;
-  /** Whether its device is emulated. */
+  /** Whether the session's device is emulated. */
   readonly emulated: boolean;
   /** Share of the slice in use, 0 to 1; null if not known or without a slice. */
   readonly filled: number | null;
@@ -209,7 +209,8 @@ export function hasSlice(session: ISession | null): boolean {
 }
 
 /**
- * The state of a session to which an answer belongs, as text without changing figures.
+ * The state of a session as a text, without figures that change by themselves. An
+ * answer belongs to the state in which it was given.
  */
 export function truth(session: ISession | null, up: boolean): string {
   return session === null

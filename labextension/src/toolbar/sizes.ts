@@ -44,7 +44,8 @@ export function parseSize(text: string): number | null {
 }
 
 /**
- * The smallest size with three decimals, and the result for texts beyond all bounds.
+ * `LEAST` is the smallest size that a user may type, 0.001 MiB. `MOST` is the result
+ * for a text that means a larger size.
  */
 const LEAST = Math.ceil(MIB / 1000);
 export const MOST = Number.MAX_SAFE_INTEGER;
@@ -70,7 +71,9 @@ export function stepFor(most: number): number {
   return step;
 }
 
-/** A size's position on the slider, in steps; the last position is `most` itself. */
+/**
+ * A size's position on the slider, in steps. The last position means exactly `most`.
+ */
 export function positionOf(value: number, most: number): number {
   const step = stepFor(most);
   const last = Math.ceil(most / step);

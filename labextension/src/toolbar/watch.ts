@@ -23,8 +23,8 @@ export type Followed = Pick<
 >;
 
 /**
- * The situation of a notebook's or console's kernel. It emits
- * `changed` when its display changes.
+ * Watches the situation of a notebook's or console's kernel. It emits `changed` when
+ * the shown situation changes.
  *
  * `situation` is null while the notebook has no kernel of the pool.
  */
@@ -112,7 +112,7 @@ export class KernelWatch implements IDisposable {
 }
 
 /**
- * Whether two situations look the same: most changes of the pool are of other kernels.
+ * Whether two situations look the same: most changes of the pool concern other kernels.
  */
 function alike(one: ISituation | null, other: ISituation | null): boolean {
   if (one === null || other === null) {

@@ -13,7 +13,7 @@ import { truth } from '../toolbar/situation';
 import { bytes, goesBack } from '../words';
 import { StartNotices } from './notices';
 
-/** The most kernels of the user that are named. */
+/** At most so many of the user's kernels are named. */
 const MOST_NAMED = 3;
 
 interface IProps {
@@ -127,7 +127,7 @@ export function WaitActions(props: IProps): React.JSX.Element {
 }
 
 /**
- * The user's other kernels with slices that this kernel could use, and their bytes, the
+ * The user's other kernels whose slices this kernel could use, with their bytes, the
  * largest first.
  */
 function own(model: IPoolModel, plan: IExplanation | null): [number, ISession][] {

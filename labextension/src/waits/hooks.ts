@@ -18,7 +18,10 @@ export interface IPlan {
   readonly fault: string;
 }
 
-/** Fetches again if `queueLength` changes: then other kernels may need the slice. */
+/**
+ * Fetches the plan again if `queueLength` changes, because other kernels may need the
+ * slice now.
+ */
 export function usePlan(
   trans: TranslationBundle,
   client: Pick<PoolClient, 'why'>,

@@ -42,7 +42,7 @@ export function removeWaits(outputs: IOutputs): void {
   }
 }
 
-/** Remove lines from a notebook if no kernel will remove them. */
+/** Remove the lines from a notebook when no kernel will remove them. */
 export function watchWaits(
   panel: Pick<NotebookPanel, 'content' | 'sessionContext'>
 ): void {

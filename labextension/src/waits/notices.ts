@@ -8,7 +8,7 @@ import { Signal, type ISignal } from '@lumino/signaling';
 
 import type { IPoolModel } from '../tokens';
 
-/** Milliseconds for which JupyterLab shows its own message. */
+/** Milliseconds for which JupyterLab shows a notice inside its page. */
 const SHOWN = 20_000;
 
 type Model = Pick<IPoolModel, 'session' | 'changed'>;

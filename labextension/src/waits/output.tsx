@@ -23,7 +23,7 @@ interface IWait {
   /** The session's id in the pool. */
   readonly session: string;
   readonly text: string;
-  /** The part of the text about the time of the wait; empty if there is none. */
+  /** The part of the text that gives the time of the wait; empty if no part does. */
   readonly time: string;
   readonly hint: string;
 }
@@ -60,8 +60,8 @@ export class WaitOutput extends ReactWidget implements IRenderMime.IRenderer {
     if (this.isDisposed) {
       return;
     }
-    // The wait is over, so its buttons disappear. If one had the focus, the notebook
-    // gets it.
+    // The wait is over, so its buttons disappear. If a button had the focus, the
+    // notebook gets the focus.
     const focused = this.node.contains(document.activeElement);
     const notebook = this.node.closest<HTMLElement>('.jp-Notebook');
     super.dispose();

@@ -31,10 +31,7 @@ async function shoot(lab: Lab, name: string, selectors: string[]): Promise<void>
   await lab.page.screenshot({ path: path.join(FOLDER, `${name}.png`), clip });
 }
 
-/**
- * Take the same picture in the system's own colours, which people with weak sight
- * choose.
- */
+/** Take the same picture with forced colours, which people with weak sight use. */
 async function contrast(lab: Lab, name: string, selectors: string[]): Promise<void> {
   await lab.page.emulateMedia({ forcedColors: 'active', colorScheme: 'dark' });
   await shoot(lab, name, selectors);

@@ -142,14 +142,15 @@ test('the chip is short in a narrow bar, and keys reach it', async ({ lab }) => 
 });
 
 test('an interrupt ends the wait, and the chip shows it', async ({ lab }) => {
-  // Without time slices the kernel never gets its turn, however long the test takes.
+  // Without time slices, the kernel waits until the test ends.
   await ask('options', { preempt: [] });
   await neighbour('one');
   await neighbour('two');
   const notebook = await lab.notebook('waits');
   await notebook.run(uses(64) + 'print("ne" + "ver")', false);
   await expect(notebook.chip).toHaveText(/^Waiting: 1st/);
-  // This line shows that the kernel reports the wait; it reports no wait below 0.25 s.
+  // This line shows that the kernel reports the wait. A kernel does not report a wait
+  // shorter than 0.25 s.
   await expect(notebook.output).toContainText('Waiting for a GPU slice of 6 GiB');
   await notebook.panel
     .locator('.jp-NotebookPanel-toolbar [data-jp-item-name="interrupt"]')

@@ -89,15 +89,15 @@ driver.cuMemcpyDtoH(ctypes.addressof(data), int(buffer.handle), len(data))
 `;
 
 /**
- * The sessions of the notebook `far` on a machine, as that machine's own broker
- * reports.
+ * The sessions of the notebook `far` on a machine, as the broker of that machine
+ * reports them.
  */
 async function kernelsOn(name: string): Promise<ISessionStatus[]> {
   const status = await ask<{ sessions: ISessionStatus[] }>('machine', { name });
   return status.sessions.filter(found => found.label.includes('far'));
 }
 
-test('a kernel on another machine of a real cluster', async ({ browser }) => {
+test('a kernel runs, suspends and restarts on another machine', async ({ browser }) => {
   const site = await ask<ISite | null>('lab_in_cluster');
   test.skip(site === null, 'munged is missing: apt-get install munge');
   const lab = await Lab.open(browser, { site: site! });
@@ -143,7 +143,7 @@ test('a kernel on another machine of a real cluster', async ({ browser }) => {
     'All variables of the kernel on m1 are lost, including its'
   );
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
-  // A user who presses Enter loses nothing.
+  // Enter must choose "Cancel", so that the user loses nothing.
   await expect(dialog.getByRole('button', { name: 'Cancel' })).toBeFocused();
   await page.keyboard.press('Enter');
   await expect(dialog).toHaveCount(0);

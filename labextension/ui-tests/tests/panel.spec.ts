@@ -117,7 +117,7 @@ test('the panel shows devices, queue, kernels and host memory', async ({ lab }) 
   expect((await session(mine.kernelId))?.device).toBeNull();
 });
 
-test('in a tab, keys can shut down a kernel without a tab', async ({ lab }) => {
+test('the panel in a tab can shut down a kernel by keyboard', async ({ lab }) => {
   await ask('fresh');
   const { page, panel } = lab;
   const mine = await lab.notebook('alone');
@@ -162,7 +162,7 @@ test('in a tab, keys can shut down a kernel without a tab', async ({ lab }) => {
   await expect.poll(() => session(mine.kernelId)).toBeUndefined();
 });
 
-test('an admin’s page shows waste, and orders ask first', async ({ lab }) => {
+test('the admin’s page shows waste, and orders need a confirmation', async ({ lab }) => {
   await ask('fresh');
   const { page } = lab;
   await neighbour('hog', { gib: 7, alloc: 0.25 });
@@ -345,8 +345,8 @@ test('an admin’s page shows waste, and orders ask first', async ({ lab }) => {
 
 test('without a pooled kernel, the panel asks once and on demand', async ({ lab }) => {
   await ask('fresh');
-  // Load a page that never had a pooled kernel. The old page may learn late that its
-  // kernels have ended, and then it sends one last request.
+  // Load a page that never had a pooled kernel. The old page sends one last request
+  // when it learns, perhaps late, that its kernels have ended.
   await lab.fresh();
   const before = lab.traffic.length;
   const asked = () => lab.traffic.slice(before).map(line => line.split(' ')[0]);

@@ -105,7 +105,7 @@ test('group, share and the rest of the daily budget are shown', async ({ lab }) 
   work.end();
 });
 
-/** A line without its figures, because they change while the test reads. */
+/** A line without its figures, because the figures change while the test reads. */
 const still = (line: string): string =>
   line.replace(/\d[\d.]*( (s|min|h)\b)?/g, '#').replace(/\s+/g, ' ');
 

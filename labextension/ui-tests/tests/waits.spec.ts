@@ -61,7 +61,7 @@ async function notified(lab: Lab): Promise<() => Promise<string[]>> {
   return () => lab.page.evaluate(() => (window as unknown as { told: string[] }).told);
 }
 
-test('the cell can start now with the free memory, by keyboard', async ({ lab }) => {
+test('a key starts a waiting cell with the free memory', async ({ lab }) => {
   const [, beta, work] = await scene(lab);
   const { page, popover } = lab;
   const start = beta.output.getByRole('button', { name: 'Start now with 4 GiB' });
@@ -140,7 +140,7 @@ test('a user can release another notebook and get a notice', async ({ lab }) => 
 });
 
 for (const place of ['popover', 'panel'] as const) {
-  test(`stop, tell me, release and start now work in the ${place}`, async ({ lab }) => {
+  test(`the four buttons of a wait work in the ${place}`, async ({ lab }) => {
     const [alpha, beta, work] = await scene(lab);
     const { page, popover, panel } = lab;
     const told = await notified(lab);
@@ -238,7 +238,7 @@ test('all places show the same time of a wait from the start', async ({ lab }) =
       .toBe(1);
     return figures[0]!;
   };
-  // The places show the time from the first seconds, and it counts in steps.
+  // All places show the time from the first seconds on, and count it in steps.
   await expect
     .poll(async () => told.add(await agree()).size, { intervals: [200] })
     .toBeGreaterThan(2);
@@ -248,7 +248,7 @@ test('all places show the same time of a wait from the start', async ({ lab }) =
     expect.stringMatching(/^Waiting: 1st, for [1-9] s, no estimate yet$/)
   );
 
-  // The command line uses the same figures: its time is between two readings of the
+  // The command line shows the same figures: its time lies between two readings of the
   // chip.
   const chip = async (): Promise<string> => (await look())['chip']!;
   const seconds = (figure: string): number =>

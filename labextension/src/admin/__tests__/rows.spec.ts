@@ -29,7 +29,7 @@ describe('rows', () => {
   const ids = (...args: Parameters<typeof rows>) =>
     rows(...args).map(found => found.session.id);
 
-  it('rows can be sorted by waste: slice times time without CUDA', () => {
+  it('rows can be sorted by waste: slice times unused time', () => {
     expect(ids(view([waits, session(), hog]), 'waste', false)).toEqual([
       'bb',
       'aa',
@@ -63,14 +63,14 @@ describe('rows', () => {
     [90, '2 min'],
     [5400, '1.5 h'],
     [7200, '2 h']
-  ])('print %d seconds as %s', (seconds, text) => {
+  ])('rows show %d seconds as %s', (seconds, text) => {
     expect(duration(trans, seconds)).toBe(text);
   });
 });
 
 describe('readMinutes', () => {
   it.each(['', ' ', '0', '-5', '+5', 'ten', '5 min', '1.5', '1e3', 'NaN', '10081'])(
-    'takes no slice for %p',
+    'the text %p is no number of minutes',
     text => {
       expect(readMinutes(text)).toBeNull();
     }
@@ -80,7 +80,7 @@ describe('readMinutes', () => {
     ['1', 1],
     [' 5 ', 5],
     ['10080', MOST_MINUTES]
-  ])('reads %p', (text, value) => {
+  ])('the text %p is a number of minutes', (text, value) => {
     expect(readMinutes(text)).toBe(value);
   });
 });

@@ -32,8 +32,7 @@ const dialog = () =>
   }, PATIENCE);
 
 /**
- * Press a button of the dialog. Then wait until the dialog disappears, unless it
- * `stays`.
+ * Press a button of the dialog. Unless the dialog `stays`, wait until it disappears.
  */
 async function answer(accept: boolean, stays = false): Promise<void> {
   const shown = await dialog();
@@ -125,7 +124,7 @@ describe('the page of admins', () => {
     expect(header(/^Wasted/).getAttribute('aria-sort')).toBeNull();
   });
 
-  it.each(['', '0', '-3'])('takes no slice for %p minutes', async typed => {
+  it.each(['', '0', '-3'])('the page sends no order for %p minutes', async typed => {
     const { asked } = show();
     await press('Take the slice of work.ipynb back');
     const minutes = within(await dialog()).getByLabelText('Minutes until then');

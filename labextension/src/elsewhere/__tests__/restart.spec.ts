@@ -30,7 +30,7 @@ describe('the question about a restart elsewhere', () => {
     ]);
   });
 
-  it.each([[NOTHING], [null]])('names no bytes if there are none', more => {
+  it.each([[NOTHING], [null]])('the question names no bytes if none are lost', more => {
     expect(lost(more && { ...more, footprint_bytes: 0 })).toEqual([
       FIRST,
       'All variables of the kernel on gpu2 are lost.'

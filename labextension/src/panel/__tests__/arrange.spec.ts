@@ -39,7 +39,7 @@ describe('Arranger', () => {
     expect(after.devices).toBe(before.devices);
   });
 
-  it('a row is new if its name or the front document changes', () => {
+  it('a row changes with its name or with the front document', () => {
     const arranger = new Arranger();
     const view = pool([device(0)], [mine('a'), mine('b')]);
     const before = arranger.arrange(view, () => null, null, true);

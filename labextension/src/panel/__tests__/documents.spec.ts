@@ -80,7 +80,7 @@ describe('Documents', () => {
     expect(made([], []).documents.active).toBeNull();
   });
 
-  it('a signal reports a closed hidden document, but no resize', () => {
+  it('closing a hidden document sends a signal, a resize does not', () => {
     const widgets = [{ id: 'launcher' }, { id: 'w', ...runs('k') }];
     const { documents, layoutModified } = made(widgets, [session]);
     const changed = jest.fn();
@@ -120,7 +120,7 @@ describe('Documents', () => {
     expect(executed).toEqual([['console:open', { path: 'x/console-1' }]]);
   });
 
-  it('a document has a path only if it is open or can be opened', () => {
+  it('only a document that is open or can be opened has a path', () => {
     const odd = { ...session, type: 'odd' };
     const { documents, executed } = made(
       [],

@@ -36,7 +36,7 @@ describe('parts', () => {
     expect(parts(device(0), []).map(part => part.kind)).toEqual(['free', 'reserved']);
   });
 
-  it('the reserve shrinks first if the figures contradict', () => {
+  it('the reserve shrinks first if the figures are too large', () => {
     const on = device(0, { memory_foreign: 4 * GIB });
     const tight = parts(on, slicesOf(on, [mine('a', { granted_bytes: 12 * GIB })]));
     expect(tight.map(part => part.kind)).toEqual(['mine', 'foreign']);

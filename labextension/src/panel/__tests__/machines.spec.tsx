@@ -102,7 +102,7 @@ describe('the machines of a cluster', () => {
     ]);
   });
 
-  it('notes report a silent ledger and machines left out', () => {
+  it('notes report a silent ledger and omitted machines', () => {
     show(cluster([machine('gpu1', { here: true })], { connected: false, left_out: 2 }));
     within(screen.getByRole('status')).getByText(/ledger does not answer: only this/);
     screen.getByText('2 more machines are not shown.');

@@ -145,7 +145,7 @@ describe('the header', () => {
     expect(one!.textContent).toMatch(/^GPU 1 has been paused by .* finish their work/);
   });
 
-  it('the header notes if broker and server configuration differ', () => {
+  it('a notice says that broker and server options differ', () => {
     const configuration_notice = 'In force: c.GPUPool.idle_timeout is 5 s.';
     const { again } = show(pool([device(0)], [], { configuration_notice }));
     const notices = within(screen.getByRole('list', { name: 'Notices' }));
@@ -174,7 +174,7 @@ describe('the header', () => {
     banner.getByText('Trying again by itself.');
     screen.getByText(`Shown as of ${clockAt(0)}.`);
     screen.getByRole('img', BARS);
-    // The toolbar announces the absence, so the panel does not.
+    // The toolbar announces that the broker is away, so the panel does not.
     expect(banner.queryByRole('status')).toBeNull();
     expect(screen.queryByRole('alert')).toBeNull();
     again(null);
@@ -182,16 +182,16 @@ describe('the header', () => {
     expect(screen.queryByRole('region')).toBeNull();
   });
 
-  it('the header promises no retry if nothing retries', () => {
+  it('the header announces no retry if the page does not retry', () => {
     const broker = { status: 'away', message: 'Off.', nextStep: '' } as const;
     show(null, { broker, live: false });
-    // Here no other part announces the absence.
+    // Here no other part announces that the broker is away.
     within(screen.getByRole('status')).getByText('GPU pool away');
     expect(screen.queryByText('Trying again by itself.')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });
   });
 
-  it('the header raises no alarm if no kernel needs a broker', () => {
+  it('the header does not warn while no kernel needs a broker', () => {
     const broker = {
       status: 'away',
       message: 'No GPU pool broker listens.',
@@ -205,7 +205,7 @@ describe('the header', () => {
     screen.getByRole('button', { name: 'Refresh' });
   });
 
-  it('the header raises an alarm for a missing broker or a fault', () => {
+  it('the header warns of a missing broker and of a fault', () => {
     const away = { status: 'away', message: '', nextStep: '' } as const;
     show(null, { broker: { ...away, code: 'no-broker' } });
     screen.getByText('GPU pool away');
@@ -279,12 +279,12 @@ describe('the header', () => {
 });
 
 describe('devices', () => {
-  it.each([1, 2, 8])('are full bars if there are %d', count => {
+  it.each([1, 2, 8])('the panel shows %d devices as full bars', count => {
     show(pool(Array.from({ length: count }, (_, i) => device(i))));
     expect(screen.getAllByRole('img', BARS)).toHaveLength(count);
   });
 
-  it.each([9, 16, 64])('are a grid that unfolds if there are %d', count => {
+  it.each([9, 16, 64])('the panel shows %d devices as a grid that unfolds', count => {
     const devices = Array.from({ length: count }, (_, i) => device(i));
     const { opened } = show(pool(devices, [mine('a', { devices: ['GPU-8'] })]));
     expect(screen.queryByRole('img', BARS)).toBeNull();
@@ -330,7 +330,7 @@ describe('devices', () => {
     expect([cells[0]!.tabIndex, cells[8]!.tabIndex]).toEqual([-1, 0]);
   });
 
-  it('a device has a picture, and a line for each part below', () => {
+  it('a device has a picture, and below it a line for each part', () => {
     const memory = { memory_granted: 12 * GIB, memory_foreign: GIB };
     const on = device(0, { ...memory, memory_free: 2 * GIB });
     const idle = { state: 'idle', granted_bytes: 4 * GIB } as const;
@@ -388,7 +388,7 @@ describe('devices', () => {
     screen.getByRole('img', { name: /^GPU 1,.*; Free: 15 GiB;/ });
   });
 
-  it('each device shows the session’s slice on it', () => {
+  it('each device shows the session’s slice on that device', () => {
     const slices = [
       { device: 'GPU-0', granted_bytes: 8 * GIB, used_bytes: 6 * GIB },
       { device: 'GPU-1', granted_bytes: 2 * GIB, used_bytes: null }
@@ -490,7 +490,7 @@ describe('the queue', () => {
     [{ waits_for: 'GPU memory' }, 'Waits for GPU memory.'],
     [{ queued_at: NOW - 4 }, 'Has waited 4 s.'],
     [{}, '']
-  ])('says how long a kernel of another user has waited: %o', (known, said) => {
+  ])('the queue says how long others’ kernels have waited: %o', (known, said) => {
     show(pool([device(0)], [other('b', { ...queued, queue_position: 1, ...known })]));
     const row = region('Queue').getByRole('listitem');
     expect(row.querySelector('.jp-gpupool-why')?.textContent ?? '').toBe(said);
@@ -609,7 +609,7 @@ describe('my kernels', () => {
     screen.getByRole('img', { name: /in use \(yours, on another server\);/ });
   });
 
-  it('there is no timer if nothing counts down', () => {
+  it('no timer runs while nothing counts down', () => {
     jest.useFakeTimers({ now: NOON });
     try {
       show(pool([device(0)], [mine('a')]));
@@ -677,7 +677,7 @@ describe('my kernels', () => {
     expect(model.asked).toEqual(['keep kernel-a 0']);
   });
 
-  it('my kernel shows an answer only while it is true and new', async () => {
+  it('my kernel shows an answer only while the answer is valid', async () => {
     jest.useFakeTimers({ now: NOON });
     try {
       const { model, again } = show(pool([device(0)], [mine('a', { state: 'idle' })]));
@@ -723,7 +723,7 @@ describe('my kernels', () => {
     expect(model.asked).toHaveLength(1);
   });
 
-  it('without a slice, the buttons only say why', async () => {
+  it('without a slice, the buttons say why they do nothing', async () => {
     const { model } = show(
       pool([device(0)], [mine('a', { ...NOTHING, state: 'detached' })])
     );
@@ -917,7 +917,7 @@ describe('a delta', () => {
     expect(say.mock.calls.map(([, session]) => session?.id)).toEqual(['4']);
   });
 
-  it('a delta draws no graphs again, and a history no bars', () => {
+  it('a delta redraws no graphs, and a history redraws no bars', () => {
     const view = pool([device(0)], [mine('a')]);
     const { again, past } = show(view);
     const columns = { time: [NOW], used: [GIB], busy: [null] };

@@ -109,7 +109,7 @@ describe('the popover', () => {
       { state: 'idle' as const, stays_reason: 'This GPU cannot be suspended.' },
       'This GPU cannot be suspended.'
     ]
-  ])('describes a session with %p', (changes, words) => {
+  ])('the popover describes a session with %p', (changes, words) => {
     card(new FakeModel(session(changes)));
     screen.getByText(words);
   });
@@ -134,7 +134,7 @@ describe('the popover', () => {
     expect(screen.queryByText(/brings it back/)).toBeNull();
   });
 
-  it('for an idle slice that stays, only the reason is shown', () => {
+  it('if an idle slice stays, only the reason is shown', () => {
     card(
       new FakeModel(session({ state: 'idle', stays_reason: 'Host memory is full.' }))
     );
@@ -194,7 +194,7 @@ describe('the popover', () => {
 });
 
 describe('a request for memory', () => {
-  it('the answer disappears once the request is granted', async () => {
+  it('the answer disappears when the request is granted', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     const request = { ...session().request, memory: 12 * GIB };
@@ -251,7 +251,7 @@ describe('a request for memory', () => {
     expect(slider().max).toBe('48');
   });
 
-  it('a request for two devices has its own bound per GPU', () => {
+  it('a request for two devices has a separate bound per GPU', () => {
     const request = { ...session().request, devices: 2 };
     const model = new FakeModel(session({ request, most_bytes: 12 * GIB }));
     card(model);
@@ -373,7 +373,7 @@ describe('a release or a keep', () => {
     expect(status()).not.toContain('It stays.');
   });
 
-  it('the popover removes a refusal that is read and out of date', async () => {
+  it('the popover removes a refusal after a change of state', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session());
     model.client.release.mockRejectedValue(new PoolError('Not now.', 'busy', '', 409));
@@ -484,7 +484,7 @@ describe('a slice that is nearly full', () => {
     [7.2, 8, true],
     [7.9, 12, false],
     [10.8, 12, true]
-  ])('with %p GiB in use and a limit of %p GiB: %p', (used, limit, full) => {
+  ])('the note for %p GiB in use and a limit of %p GiB: %p', (used, limit, full) => {
     const request = { ...session().request, limit: limit * GIB };
     const granted_bytes = Math.max(8, used) * GIB;
     card(new FakeModel(session({ request, granted_bytes, used_bytes: used * GIB })));
@@ -522,13 +522,13 @@ describe('the lines of the broker', () => {
     expect(screen.queryByRole('button', { name: 'Stop waiting' })).toBeNull();
   });
 
-  it('the lines are not requested without a slice and a wait', () => {
+  it('without a slice or a wait, no lines are requested', () => {
     const model = new FakeModel(session(detached));
     card(model);
     expect(model.client.why).not.toHaveBeenCalled();
   });
 
-  it('a move in the queue or an interval fetches the lines again', async () => {
+  it('the lines are fetched again after a move or an interval', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session(queued));
     model.client.why.mockResolvedValue({ lines });

@@ -25,7 +25,7 @@ describe('sizes', () => {
     ['1,5', 1.5 * GIB],
     ['0.0001', 107374],
     ['999999999999', MOST]
-  ])('reads %p', (text, size) => {
+  ])('the text %p is a size', (text, size) => {
     expect(parseSize(text)).toBe(size);
   });
 
@@ -38,7 +38,7 @@ describe('sizes', () => {
     '512 B',
     '1,024',
     '1.2.3'
-  ])('does not guess the meaning of %p', text => {
+  ])('the text %p is no size', text => {
     expect(parseSize(text)).toBeNull();
   });
 
@@ -91,7 +91,7 @@ describe('sizes', () => {
     expect(readSize(trans, '25', null)).toEqual({ size: 25 * GIB, fault: '' });
   });
 
-  it('the shown bound counts as the exact bound', () => {
+  it('a user who types the shown bound gets the exact bound', () => {
     const most = 23.68 * GIB;
     expect(readSize(trans, '23.7', most)).toEqual({ size: most, fault: '' });
   });

@@ -83,7 +83,7 @@ describe('KernelWatch', () => {
       'Idle, back to the pool in 0:42',
       'This notebook is idle with 8 GiB on GPU 1 (emulated).'
     ]
-  ])('describes %p', (changes, text, headline) => {
+  ])('a watch describes a session with %p', (changes, text, headline) => {
     const { watch } = watching(new FakeModel(session(changes)));
     expect(watch.situation?.said.text).toBe(text);
     expect(watch.situation?.headline).toBe(headline);
@@ -92,7 +92,7 @@ describe('KernelWatch', () => {
   it.each([
     ['console', 'This console has no GPU.'],
     ['file', 'This kernel has no GPU.']
-  ])('names a %s', (type, headline) => {
+  ])('a watch names a %s', (type, headline) => {
     const context = new FakeContext();
     context.type = type;
     const { watch } = watching(new FakeModel(session(detached)), context);
@@ -127,7 +127,7 @@ describe('KernelWatch', () => {
     expect(changes()).toBe(1);
   });
 
-  it('a watch announces no seconds', () => {
+  it('the announced text of a watch has no seconds', () => {
     const model = new FakeModel(session(idle));
     const { watch } = watching(model);
     const before = watch.situation!;
@@ -220,7 +220,7 @@ describe('a kernel on another machine', () => {
     return watching(model, new FakeContext('gpupool-python3', 'k1')).watch.situation!;
   }
 
-  it('a kernel elsewhere has its slice there, not here', () => {
+  it('a kernel elsewhere has its slice on that machine', () => {
     const it = at({});
     expect([it.kind, it.said.text, it.headline, it.emulated]).toEqual([
       'ours',
@@ -230,7 +230,7 @@ describe('a kernel on another machine', () => {
     ]);
   });
 
-  it('a pause here does not concern a kernel elsewhere', () => {
+  it('a pause on this machine does not affect a kernel elsewhere', () => {
     const it = at({ ...queued, devices: [], gpus: [] });
     expect(it.said.text).toBe('Waiting: 2nd, 20 to 60 s left');
   });
