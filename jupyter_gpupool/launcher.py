@@ -160,7 +160,7 @@ def check_options(stanza: Mapping[str, Any], kernel: str, known: Sequence[str] =
         if name not in known:
             raise ConfigError(
                 f"The kernelspec of {kernel!r} sets the option {name!r}, which its GPU pool "
-                f"provisioner does not have; it has {', '.join(known)}.",
+                f"provisioner does not have; the options are {', '.join(known)}.",
                 code=Code.UNKNOWN_OPTION,
                 next_step=did_you_mean(name, known),
             )

@@ -107,7 +107,7 @@ def checked(message: Any) -> Message:
     version = message.get("v")
     if version != VERSION:
         raise ProtocolError(
-            f"The message has protocol version {str(version)[:40]}; this side speaks {VERSION}.",
+            f"The message has protocol version {str(version)[:40]}; its receiver uses {VERSION}.",
             code=Code.VERSION,
             next_step="Use the same version of jupyter_gpupool for the server and the kernel.",
         )

@@ -151,7 +151,7 @@ def guard_limits(found: Sequence[Mapping[str, Any]]) -> list[Finding]:
             "a limit for well-behaved programs, not a security boundary",
             "A program can go around it: unset LD_PRELOAD, link statically, or open the driver "
             "by its path. c.GPUPool.overuse says what the pool does about such memory. Kernels "
-            "share compute by turns, not by hardware.",
+            "take turns to compute; the hardware does not divide the GPU.",
         )
     ]
 

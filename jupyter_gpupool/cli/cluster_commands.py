@@ -29,10 +29,11 @@ TOKEN = argument(
     either(
         argument("--head", action="store_true", help="begin a cluster: this is its first machine"),
         argument(
-            "--join", default="", metavar="ADDRESS", help="of the head, such as 10.0.0.1:6379"
+            "--join", default="", metavar="ADDRESS",
+            help="address of the head, such as 10.0.0.1:6379",
         ),
     ),
-    argument("--port", type=int, default=6379, help="of the head (default: 6379)"),
+    argument("--port", type=int, default=6379, help="port of the head (default: 6379)"),
     argument(
         "--config", type=Path, action="append", default=[], metavar="FILE",
         help="also read this file, after those that Jupyter reads",
@@ -73,8 +74,14 @@ ORDERS = {"drain": "left", "resume": "present", "fence": ""}
         "slice there; resume: take the machine back; fence: tell the ledger that no kernel runs on "
         "the machine any more; leave: drain this machine",
     ),
-    argument("machine", nargs="?", default="", metavar="MACHINE", help="drain, resume or fence it"),
-    argument("--address", default="", metavar="ADDRESS", help="of the head, such as 10.0.0.1:6379"),
+    argument(
+        "machine", nargs="?", default="", metavar="MACHINE",
+        help="the machine to drain, resume or fence",
+    ),
+    argument(
+        "--address", default="", metavar="ADDRESS",
+        help="address of the head, such as 10.0.0.1:6379",
+    ),
     TOKEN, SOCKET, JSON,
 )  # fmt: skip
 def _cluster(options: Options) -> int:

@@ -317,7 +317,7 @@ def _install_devices(options: Options) -> int:
     ),
     argument(
         "--foreground", action="store_true",
-        help="install nothing; run that broker here until a signal ends it",
+        help="install nothing; run the machine's broker here until a signal ends it",
     ),
     argument("--undo", action="store_true", help="stop the service and remove its files"),
     argument("--dry-run", action="store_true", help="show files and commands, change nothing"),
@@ -356,8 +356,11 @@ def _broker(options: Options) -> int:
 
 
 @command(
-    "Try it", "three notebooks, too few GPUs, nothing lost",
-    argument("--emulate", default="", metavar="MACHINE", help="such as 2x16GiB"),
+    "Try it", "show three notebooks that share too few GPUs and lose nothing",
+    argument(
+        "--emulate", default="", metavar="MACHINE",
+        help="the GPUs to emulate, such as 2x16GiB",
+    ),
     argument("--svg", default="", metavar="FILE", help="also write the timeline there"),
     argument("--lab", action="store_true", help="open JupyterLab instead"),
 )  # fmt: skip

@@ -230,7 +230,7 @@ def _differences(report: ConfigReport, width: int) -> Iterator[str]:
     for one in found:
         here = f"{one['here']!r}" if one["is_here"] else "not set"
         there = f"{one['there']!r}" if one["is_there"] else "not set"
-        late = ", from its next start on" if one["restart"] else ""
+        late = "; takes effect only when the broker starts" if one["restart"] else ""
         yield from _wrapped(f"{_name(one)}: {there} there, {here} here{late}", width, "  ", "    ")
     if report.get("hidden"):
         names = ", ".join(report["hidden"])

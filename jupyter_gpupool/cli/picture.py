@@ -274,7 +274,7 @@ def _table(
         if session.get("overuse_bytes"):
             text = (
                 f"{_short(session['id'])} has {format_bytes(session['overuse_bytes'])} more than "
-                "its slice, allocated around the guard"
+                "its slice, allocated without the guard"
             )
             lines.append(style.cut(text, style.width))
     return lines
@@ -402,7 +402,8 @@ def _host(snapshot: Snapshot, style: Style) -> list[str]:
     budget, used = host.get("budget_bytes"), host.get("used_bytes")
     if not budget:
         return []
-    text = f" {format_bytes(used or 0)} of {format_bytes(budget)} host memory holds suspended state"
+    size = f"{format_bytes(used or 0)} of {format_bytes(budget)}"
+    text = f" {size} host memory used by suspended state"
     room = max(10, min(24, style.width - len(text) - 2))
     parts = [("idle", used, "")] if used else []
     bar = _bar(parts, budget, room, style, style.fill("free"))

@@ -204,7 +204,7 @@ def table(
     ]
     refused = [record.name for record in records if record.reason and record.code is not None]
     if refused:
-        lines += ["", f"What to do next is in its output: jupyter gpupool logs {refused[-1]}"]
+        lines += ["", f"Its output says what to do next: jupyter gpupool logs {refused[-1]}"]
     return lines
 
 
@@ -257,7 +257,7 @@ def _logs(options: Options) -> int:
     ),
     argument(
         "--after", type=_seconds, default=10.0, metavar="TIME",
-        help="if it still runs after this time, KILL (default: 10s)",
+        help="send KILL if it still runs after this time (default: 10s)",
     ),
 )  # fmt: skip
 def _stop(options: Options) -> int:

@@ -92,7 +92,7 @@ def seconds_between(text: str) -> float:
 
 SOCKET = argument(
     "--socket", default="", metavar="PATH",
-    help="the broker's socket (default: as configured, else found by itself)",
+    help="the broker's socket (default: as configured, else found automatically)",
 )  # fmt: skip
 DEVICE = argument(
     "--device", default="", metavar="GPU",

@@ -143,9 +143,9 @@ def sentence(found: Sequence[Difference], status: Mapping[str, Any], *, who: str
         change = "It is the broker of the whole machine: ask your admin to change it."
     else:
         change = (
-            f"To change it, edit it there and send SIGHUP to the broker (process "
-            f"{status.get('pid')}); or shut down all Pooled GPU kernels, wait until it has ended, "
-            "and start one here."
+            "To change an option of that pool, edit its configuration and send SIGHUP to its "
+            f"broker (process {status.get('pid')}); or shut down all Pooled GPU kernels, wait "
+            "until that broker has ended, and start a kernel here."
         )
     return (
         f"{who} joins a GPU pool that runs with another configuration. In force: "

@@ -191,8 +191,8 @@ def _read_weight(value: Any) -> float:
     number = _read_number(value)
     if not 0 < number <= 1_000_000:
         raise ValueError(
-            f"The weight is {value!r}. Write a number above zero; a group with weight 2 gets twice "
-            "as much of what is left over as one with 1."
+            f"The weight is {value!r}. Write a number above zero; of what is left over, a group "
+            "with weight 2 gets twice as much as a group with weight 1."
         )
     return number
 

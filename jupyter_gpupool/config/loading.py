@@ -230,8 +230,8 @@ def _reason(name: str, value: Any, error: Exception) -> str:
     if isinstance(value, DeferredConfig):
         value = value.get_value(option) if not isinstance(error, ValueError) else value
     if isinstance(value, LazyConfigValue):
-        return f"this option cannot be changed like that. It takes: {option.metadata['unit']}."
-    return f"{value!r} is not allowed. It takes: {option.metadata['unit']}."
+        return f"this option cannot be changed like that. Allowed: {option.metadata['unit']}."
+    return f"{value!r} is not allowed. Allowed: {option.metadata['unit']}."
 
 
 def _candidates() -> Iterator[Path]:

@@ -218,12 +218,13 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
             sentence = f"{named} are guaranteed {scale.text(total)} together"
         if parent:
             part = "guaranteed" if bound == "guarantee" else "capped at"
-            owner = f"the group {parent!r} above is {part} {scale.text(within)}"
+            whose = "its" if len(inner) == 1 else "their"
+            owner = f"{whose} parent group {parent!r} is {part} {scale.text(within)}"
         else:
             owner = f"{scale.where} {scale.text(within)}"
         yield Fault(
             f"{sentence}, and {owner}.",
-            "Lower these guarantees" + (f" or raise the {bound} above." if parent else "."),
+            "Lower these guarantees" + (f" or raise the {bound} of the parent." if parent else "."),
             keys=(last, "guarantee") if tree[last].guarantee else (last,),
         )
 

@@ -151,7 +151,7 @@ def counted(figures: MemoryFigures) -> str:
     """Return the guard's figures as text that begins a sentence."""
     line = (
         f"this kernel uses {format_bytes(figures.used)} of the {format_bytes(figures.granted)} "
-        "of device memory that it is granted"
+        "of device memory granted to it"
     )
     if figures.limit > figures.granted:
         line += f", and its limit is {format_bytes(figures.limit)}"
@@ -165,8 +165,8 @@ def _what_to_type(link: SessionLink, granted: int, text: str) -> str:
         return f"Ask for more with: %gpu {typed_bytes(wanted)}"
     if most <= granted:
         return (
-            f"It may ask for at most {format_bytes(most)}. Free some in this kernel (del, then the "
-            "library's empty_cache()), or ask your admin for a larger quota."
+            f"It may ask for at most {format_bytes(most)}. Free memory in this kernel (del, then "
+            "the library's empty_cache()), or ask your admin for a larger quota."
         )
     wanted = min(most, wanted)
     return f"It may ask for up to {format_bytes(most)}. Type: %gpu {typed_bytes(wanted)}"
@@ -185,7 +185,7 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
     hint = "" if named else log_hint(link)
     if error.code in (Code.NO_BROKER, BrokerUnavailable.code):
         start = (
-            "It is the broker of the whole machine: ask your administrator to start it."
+            "The broker there serves the whole machine: ask your administrator to start it."
             if link.path == MACHINE_SOCKET
             else "Open another Pooled GPU kernel, which starts it with your server's options, "
             "or run `jupyter gpupool broker`."
@@ -194,7 +194,7 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
         start = error.next_step
     message = error.message
     if str(link.path) not in message:
-        message += f" Its socket is {link.path}."
+        message += f" The broker's socket is {link.path}."
     return BrokerUnavailable(message, code=error.code, next_step=f"{start} {hint}".strip())
 
 

@@ -18,7 +18,7 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("%gpu", "what this kernel has, asks for and waits for"),
     "details": (
         "%gpu details",
-        "the same with its priority class, when it gets its slice, and whether the guard is on",
+        "the same, plus its priority class, when it gets its slice, and whether the guard is on",
     ),
     "memory": (
         "%gpu 12GiB, or %gpu memory 12GiB --limit 20GiB",
@@ -30,7 +30,10 @@ SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
         "ask for this share of a device's compute time, in per cent, while others compute there",
     ),
     "priority": ("%gpu priority batch", "queue in this priority class"),
-    "attach": ("%gpu attach", "wait for the slice now, and keep it until it is idle too long"),
+    "attach": (
+        "%gpu attach",
+        "wait for the slice now, and keep it until the kernel is idle too long",
+    ),
     "release": ("%gpu release", "give the slice back; tensors stay, in host memory"),
     "keep": ("%gpu keep 10m", "keep the slice for this long, even when idle"),
     "why": ("%gpu why", "why this kernel waits, or who may take its slice and when"),
@@ -122,7 +125,7 @@ def parse_cell_header(header: str, request: Mapping[str, Any]) -> CellRequest:
         words = words[1:]
     if not words:
         raise CommandError(
-            "%%gpu needs the size of its cell's device memory.",
+            "%%gpu needs a size: the device memory for its cell.",
             next_step="Write for example %%gpu 16GiB.",
         )
     if words[0] in SUBCOMMANDS:

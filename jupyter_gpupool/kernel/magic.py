@@ -33,7 +33,7 @@ from .waits import HOW_TO_STOP_MAGIC, TICK, WaitDisplay, describe, worth_showing
 
 _NOT_POOLED = (
     "This kernel has no GPU pool session. Start a kernel whose name says Pooled GPU, or make "
-    "one of this kernel with `jupyter gpupool wrap`."
+    "one from this kernel with `jupyter gpupool wrap`."
 )
 
 
@@ -199,8 +199,8 @@ def _attached_text(link: SessionLink, slices: Sequence[Slice]) -> str:
     if stays(uuids, known):
         return f"Attached: {size} on {where}. {STAYS}"
     return (
-        f"Attached: {size} on {where}. It stays until it is idle too long, or is idle while "
-        "another kernel waits."
+        f"Attached: {size} on {where}. It stays until the kernel is idle too long, or is idle "
+        "while another kernel waits."
     )
 
 

@@ -147,7 +147,7 @@ def interrupted() -> GPUWaitInterrupted:
 
 def stopped(link: SessionLink) -> str:
     """Return the line below a cell that the user has interrupted while its CUDA call waited."""
-    where = " Its GPU state stays in host memory." if link.suspended else ""
+    where = " The kernel's GPU state stays in host memory." if link.suspended else ""
     return (
         "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
         f"lines before the call that waited have run.{where}"

@@ -92,11 +92,12 @@ def _bounds(
         rule = f"your quota for all your kernels together is {format_bytes(size)} of GPU memory"
         found.append(_Maximum(Code.OVER_QUOTA, size // devices, size, rule, "a larger quota", True))
     for code, keep, whose in (
-        (Code.OVER_HOST, settings.host_memory, "this machine keeps at most"),
+        (Code.OVER_HOST, settings.host_memory, "this machine has room for at most"),
         (Code.OVER_QUOTA, quota.suspended, "your quota for suspended state is"),
     ):
         if keep is not None and suspends:
-            rule = f"an idle kernel must fit in host memory, and {whose} {format_bytes(keep)}"
+            fits = "the state of an idle kernel must fit in host memory"
+            rule = f"{fits}, and {whose} {format_bytes(keep)}"
             admin = "a larger quota" if code == Code.OVER_QUOTA else "more host memory"
             found.append(_Maximum(code, keep // devices, keep, rule, admin, False))
     return found
@@ -123,7 +124,7 @@ def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
     if request.devices < 1:
         return Refusal(
             Code.BAD_REQUEST,
-            f"{request.devices} GPUs were asked for; it must be at least 1.",
+            f"{request.devices} GPUs were asked for; the number must be at least 1.",
             "Ask for 1 GPU or more.",
             {"devices": request.devices},
         )

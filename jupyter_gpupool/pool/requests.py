@@ -74,8 +74,8 @@ def _bound(s: Session, new: Request) -> Refusal | None:
     return Refusal(
         Code.DEVICES_BOUND,
         f"{new.devices} GPUs were asked for; this kernel already uses CUDA on {here}, and a "
-        "process cannot change that.",
-        "Restart the kernel and ask before the first use of the GPU.",
+        "process cannot change that number.",
+        "Restart the kernel, and ask again before it uses CUDA.",
         {"devices": new.devices, "bound": here},
     )
 
@@ -119,12 +119,12 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
     if s.state == "queued":
         return "The kernel waits for the new size."
     if s.state not in HAS_LEASE:
-        return "It applies when the kernel next gets its slice."
+        return "The change applies when the kernel next gets its slice."
     if s.state not in ATTACHED:
-        return "It applies when the current change is done."
+        return "The change applies when the current attach or suspend is done."
     slices, limit = s.lease.slices, s.request.limit
     if s.request.devices != len(slices):
-        return "It applies at the next attach: release the slice first (%gpu release)."
+        return "The change applies at the next attach: release the slice first (%gpu release)."
     have = format_bytes(slices[0].bytes)
     if s.id in plan.promises:
         return f"The slice stays at {have} until idle kernels have made room."
@@ -139,7 +139,7 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
         )
     if all(x.bytes <= max(limit, s.lease.footprints.get(x.device, 0)) for x in slices):
         return f"The slice is {have} now."
-    return "It applies once the memory in use has been measured."
+    return "The change applies once the memory in use has been measured."
 
 
 # --------------------------------------------------------------------------- more than guaranteed
@@ -210,7 +210,7 @@ def _growth_bounds(
     )
     ledger = facts.devices[uuid]
     free = 0 if ledger.drained else draft.left(ledger)
-    kept = ", besides what is reserved for waiting kernels" if ledger.free > free >= 0 else ""
+    kept = " and not reserved for waiting kernels" if ledger.free > free >= 0 else ""
     yield (
         free,
         Refusal(
@@ -238,8 +238,8 @@ def _growth_bounds(
             Refusal(
                 Code.NO_MEMORY,
                 f"only {format_bytes(max(0, others))} of the free memory is not guaranteed to "
-                "other kernels. If a kernel takes more than that, the pool must be able to suspend "
-                f"it, and above {format_bytes(most)} its state does not fit in host memory.",
+                "other kernels. A kernel may take more than that only if its state fits in host "
+                f"memory, and at most {format_bytes(most)} fits there.",
                 "Free memory in the kernel, or ask an admin for more host memory.",
                 {**numbers, "most": most, "free": max(0, others)},
             ),
@@ -322,8 +322,8 @@ def grow(facts: Facts, s: Session, event: ev.GrowAsked, plan: Plan) -> Actions:
     if s.state not in ATTACHED or not held_on(s, uuid):
         refusal = Refusal(
             Code.NO_MEMORY,
-            "More memory was asked for on a GPU where the kernel has no slice now.",
-            "Try again once it has its slice.",
+            "This kernel asked for more memory on a GPU where it has no slice now.",
+            "Try again once it has a slice there.",
             {"device": uuid, "bytes": event.bytes, "granted": 0},
         )
         return _answer(s, event.rid, refusal)
@@ -410,7 +410,7 @@ def _release_note(facts: Facts, s: Session) -> str:
     if leaves > facts.now and not (s.pressed or (s.roomless and not s.pinned_reason)):
         why = s.pinned_reason or "the last attempt failed"
         left = format_seconds(leaves - facts.now)
-        return f"The slice cannot be given back now ({why}); the pool tries again in {left}."
+        return f"The kernel cannot give its slice back now ({why}); the pool tries again in {left}."
     return why or ("Host memory has no room for its state now; the slice goes back once it has.")
 
 
@@ -437,7 +437,9 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
     s.keep_until = event.until
     s.release_asked = False
     if left <= 0:
-        return _answer(s, event.rid, "The pool may take the slice back again when it is idle.")
+        return _answer(
+            s, event.rid, "The pool may take the slice back again when the kernel is idle."
+        )
     note = f"The slice stays for {format_seconds(left)}, even when idle."
     if facts.now < s.recall_at < event.until:
         left = s.recall_at - facts.now

@@ -84,8 +84,8 @@ def _state_lines(
         yield from about_time
         if found.standing.entitled:
             yield (
-                f"Its group {found.standing.entitled[0]} is guaranteed what it asks for, so it "
-                "goes before all kernels without a guarantee."
+                f"A guarantee of its group {found.standing.entitled[0]} covers what it asks for, "
+                "so it goes before all kernels without a guarantee."
             )
         else:
             yield from _beyond_lines(found)
@@ -223,7 +223,7 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
         return ""
     it = "it" if number == 1 else "them"
     if h.covered:
-        its = "its group covers it" if number == 1 else "their group covers each"
+        its = "its group protects it" if number == 1 else "their group protects each"
         return f"; a guarantee of {its}"
     at = _may_take_at(h)
     if h.unmoved and (at <= facts.now or (at == math.inf and h.use == "idle")):
@@ -243,7 +243,7 @@ _RULE_WORDS = {
     "burst": "it has more than it is guaranteed",
     "guarantee": "by the guarantee of your group",
     "budget": "its GPU-seconds of today are used up",
-    "class": "its class is lower",
+    "class": "its class is higher",
     "turns": "its time slice is over",
 }
 
@@ -290,13 +290,13 @@ def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
 
 
 _CHANGE_WORDS = {
-    "suspend-ends": "the suspend under way is done",
+    "suspend-ends": "the current suspend is done",
     "lease-ends": "another kernel stops using its GPU",
     "own-lease-ends": "another kernel of yours gives its slice back",
     "group-lease-ends": "another kernel of the group gives its slice back",
     "head-is-served": "the first kernel of the queue has got its slice",
     "host-memory": "host memory becomes free",
-    "holder-host-memory": "suspended kernels of a user whose kernel blocks it resume or end",
+    "holder-host-memory": "the user of a kernel that blocks it has quota of suspended state again",
     "holder-frees": "a kernel that blocks it frees GPU memory",
     "device-returns": "the GPU is back in service",
     "outside-use-ends": "programs outside the pool free their memory",
@@ -326,8 +326,8 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
     elif s.id in facts.grown:
         most = format_bytes(s.request.memory)
         yield (
-            f"Only {most} of this is guaranteed to it; the pool takes the rest back first if "
-            "another kernel needs memory."
+            f"Only {most} of this is guaranteed to it; if another kernel needs memory, the pool "
+            "takes back the rest first."
         )
     if found.claims:
         rule, at, taker = min(found.claims, key=lambda claim: claim[1])

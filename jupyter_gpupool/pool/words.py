@@ -116,13 +116,14 @@ def in_words(facts: Facts, why: Reason) -> str:
         return f"{size} is not free while processes outside the pool use the GPUs"
     if why.rule == "cap":
         size = format_bytes(why.most)
+        cap = f"the cap of your group {why.group} ({size})"
         if why.text:
             here = _count(why.count, "kernel") if why.count else "no kernel"
-            return f"your group {why.group} has its {size} in use by {here} here, and {why.text}"
+            return f"{cap} is in use by {here} here, and {why.text}"
         if not why.count:
             return f"another waiting kernel has reserved the {size} of your group {why.group}"
         kernels = _count(why.count, "kernel")
-        return f"your group {why.group} has its {size} in use, by {kernels}"
+        return f"{cap} is in use by {kernels}"
     if why.rule == "behind-group":
         return f"another kernel of your group {why.group} is ahead and waits for the group's cap"
     if why.rule == "class-closed":
@@ -317,7 +318,7 @@ def _users(facts: Facts) -> str:
         users.append("kernels that are being moved")
     if roomless:
         kernels = _count(roomless, "idle kernel")
-        users.append(f"{kernels} that cannot be suspended, as host memory is short there")
+        users.append(f"{kernels} that cannot be suspended, because host memory is short")
     if failed:
         users.append(f"{_count(failed, 'idle kernel')} whose suspend failed and is tried again")
     return " and ".join(users)

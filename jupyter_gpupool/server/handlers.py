@@ -237,7 +237,7 @@ def read_changes(body: dict[str, Any]) -> dict[str, Any]:
     if unknown:
         raise BadRequest(
             f"There is no field {min(unknown)[:40]!r}.",
-            next_step=f"There are {', '.join(_FIELDS)} and priority.",
+            next_step=f"The fields are {', '.join(_FIELDS)} and priority.",
         )
     if not body:
         raise BadRequest(

@@ -318,7 +318,7 @@ def test_note_names_a_low_limit_before_another_kernel_waits(broker, program):
     assert two.do("storm") is None
     one.wait_state("idle")
     three.tell("context")
-    reason = "1 idle kernel that cannot be suspended, as host memory is short there"
+    reason = "1 idle kernel that cannot be suspended, because host memory is short"
     wait_until(lambda: reason in (three.status()["wait_reason"] or ""), "the reason of the wait")
     # Free both devices, because cuInit bound ``three`` to one of them.
     in_group(broker, GiB)

@@ -533,7 +533,7 @@ def test_overuse_is_reported(make_broker):
     assert row["detail"]["granted"] == 100 * MiB
     assert row["bytes"] >= 220 * MiB
     assert k.status()["overuse_bytes"] >= 120 * MiB
-    assert "allocated around the guard" in row["reason"]
+    assert "allocated without the guard" in row["reason"]
     k.close()
 
 

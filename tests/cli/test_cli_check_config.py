@@ -121,8 +121,8 @@ def test_guarantee_above_the_machines_memory_is_a_mistake(config, capsys):
         == f"""\
 c.GPUPool.groups['vision']['guarantee']
   {config}, line 3
-  'vision' is guaranteed 160 GiB, and the group 'research' above is guaranteed
-  96 GiB. Lower these guarantees or raise the guarantee above.
+  'vision' is guaranteed 160 GiB, and its parent group 'research' is guaranteed
+  96 GiB. Lower these guarantees or raise the guarantee of the parent.
 
 The configuration has 1 mistake.
 """
@@ -257,7 +257,8 @@ def test_differences_from_the_broker_are_listed_key_by_key(config, broker, capsy
     flat = " ".join(text(capsys, "--devices", "16x80GiB").split())
     assert "DIFFERENT FROM THE RUNNING BROKER (process 1)" in flat
     assert "c.GPUPool.groups['students']['cap']: '50%' there, not set here" in flat
-    assert "c.GPUPool.guard: True there, False here, from its next start on" in flat
+    late = "takes effect only when the broker starts"
+    assert f"c.GPUPool.guard: True there, False here; {late}" in flat
 
 
 def test_broker_with_the_same_configuration_has_no_difference(config, broker, capsys):

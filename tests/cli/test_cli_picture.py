@@ -64,7 +64,7 @@ B  9c0d22        ada    idle 40 s       4 GiB  512 MiB                   viz.ipy
 WAITING
 1. 77aa33 asks for 8 GiB on each of 2 GPUs, 20 to 60 s left: no GPU has 8 GiB free
 
-[▒▒▒▒▒▒▒▒▒▒··············] 5 GiB of 12 GiB host memory holds suspended state"""
+[▒▒▒▒▒▒▒▒▒▒··············] 5 GiB of 12 GiB host memory used by suspended state"""
 
 NARROW = """\
 GPU pool  EMULATED  /run/gpupool/broker.sock
@@ -216,7 +216,7 @@ def test_a_device_that_cannot_suspend_says_why():
 def test_overuse_of_a_session_is_shown_with_its_bytes():
     greedy = session("3f2a", state="active", granted_bytes=GiB, overuse_bytes=700 * MiB)
     text = "\n".join(draw(pool(devices=[device()], sessions=[greedy]), Style(width=90)))
-    assert "3f2a has 700 MiB more than its slice, allocated around the guard" in text
+    assert "3f2a has 700 MiB more than its slice, allocated without the guard" in text
 
 
 def test_a_column_has_all_budgets_and_a_line_has_your_own():

@@ -208,7 +208,7 @@ def test_a_second_broker_on_the_socket_is_refused(real_broker):
         ("--GPUPool.idle_timout=3", "Did you mean 'idle_timeout'?"),
         ("--GPUPool.emulate=2x", "is not a size of device memory"),
         ("--GPUPool.devices=7", "names '7', and this machine has"),
-        ("--GPUPool.attach=lasy", "It takes: 'lazy', 'cell' or 'manual'."),
+        ("--GPUPool.attach=lasy", "Allowed: 'lazy', 'cell' or 'manual'."),
     ],
 )
 def test_broker_with_a_wrong_option_does_not_start(tmp_path, option, message):

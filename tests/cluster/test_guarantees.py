@@ -23,8 +23,8 @@ GROUPS = {
     "rest": {"users": "*"},
 }
 FIRST = (
-    "Its group lab is guaranteed what it asks for, so it goes before all kernels without a "
-    "guarantee."
+    "A guarantee of its group lab covers what it asks for, so it goes before all kernels without "
+    "a guarantee."
 )
 BEYOND = (
     "With this request group lab would have more than the 0 B that is guaranteed to it on this "

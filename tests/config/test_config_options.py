@@ -231,14 +231,14 @@ def test_state_dir_of_root_differs_from_that_of_other_users(monkeypatch, tmp_pat
         ("idle_timeout", "soon", "'soon' is not a duration. Write one like 90s, 10m or 2h."),
         ("idle_timeout", 0, "'0' is not a duration above zero. Write one like 10m."),
         ("max_wait", [], "[] is not a duration. Write a number of seconds, or text like '10m'."),
-        ("attach", "lasy", "'lasy' is not allowed. It takes: 'lazy', 'cell' or 'manual'."),
-        ("foreign_processes", "kill", ("'kill' is not allowed. It takes: 'count', 'report' or "
+        ("attach", "lasy", "'lasy' is not allowed. Allowed: 'lazy', 'cell' or 'manual'."),
+        ("foreign_processes", "kill", ("'kill' is not allowed. Allowed: 'count', 'report' or "
          "'end'.")),
-        ("guard", "on", "'on' is not allowed. It takes: True or False."),
+        ("guard", "on", "'on' is not allowed. Allowed: True or False."),
         ("quiet_after", 0, "'0' is not a duration above zero. Write one like 10m."),
         ("turn", 0.001, "0.001 is too small. Write 0.01 or more."),
-        ("managed_memory", "deny", "'deny' is not allowed. It takes: 'refuse' or 'allow'."),
-        ("overuse", "kill", "'kill' is not allowed. It takes: 'report' or 'end'."),
+        ("managed_memory", "deny", "'deny' is not allowed. Allowed: 'refuse' or 'allow'."),
+        ("overuse", "kill", "'kill' is not allowed. Allowed: 'report' or 'end'."),
         ("overuse", "suspend", ("'suspend' is no longer a value: a kernel that goes around the "
          "guard can take the memory again. Write 'report', or 'end' to end such kernels.")),
         ("max_swap_overhead", -1, ("-1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
@@ -249,11 +249,11 @@ def test_state_dir_of_root_differs_from_that_of_other_users(monkeypatch, tmp_pat
         ("devices", ["rtx"], ("'rtx' names no GPU. Write an index such as 0, or the beginning of a "
          "UUID such as 'GPU-5d1c'; `nvidia-smi -L` shows both.")),
         ("devices", [0, "0"], "'0' is listed twice."),
-        ("devices", 0, "0 is not allowed. It takes: list of indices or UUIDs."),
+        ("devices", 0, "0 is not allowed. Allowed: list of indices or UUIDs."),
         ("quotas", {"@staff": {}}, ("'@staff' looks like a group, and quotas are per user. Name "
          "the users, or use '*' for all others; c.GPUPool.groups is for groups.")),
         ("quotas", {7: {}}, "7 is not a user name. Write a name, or '*' for all others."),
-        ("quotas", "x", "'x' is not allowed. It takes: dict of user name to dict."),
+        ("quotas", "x", "'x' is not allowed. Allowed: dict of user name to dict."),
         ("priority_classes", {}, ("There must be at least one priority class, such as "
          "{'notebook': 100}.")),
         ("priority_classes", {"a b": 1}, ("'a b' is not a name for a priority class. Use letters "
@@ -272,17 +272,17 @@ def test_state_dir_of_root_differs_from_that_of_other_users(monkeypatch, tmp_pat
          "none.")),
         ("metrics_port", True, ("True is not a port. Write a whole number up to 65535, or 0 for "
          "none.")),
-        ("metrics_port", "9845", "'9845' is not allowed. It takes: TCP port, 1 to 65535."),
+        ("metrics_port", "9845", "'9845' is not allowed. Allowed: TCP port, 1 to 65535."),
         ("preempt", ["clas"], ("There is no rule 'clas'. Did you mean 'class'? Allowed are "
          "'burst', 'class', 'guarantee' or 'turns'.")),
-        ("unsuspendable", "kill", "'kill' is not allowed. It takes: 'warn', 'ask' or 'end'."),
+        ("unsuspendable", "kill", "'kill' is not allowed. Allowed: 'warn', 'ask' or 'end'."),
         ("unsuspendable_after", ["1m"], ("Write three durations: until the warning, the request "
          "and the end, such as ['1m', '10m', '1h'].")),
         ("unsuspendable_after", ["1h", "1m", "1d"], ("The warning comes first, then the request, "
          "then the end. Write three durations, each at least as long as the one before.")),
         ("fair_share_half_life", -1, ("'-1' is not a duration. Write one like 90s, 10m or 2h.")),
-        ("groups", [], "[] is not allowed. It takes: dict of group name to dict."),
-        ("schedules", {}, "{} is not allowed. It takes: list of dicts."),
+        ("groups", [], "[] is not allowed. Allowed: dict of group name to dict."),
+        ("schedules", {}, "{} is not allowed. Allowed: list of dicts."),
         ("cluster_data", ["here"], "'here' is not an absolute path. Begin it with '/' or '~'."),
         ("cluster_data", ["/a"] * 9, "There are 9 folders. Write at most 8."),
         ("cluster_data", ["/" + "a" * 200], (f"{'/' + 'a' * 39!r}... has 201 characters. Write a "

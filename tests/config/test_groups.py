@@ -161,8 +161,8 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
          "memory, '2 devices', or a size like '24GiB'.")),
         ({"guarantee": 40}, ("groups['g']['guarantee']: 40 means 40 bytes. Write '40%' of the "
          "pool's memory, '2 devices', or a size like '24GiB'.")),
-        ({"weight": 0}, ("groups['g']['weight']: The weight is 0. Write a number above zero; a "
-         "group with weight 2 gets twice as much of what is left over as one with 1.")),
+        ({"weight": 0}, ("groups['g']['weight']: The weight is 0. Write a number above zero; of "
+         "what is left over, a group with weight 2 gets twice as much as a group with weight 1.")),
         ({"weight": "3"}, "groups['g']['weight']: '3' is not a number."),
         ({"weight": float("nan")}, "groups['g']['weight']: nan is not a number."),
         ({"users": "ada"}, ("groups['g']['users']: 'ada' is not a list of names. Write ['ada', "
@@ -267,15 +267,16 @@ def test_two_groups_with_an_equal_claim_need_an_order(first, second, message):
         ),
         (
             {"a": {"guarantee": "2 devices"}, "b": {"parent": "a", "guarantee": "3 devices"}},
-            ("groups['b']['guarantee']: 'b' is guaranteed 3 devices, and the group 'a' above is "
-            "guaranteed 2 devices. Lower these guarantees or raise the guarantee above."),
+            ("groups['b']['guarantee']: 'b' is guaranteed 3 devices, and its parent group 'a' "
+            "is guaranteed 2 devices. Lower these guarantees or raise the guarantee of the "
+            "parent."),
         ),
         (
             {"a": {"cap": "24GiB"}, "b": {"parent": "a", "guarantee": "16GiB"},
              "c": {"parent": "a", "guarantee": "16GiB"}},
             ("groups['c']['guarantee']: 'b' (16 GiB), 'c' (16 GiB) are guaranteed 32 GiB together, "
-            "and the group 'a' above is capped at 24 GiB. Lower these guarantees or raise the cap "
-            "above."),
+            "and their parent group 'a' is capped at 24 GiB. Lower these guarantees or raise the "
+            "cap of the parent."),
         ),
         (
             {"a": {"cap": "20%"}, "b": {"parent": "a"}, "c": {"parent": "b", "guarantee": "30%"}},

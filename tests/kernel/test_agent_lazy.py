@@ -593,12 +593,12 @@ def test_refused_allocation_is_explained_with_figures(
 
     assert raising(kernel, broker, flag, OUT_OF_MEMORY, push) == (
         "GPU pool: GPU 0 has no more room. This kernel uses 3.5 GiB of the 4 GiB of device memory "
-        "that it is granted, and its limit is 8 GiB. Free memory.\n"
+        "granted to it, and its limit is 8 GiB. Free memory.\n"
     )
     flag.unlink()
     assert raising(kernel, broker, flag, OUT_OF_MEMORY, None) == (
-        "GPU pool: this kernel uses 3.5 GiB of the 4 GiB of device memory that it is granted, and "
-        "its limit is 8 GiB. It may ask for up to 16 GiB. Type: %gpu 10GiB\n"
+        "GPU pool: this kernel uses 3.5 GiB of the 4 GiB of device memory granted to it, and its "
+        "limit is 8 GiB. It may ask for up to 16 GiB. Type: %gpu 10GiB\n"
     )
 
 
@@ -614,8 +614,8 @@ def test_advice_follows_a_refusal_without_a_next_step(
 
     line = raising(kernel, broker, flag, OUT_OF_MEMORY, push)
     assert line == (
-        "GPU pool: It is at its limit. This kernel uses 0 B of the 4 GiB of device memory that it "
-        "is granted. It may ask for up to 16 GiB. Type: %gpu 10GiB\n"
+        "GPU pool: It is at its limit. This kernel uses 0 B of the 4 GiB of device memory granted "
+        "to it. It may ask for up to 16 GiB. Type: %gpu 10GiB\n"
     )
 
 

@@ -107,7 +107,7 @@ def test_wrong_arguments_get_one_message(one_kernel: Kernel, line: str, message:
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ("%%gpu", "%%gpu needs the size of its cell's device memory."),
+        ("%%gpu", "%%gpu needs a size: the device memory for its cell."),
         ("%%gpu 12 parsecs", "'12 parsecs' is not a size."),
         ("%%gpu release", "write %gpu release, with one per cent sign"),
     ],
@@ -179,7 +179,7 @@ def test_attach_shows_its_wait_and_can_be_interrupted(
     hold = broker.wait_for("hold", count=2)["hold"]
     broker.grant(hold)
     assert cell.done().text == (
-        "Attached: 4 GiB on GPU 0 (Scripted GPU). It stays until it is idle too long, "
+        "Attached: 4 GiB on GPU 0 (Scripted GPU). It stays until the kernel is idle too long, "
         "or is idle while another kernel waits.\n"
     )
     broker.wait_for("drop", hold=hold)

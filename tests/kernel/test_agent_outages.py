@@ -326,7 +326,7 @@ def test_error_at_the_limit_suggests_no_larger_size(
     broker.limits = {"memory": 4 * GiB}
     kernel = start()
     cell = kernel.run("raise RuntimeError('CUDA out of memory.')")
-    assert "It may ask for at most 4 GiB. Free some" in cell.text
+    assert "It may ask for at most 4 GiB. Free memory" in cell.text
 
 
 def test_holds_of_a_dead_kernel_are_not_renewed(

@@ -206,7 +206,7 @@ def test_out_of_memory_names_the_next_size(pool_of: Callable[..., Pool]) -> None
     kernel = pool.kernel()
     cell = kernel.run(ALLOCATE.format(size=8 * GiB))
     assert cell.status == "error"
-    assert "that it is granted. It may ask for up to 3 GiB." in cell.text
+    assert "of device memory granted to it. It may ask for up to 3 GiB." in cell.text
     assert "Type: %gpu 2GiB" in cell.text
 
 

@@ -67,7 +67,8 @@ def test_the_reason_names_other_machines(lab):
     elsewhere(lab, group=15)
     lab.open("b", 8, owner=ANN)
     lab.hold("b")
-    assert lab.reason("b") == f"your group lab has its 20 B in use by no kernel here, {rest}"
+    cap = "the cap of your group lab (20 B)"
+    assert lab.reason("b") == f"{cap} is in use by no kernel here, {rest}"
 
 
 def test_the_reason_names_other_machines_for_a_shared_limit(lab):

@@ -174,7 +174,7 @@ def test_program_that_is_refused_later_points_to_its_log(broker, program):
     assert run(broker, "wait", name).returncode == 125
     shown = run(broker, "ps").stdout.decode()
     assert " ago: No GPU slice became free within 2 s (--max-wait)" in shown
-    assert shown.endswith(f"What to do next is in its output: jupyter gpupool logs {name}\n")
+    assert shown.endswith(f"Its output says what to do next: jupyter gpupool logs {name}\n")
     done = run(broker, "why", name)
     assert done.returncode == 1
     assert f"The program {name!r} no longer has a session; it ended ".encode() in done.stderr

@@ -38,7 +38,7 @@ def test_routes_follow_a_kernel_from_start_to_end(server, kernel):
 
     asked = server.api(f"/sessions/{one}", "PATCH", memory="128MiB")
     assert asked["request"]["memory"] == 128 * MiB
-    assert asked["note"] == "It applies when the kernel next gets its slice."
+    assert asked["note"] == "The change applies when the kernel next gets its slice."
     asked = server.api(f"/sessions/{one}", "PATCH", memory=256 * MiB, limit=float(256 * MiB))
     assert asked["request"]["memory"] == asked["request"]["limit"] == 256 * MiB
     refused = server.api(f"/sessions/{one}", "PATCH", 409, memory="1MiB")

@@ -90,7 +90,7 @@ def waiting(sheet: Sheet) -> None:
     sheet.put("The machine's broker does not answer", describe(service))
     missing = BrokerUnavailable(f"No GPU pool broker listens at {SOCKET}.", code="no-broker")
     sheet.put("No broker answered in time", str(no_broker(link(), missing)), missing.code)
-    whole = BrokerUnavailable("No GPU pool broker listens there.", code="no-broker")
+    whole = BrokerUnavailable("No GPU pool broker answers.", code="no-broker")
     sheet.put("No broker of the machine answered", str(no_broker(service, whole)), whole.code)
     silent = link().unavailable()
     sheet.put("A running broker does not answer", str(silent), silent.code)

@@ -217,7 +217,7 @@ class OveruseWatch:
         policy = self._configuration.settings.overuse
         sentence = (
             f"The kernel uses {format_bytes(sum(used.values()))} of GPU memory and was granted "
-            f"{format_bytes(sum(granted.values()))}: part of it was allocated around the guard."
+            f"{format_bytes(sum(granted.values()))}: part of it was allocated without the guard."
         )
         self._log.warning("Session %s: %s (%s)", session.id, sentence, policy)
         for device, size in used.items():

@@ -179,7 +179,7 @@ export class Orders {
       lines: [
         trans.__('The state of the kernel moves to host memory; nothing is lost.'),
         trans.__(
-          'A running cell waits for its next slice, behind the kernels that wait.'
+          'A running cell then waits for a new slice, behind the kernels in the queue.'
         )
       ],
       accept: trans.__('Take it back'),
@@ -240,7 +240,9 @@ export class Orders {
         title: trans.__('Pause GPU %1?', device.index),
         lines: [
           trans.__('Kernels leave it when they are idle.'),
-          trans.__('Then the pool closes its device file, for work on the GPU.')
+          trans.__(
+            'Then the pool closes its device file, so that maintenance can begin.'
+          )
         ],
         accept: trans.__('Pause it')
       },
