@@ -210,7 +210,7 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
     if sized and not machine.capacities:
         yield (
             "This machine has no GPU, so the guarantees and caps were only compared with each "
-            "other. Give the GPUs of the real one: --devices 16x80GiB."
+            "other. Name the GPUs of the real machine: --devices 16x80GiB."
         )
     yield from _short_memory(base, machine)
     yield from _without_effect(base, machine)

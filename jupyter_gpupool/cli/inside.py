@@ -132,7 +132,7 @@ def libc() -> Finding:
     if version:
         return Finding("ok", "C library", version)
     return Finding(
-        "fail", "C library", "this image has no glibc (musl?), and the guard needs it",
+        "fail", "C library", "this image has no glibc, which the guard needs",
         "Use an image with glibc, such as one of Debian.",
     )  # fmt: skip
 
@@ -149,8 +149,8 @@ def users(table: Path) -> Finding:
     shown = "none" if outside is None else str(outside)
     return Finding(
         "warn", "user ids", f"user id {here} of this container is {shown} on the machine",
-        "The broker counts by the machine's user ids. Map each container user to its own id on the "
-        "machine; users with the same id share quota and sessions.",
+        "The broker knows users by their ids on the machine. Map each container user to its own id "
+        "on the machine; users with the same id share quota and sessions.",
     )  # fmt: skip
 
 

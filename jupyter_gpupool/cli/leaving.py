@@ -110,7 +110,7 @@ def _waits_for(found: Mapping[str, Any]) -> str:
         return f"Waiting for {slices} kernel{'s' if slices > 1 else ''} with a slice here."
     if not found["connected"]:
         return "Waiting for the ledger of the cluster, which does not answer."
-    return "Waiting for the ledger of the cluster to note it."
+    return "Waiting for the ledger of the cluster to record the order."
 
 
 class _Printer:

@@ -99,7 +99,7 @@ def _wait(client: Client, uuid: str, note: str) -> int:
         orders = client.call("status").get("maintenance") or []
         order = next((row for row in orders if row["device"] == uuid), None)
         if order is None:
-            print("It was resumed meanwhile.", file=sys.stderr)
+            print("Somebody has resumed the pool or the GPU meanwhile.", file=sys.stderr)
             return 1
         if order["closed"]:
             print("\n".join([order["text"], *_outside(order)]))

@@ -32,7 +32,7 @@ _HELP = (
     "d   drain a GPU    p   pause a GPU    u   put a GPU back into service",
     "h   this help      q   quit",
     "",
-    "BUSY is the share of its time with a slice in which a kernel used CUDA, UNUSED the rest.",
+    "BUSY: the share of its time with a slice in which a kernel used CUDA. UNUSED: the rest.",
     "Waste is the slice times UNUSED. Only admins give orders; owners are told who did, and why.",
 )
 

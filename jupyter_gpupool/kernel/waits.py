@@ -170,8 +170,8 @@ HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end 
 #: This text replaces HOW_TO_STOP_CALL and HOW_TO_STOP_PREEMPTED if the user interrupts the kernel
 #: and the wait continues (``guard/src/wait.c``).
 HOW_TO_STOP_HELD = (
-    "The call that waits is one of a library's own thread, as JAX has. To end it now can destroy "
-    "arrays that the call may reuse (donated arguments), so the interrupt changed nothing. "
+    "A thread of a library, such as JAX, waits in a call. If the call ended now, arrays that it "
+    "may reuse (donated arguments) could be lost, so the interrupt changed nothing. "
     "Interrupt once more to end the call."
 )
 

@@ -93,7 +93,7 @@ def _state_lines(
     elif s.state == "detaching":
         yield f"It gives back {sizes}" + (f": {found.preempted}." if found.preempted else ".")
     elif found.reason is not None:
-        yield f"It has {sizes}, and waits for more memory that is guaranteed to it."
+        yield f"It has {sizes}, and waits for more of its guaranteed memory."
     elif s.lease.slices:
         use = {"active": "uses", "idle": "keeps, without using it,"}.get(s.state, "has")
         yield f"It {use} {sizes}." + (f" {found.text}" if found.text else "")
@@ -129,9 +129,9 @@ def _beyond_lines(found: Explanation) -> Iterable[str]:
         return
     last = where.guarantees[-1]
     yield (
-        f"With this request group {last.group} would have more than the "
-        f"{format_bytes(last.guaranteed)} that is guaranteed to it{_where(last)}, so the guarantee "
-        "does not put it first."
+        f"With this request, group {last.group} would have more than its guarantee of "
+        f"{format_bytes(last.guaranteed)}{_where(last)}, so the guarantee does not put the kernel "
+        "first in the queue."
     )
 
 
@@ -240,7 +240,7 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
 
 
 _RULE_WORDS = {
-    "burst": "it has more than it is guaranteed",
+    "burst": "it has more than its guarantee",
     "guarantee": "by the guarantee of your group",
     "budget": "its GPU-seconds of today are used up",
     "class": "its class is higher",
@@ -308,7 +308,7 @@ _CHANGE_WORDS = {
 _TIME_WORDS = {
     "idle-lease-yields": "it may take the slice of an idle kernel",
     "busy-lease-yields": "it may take the slice of a running kernel",
-    "kernel-ends": "the pool ends a kernel in its way",
+    "kernel-ends": "the pool ends a kernel that is in its way",
     "ageing": "its long wait raises its priority",
     "budget-renews": "there are GPU-seconds again",
     "settings": "the schedule lets its class run",
@@ -322,7 +322,8 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
     if found.obstacle:
         yield f"It cannot be suspended: {found.obstacle.rstrip('.')}."
         if found.ends_at is not None:
-            yield f"The pool ends this kernel {_when(found.ends_at, facts.now)}, if another waits."
+            when = _when(found.ends_at, facts.now)
+            yield f"The pool ends this kernel {when}, if another kernel waits."
     elif s.id in facts.grown:
         most = format_bytes(s.request.memory)
         yield (
@@ -340,21 +341,22 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
         yield f"Other kernels wait for {here}."
     elif found.takers and s.state == "idle" and found.taken_from is not None:
         if found.taken_from < math.inf:
-            yield f"A waiting kernel may take it {_when(found.taken_from, facts.now)}: it is idle."
+            when = _when(found.taken_from, facts.now)
+            yield f"A waiting kernel may take this slice {when}, because it is idle."
     elif found.takers:
         yield f"Other kernels wait for {here}, and no rule lets them take this slice."
     elif not found.obstacle and s.state == "idle" and (found.taken_from or 0) < math.inf:
         yield (
-            f"No kernel waits for {here}. If one asks for it, it may take the slice "
-            f"{_when(found.taken_from or 0, facts.now)}, while it is idle."
+            f"No kernel waits for {here}. If another kernel asks for a slice, it may take this one "
+            f"{_when(found.taken_from or 0, facts.now)}, while this one is idle."
         )
     else:
         yield f"No kernel waits for {here}."
 
 
 _CLAIM_WORDS = {
-    "burst": "it has grown beyond what it is guaranteed",
-    "guarantee": "it is guaranteed to the other kernel's group",
+    "burst": "it has grown beyond its guarantee",
+    "guarantee": "this memory is guaranteed to the other kernel's group",
     "budget": "this kernel's GPU-seconds of today are used up",
     "class": "the other kernel's class is higher",
 }
@@ -364,7 +366,7 @@ def _turn_words(facts: Facts, s: Session, asker: Owner, later: bool) -> str:
     over = _rule_words("turns", later)
     if asker == s.owner or facts.settings.half_life <= 0:
         return over
-    return f"{over}, and the other kernel's user has used less, by weight"
+    return f"{over}, and the other kernel's user has used less of its share"
 
 
 def standing_lines(found: Standing, now: float) -> Iterable[str]:
@@ -408,7 +410,7 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
             at = _when(budget.until, now)
             if budget.until == math.inf:
                 soonest = budget.soonest(now)
-                at = "when other machines give some up"
+                at = "when other machines give up some of theirs"
                 if soonest < math.inf:
                     soon = _when(soonest, now)
                     at = f"when {whose} kernels use less, {soon} at the earliest"

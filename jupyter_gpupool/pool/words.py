@@ -135,7 +135,7 @@ def in_words(facts: Facts, why: Reason) -> str:
         if not why.most:
             return f"{whose} {'gets' if why.group else 'get'} no GPU-seconds"
         if why.text:
-            text = f"{whose} used up the GPU-seconds of today that this machine has, and {why.text}"
+            text = f"{whose} used up this machine's part of today's GPU-seconds, and {why.text}"
             if why.at < math.inf:
                 text += f"; there are more {_clock(facts, why.at)} at the latest"
             return text

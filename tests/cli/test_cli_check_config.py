@@ -170,7 +170,7 @@ def test_machine_without_gpus_gets_no_sizes_in_bytes(config, capsys, monkeypatch
     found = text(capsys)
     assert "GPUs: none" in found
     assert "research  60%        -    3 (75%)   -" in found
-    assert "Give the GPUs of the real one: --devices 16x80GiB." in " ".join(found.split())
+    assert "Name the GPUs of the real machine: --devices 16x80GiB." in " ".join(found.split())
     assert found.endswith("The configuration is good: 3 groups, 1 schedule, 1 warning.\n")
 
 

@@ -27,8 +27,8 @@ FIRST = (
     "a guarantee."
 )
 BEYOND = (
-    "With this request group lab would have more than the 0 B that is guaranteed to it on this "
-    "machine, of the 300 MiB on all machines, so the guarantee does not put it first."
+    "With this request, group lab would have more than its guarantee of 0 B on this machine, of "
+    "the 300 MiB on all machines, so the guarantee does not put the kernel first in the queue."
 )
 
 

@@ -96,7 +96,7 @@ def test_a_machine_continues_with_its_part_without_the_ledger(cluster):
     other.do("ask", hold="cell")
     other.wait_state("queued")
     assert reason(other).startswith(
-        "you used up the GPU-seconds of today that this machine has, and the ledger of the "
+        "you used up this machine's part of today's GPU-seconds, and the ledger of the "
         "cluster does not answer, so this machine can borrow no more now; there are more in "
     )
     cluster.ledger.start()

@@ -126,7 +126,7 @@ def test_a_session_waits_for_gpu_seconds_of_other_machines(lab, then):
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == []
     assert lab.reason("a").startswith(
-        "you used up the GPU-seconds of today that this machine has, and kernels on other "
+        "you used up this machine's part of today's GPU-seconds, and kernels on other "
         "machines use the rest; there are more in "
     )
     budget(lab, 0.0, then=then, elsewhere_reason="the ledger is silent")
@@ -169,7 +169,7 @@ def test_reason_names_no_time_if_other_machines_get_the_refill(lab):
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == []
     assert lab.reason("a") == (
-        "you used up the GPU-seconds of today that this machine has, and kernels on other "
+        "you used up this machine's part of today's GPU-seconds, and kernels on other "
         "machines use the rest"
     )
     assert attaches(budget(lab, 20.0, refill=0.0)) == ["a"]

@@ -258,7 +258,7 @@ def test_lines_name_the_time_at_which_a_time_slice_ends(make):
     lab.open("w", 16, owner="bob")
     lab.hold("w")
     words = "when its time slice is over"
-    used = "the other kernel's user has used less, by weight"
+    used = "the other kernel's user has used less of its share"
     assert may_take(lab, "a").endswith(f" s, {words}, and {used}.")
     assert any(line.endswith(f" s ({words}).") for line in lab.pool.why("w").lines)
 
@@ -283,8 +283,8 @@ def test_reason_of_a_wait_beyond_the_guarantee_says_so(make):
     told = lab.pool.why("w")
     assert "Group bio has 6 B, below the 8 B that is guaranteed to it." in told.standing
     assert (
-        "With this request group bio would have more than the 8 B that is guaranteed to it, so the "
-        "guarantee does not put it first."
+        "With this request, group bio would have more than its guarantee of 8 B, so the guarantee "
+        "does not put the kernel first in the queue."
     ) in told.lines
 
 
@@ -452,8 +452,8 @@ def test_waiter_and_holder_see_the_end_of_an_unsuspendable_lease(make):
     lab.hold("w")
     assert told(lab, "w").changes_at == told(lab, "a").ends_at == 100.0
     assert any("the pool ends it in 40 s" in line for line in lines(lab, "w"))
-    assert by_time(lab, "w") == "the pool ends a kernel in its way in 40 s."
-    assert "The pool ends this kernel in 40 s, if another waits." in lines(lab, "a")
+    assert by_time(lab, "w") == "the pool ends a kernel that is in its way in 40 s."
+    assert "The pool ends this kernel in 40 s, if another kernel waits." in lines(lab, "a")
     got(lab.after(40), ev.EndSession, session="a")
 
 

@@ -559,7 +559,7 @@ class Maintenance:
         """Return what an order waits for when no session has a lease any more."""
         if order.device in self._step:
             return self._step[order.device]
-        return "" if self._left.get(order.device) else "the pool to check what uses it"
+        return "" if self._left.get(order.device) else "the pool to check which processes use a GPU"
 
     def _waits(self, order: Order) -> list[tuple[LiveSession, SessionRecord, dict[str, Any]]]:
         holding = self._holding(order)

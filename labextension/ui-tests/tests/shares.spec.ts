@@ -147,8 +147,8 @@ test('popover, command and magic agree on groups and shares', async ({ lab }) =>
   await expect(late.chip).toHaveText(/^Waiting: 2nd/);
   expect(await told('late.ipynb')).toContainEqual(
     still(
-      'With this request group bio would have more than the 4.7 GiB that is guaranteed ' +
-        'to it, so the guarantee does not put it first.'
+      'With this request, group bio would have more than its guarantee of 4.7 GiB, so ' +
+        'the guarantee does not put the kernel first in the queue.'
     )
   );
   await same(late);
