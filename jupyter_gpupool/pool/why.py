@@ -243,7 +243,7 @@ _RULE_WORDS = {
     "burst": "it has more than its guarantee",
     "guarantee": "by the guarantee of your group",
     "budget": "its GPU-seconds of today are used up",
-    "class": "its class is higher",
+    "class": "this kernel's class is higher",
     "turns": "its time slice is over",
 }
 

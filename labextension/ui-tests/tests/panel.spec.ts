@@ -162,7 +162,9 @@ test('the panel in a tab can shut down a kernel by keyboard', async ({ lab }) =>
   await expect.poll(() => session(mine.kernelId)).toBeUndefined();
 });
 
-test('the admin’s page shows waste, and orders need a confirmation', async ({ lab }) => {
+test('the admin’s page shows waste, and orders need a confirmation', async ({
+  lab
+}) => {
   await ask('fresh');
   const { page } = lab;
   await neighbour('hog', { gib: 7, alloc: 0.25 });
