@@ -132,7 +132,7 @@ def libc() -> Finding:
     if version:
         return Finding("ok", "C library", version)
     return Finding(
-        "fail", "C library", "this image has no glibc, which the guard needs",
+        "fail", "C library", "this image has musl or another C library, and the guard needs glibc",
         "Use an image with glibc, such as one of Debian.",
     )  # fmt: skip
 

@@ -24,7 +24,10 @@ def problem(library: str) -> str:
     except (AttributeError, ValueError, OSError):
         found = None
     if found is None:
-        return "this image has no glibc, which the guard needs; use an image of Debian"
+        return (
+            "this image has musl or another C library, and the guard needs glibc; use an image of "
+            "Debian"
+        )
     with open(library, "rb") as file:
         names = re.findall(rb"\bGLIBC_(\d+)\.(\d+)\b", file.read())
     needed = max((int(major), int(minor)) for major, minor in names)

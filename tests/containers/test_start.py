@@ -23,7 +23,9 @@ def unknown(_name):
 
 
 #: The line that refuses an image without glibc.
-NO_GLIBC = "this image has no glibc, which the guard needs; use an image of Debian"
+NO_GLIBC = (
+    "this image has musl or another C library, and the guard needs glibc; use an image of Debian"
+)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_growth_beyond_host_memory_leaves_room_for_open_sessions(make, asks, mos
     lab.open("o", asks)
     actions = lab.grow("a", most - 4 + 1)
     assert code(actions) == "no-memory"
-    assert "its state does not fit in host memory" in got(actions, ev.Answer).refusal.message
+    assert "only if its state fits in host memory" in got(actions, ev.Answer).refusal.message
     assert size(lab.grow("a", most - 4)) == most
     assert attaches(lab.hold("o")) == (["o"] if asks + most <= 16 else [])
 
