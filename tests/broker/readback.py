@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Checks that each byte of a block of device memory has one value, piece by piece.
 
-All pieces use the same small buffer. A buffer as large as the block causes a page fault for every
-4 KiB. With a second buffer for the expected bytes, there are three times as many faults. For 64 MiB
-this took 0.13 CPU seconds, and the tests check 64 MiB hundreds of times.
+All pieces use one small buffer, because page faults are slow. A buffer as large as the block has a
+page fault for every 4 KiB; a second buffer, with the expected bytes, makes three times as many. For
+64 MiB the faults took 0.13 CPU seconds, and the tests check 64 MiB hundreds of times.
 """
 
 from __future__ import annotations

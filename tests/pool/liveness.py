@@ -426,9 +426,9 @@ def _charge(s: NaiveSession, count: int) -> int:
 def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
     """Return whether a session that waits for ``wanted`` bytes can spare ``more`` without a delay.
 
-    The result must be true for every order in which the leases may end. If the end of all leases
-    frees too few bytes, the session waits for some other change. Nothing is known about that
-    change, so the result is False.
+    The result is True only if this holds for every order in which the leases may end. If all leases
+    together free too few bytes, the session waits for some other change, of which nothing is known,
+    so the result is False.
     """
     sizes = list(leases)
     if free + sum(sizes) < wanted:

@@ -28,9 +28,8 @@ DeviceRow = Mapping[str, Any]
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: The broker reads these variables in this order, and uses the first that is set. Slurm sets
-#: CUDA_VISIBLE_DEVICES for every step. The broker reads Slurm's own variables only if
-#: CUDA_VISIBLE_DEVICES is missing.
+#: The broker uses the first of these variables that is set. Slurm sets CUDA_VISIBLE_DEVICES for
+#: every step, so the other variables matter only if a user has removed it.
 _FIRST = (_VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
 #: Variable of the container toolkit. Its numbers are those of the host.

@@ -25,9 +25,8 @@
  * CUDA_ERROR_NOT_FOUND. */
 extern void *guard_real[E_COUNT + E_SPARES];
 
-/* REAL(cuMemAlloc_v2)(...) calls the driver's own function, with the prototype of
- * wrap_cuMemAlloc_v2. wraps.h declares such a prototype for every wrapped entry. For an entry
- * without a wrapper, use CALL(type, name). */
+/* REAL(cuMemAlloc_v2)(...) calls the driver's own function. REAL takes the function's type from
+ * wrap_cuMemAlloc_v2, which wraps.h declares. CALL(type, name) is for entries without a wrapper. */
 #define REAL(name) ((__typeof__(&wrap_##name))guard_real[E_##name])
 #define CALL(type, name) ((type)guard_real[E_##name])
 
