@@ -149,22 +149,29 @@ def enter(folder: str, machine: str) -> None:
         ) from None  # fmt: skip
 
 
-def free_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
-    """Return a free port for each channel: the port in ``before`` if the kernel had one."""
-    with ExitStack() as held:
-        found = {}
+def hold_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
+    """Return a free port for each channel: the port in ``before`` if the kernel had one.
+
+    This process keeps the ports, and the kernel inherits them, because it takes a second until the
+    kernel binds them: Linux gives none of them to another program in that time. The kernel itself
+    can bind them, because ZeroMQ sets ``SO_REUSEADDR``, as this function does.
+    """
+    holders = {}
+    with ExitStack() as opened:
         for name in PORTS:
-            probe = held.enter_context(socket.socket())
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder = holders[name] = opened.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((address, int(before.get(name, 0))))
+                holder.bind((address, int(before.get(name, 0))))
             except OSError as error:
                 raise RefusedError(
                     f"A port at {address} cannot be used: {error.strerror}.",
                     code=Code.AGAIN,
                     next_step="Shut the kernel down and start it again.",
                 ) from None
-            found[name] = probe.getsockname()[1]
+        found = {name: holder.getsockname()[1] for name, holder in holders.items()}
+        for holder in holders.values():
+            os.set_inheritable(holder.detach(), True)
     return found
 
 
@@ -177,7 +184,7 @@ def start(message: Mapping[str, Any]) -> tuple[list[str], dict[str, str], dict[s
     command = command_of(spec, place, machine)
     enter(str(order["cwd"]), machine)
     secrets, address = order["secrets"], message["address"]
-    ports = free_ports(address, order.get("ports") or {})
+    ports = hold_ports(address, order.get("ports") or {})
     place.write({
         "ip": address, "transport": "tcp", "kernel_name": order["kernel"], **ports,
         **{name: str(secrets[name]) for name in _SECRETS},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
 import time
@@ -149,6 +150,7 @@ async def main():
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)  # a warning of the provisioner has the kernel's log
     socket, home = sys.argv[1:]
     os.environ.update({
         "HOME": home, "GPUPOOL_SOCKET": socket, "JUPYTER_RUNTIME_DIR": f"{home}/runtime",

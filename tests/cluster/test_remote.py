@@ -9,10 +9,13 @@ import os
 import pwd
 import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
 from jupyter_gpupool.cluster.kernel_host import (
+    PORTS,
     KernelFiles,
     command_of,
     give_up_protection,
@@ -163,6 +166,30 @@ def test_the_program_of_a_kernel_must_exist():
         with pytest.raises(RefusedError, match=f"On m1, there is no program {word}") as error:
             command_of({"argv": [word]}, place, "m1")
         assert error.value.code == "not-there"
+
+
+#: Holds ports, and then becomes a program that binds them, as a kernel does.
+BECOME = """
+import json, os, sys
+from jupyter_gpupool.cluster.kernel_host import hold_ports
+ports = [*hold_ports("127.0.0.1", {}).values()]
+print(json.dumps(ports), flush=True)
+sys.stdin.readline()
+bind = "import sys, zmq; s = [zmq.Context.instance().socket(zmq.ROUTER) for _ in sys.argv[1:]]"
+bind += "; [a.bind(f'tcp://127.0.0.1:{p}') for a, p in zip(s, sys.argv[1:])]; print('bound')"
+os.execv(sys.executable, [sys.executable, "-c", bind, *map(str, ports)])
+"""
+
+
+def test_nobody_else_gets_a_port_before_the_kernel_binds_it():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", BECOME], **pipes) as kernel:
+        ports = json.loads(kernel.stdout.readline())
+        assert len({*ports}) == len(PORTS)
+        for port in ports:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+        assert kernel.communicate("go\n", timeout=60)[0] == "bound\n"
 
 
 @pytest.mark.parametrize(("before", "after"), [("-500\n", "0"), ("300\n", "300\n")])
