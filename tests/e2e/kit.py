@@ -435,12 +435,15 @@ class Pool:
         With ``for_good``, also remove the record of the broker's start, as the broker does when it
         ends normally. Without the record, no kernel starts the broker again.
         """
+        process = psutil.Process(self.status()["pid"])
         if for_good:
+            # A broker that runs writes a removed record again.
+            process.suspend()
+            wait_for(lambda: process.status() == psutil.STATUS_STOPPED, "the broker to stop")
             record = startrecord.read_record(self.socket)
             assert record is not None, "the broker has written how it was started"
             startrecord.remove_copy(record.journal)
             startrecord.remove_record(self.socket)
-        process = psutil.Process(self.status()["pid"])
         process.kill()
         wait_for(lambda: not runs(process), "the killed broker to be gone")
 
