@@ -164,7 +164,7 @@ def measure(sessions: int, devices: int, until: float, seeds: int, **rules: Any)
 
 
 def main(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """Run, and return seconds of waiting per cell and suspends, by workload.
+    """Return, for each workload, the seconds of waiting per cell and the number of suspends.
 
     The baseline, in the same run, is the older rule of residence ("clock").
     """

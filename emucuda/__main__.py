@@ -16,8 +16,8 @@ from .text import EmulatorError
 
 _USAGE = "python -m emucuda [--state DIR] [--faults TEXT] MACHINE [PROGRAM ...]"
 _EPILOG = """\
-Programs with the same DIR share the devices, /dev/shm/emucuda-UID by default. Without a PROGRAM,
-the command prints variables for a shell: eval "$(python -m emucuda 2x16GiB)"
+Programs with the same DIR share the devices; without --state, DIR is /dev/shm/emucuda-UID.
+Without a PROGRAM, the command prints variables for a shell: eval "$(python -m emucuda 2x16GiB)"
 """
 
 

@@ -179,7 +179,9 @@ def _check_fault(name: str, params: Mapping[str, object]) -> None:
                 f"{did_you_mean(key, FAULTS[name])}"
             )
         if key == "op" and value not in _OPERATIONS:
-            raise EmulatorError(f"op={value!r} is none of {', '.join(_OPERATIONS)}; name one.")
+            raise EmulatorError(
+                f"op={value!r} is not an operation; give one of {', '.join(_OPERATIONS)}."
+            )
         if key == "bandwidth":
             good = isinstance(value, (int, str)) and bool(parse_size(str(value), rate=True))
         elif key == "bytes":

@@ -111,7 +111,7 @@ def _option(text: str, found: dict[str, Any]) -> None:
     if key == "profile":
         if value not in PROFILES:
             raise EmulatorError(
-                f"{text!r} names no profile; write profile= and one of {', '.join(PROFILES)}. "
+                f"{value!r} is not a profile; the profiles are {', '.join(PROFILES)}. "
                 f"{did_you_mean(value, PROFILES)}"
             )
         found[key] = value
@@ -124,7 +124,7 @@ def _option(text: str, found: dict[str, Any]) -> None:
         )
     if key == "bandwidth" and 0 < size < MIN_BANDWIDTH:
         raise EmulatorError(
-            f"{text!r} is less than 1 MB/s, so copies would not end; write for example "
+            f"{text!r} is less than 1 MB/s, so copies would take too long; write for example "
             "bandwidth=8GB/s."
         )
     found[key] = size
@@ -174,8 +174,9 @@ def parse_machine(text: str) -> Machine:
         )
     if machine.context + machine.reserved >= machine.memory:
         raise EmulatorError(
-            f"{text!r} leaves no memory to allocate: of {format_size(machine.memory)}, a context "
-            f"takes {format_size(machine.context)} and the driver {format_size(machine.reserved)}. "
+            f"{text!r} leaves no memory to allocate: a device has {format_size(machine.memory)}, a "
+            f"context takes {format_size(machine.context)}, and the driver takes "
+            f"{format_size(machine.reserved)}. "
             "Ask for larger devices, or a smaller overhead like context=16MiB."
         )
     return machine

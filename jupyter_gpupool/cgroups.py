@@ -78,7 +78,7 @@ class Host:
         """
         found = self._meminfo()
         if "MemAvailable" not in found:
-            raise OSError("/proc/meminfo has no MemAvailable (Linux 3.14 has it)")
+            raise OSError("/proc/meminfo has no MemAvailable (Linux 3.14 and later have it)")
         free = found["MemAvailable"]
         return Level(None, found.get("MemTotal", free), free)
 

@@ -225,7 +225,7 @@ class Client:
     def _ended(self, error: BrokerUnavailable) -> None:
         if self._said is not None:
             error = BrokerUnavailable(
-                f"{error.message} It said: {self._said.message}",
+                f"{error.message} The broker's last message: {self._said.message}",
                 code=error.code,
                 next_step=self._said.next_step or error.next_step,
             )

@@ -37,7 +37,7 @@ EMULATED_MACHINE = "2x16GiB"
 
 _EMULATE = "GPUPOOL_EMULATE"
 _CONFIG_PATH = "JUPYTER_CONFIG_PATH"
-_LABEL = "EMULATED devices, real everything else"
+_LABEL = "EMULATED GPUs; everything else is real"
 
 #: Each notebook asks for this part of a device, so that two notebooks never fit on one device.
 SHARE_OF_DEVICE = 0.6
@@ -65,8 +65,8 @@ while {busy} and not Path({flag!r}).exists():
 #: When the pool's kernels get their slice, by attach policy.
 _ATTACH = {
     "lazy": "a notebook gets its slice at its first CUDA call (attach policy 'lazy')",
-    "cell": "a notebook gets its slice when a cell starts (attach policy 'cell'; the guard is "
-    "not in force, `jupyter gpupool doctor` says why)",
+    "cell": "a notebook gets its slice when a cell starts (attach policy 'cell', without the "
+    "guard: `jupyter gpupool doctor` says why)",
     "manual": "a notebook gets its slice on %gpu attach (attach policy 'manual')",
 }
 
@@ -185,7 +185,7 @@ async def _run_notebook(broker: Client, folder: Path) -> None:
     flags = {"neighbour 1": folder / "neighbour-2-has-it", "neighbour 2": folder / "notebook-done"}
     notebook = nbformat.read(find_notebook(), as_version=4)
     managers, clients = [], []
-    say(f"  your notebook starts, without a GPU; its slice will be {format_bytes(memory)}")
+    say(f"  your notebook starts without a GPU; its slice will have {format_bytes(memory)}")
     try:
         managers.append(await _start_kernel(memory, "your notebook", folder))
         client = NotebookClient(notebook, km=managers[0], timeout=CELL_TIMEOUT)
@@ -307,10 +307,13 @@ def _report(rows: list[Any], devices: list[str], names: list[str], svg: str) -> 
     needed = {"attach", "suspend", "resume"}
     missing = sorted(needed - did)
     if missing:
-        say(f"\nThe journal has no {', '.join(missing)} of your notebook: the demo failed.")
+        say(
+            "\nThe demo failed: the broker's journal does not show these steps of your notebook: "
+            f"{', '.join(missing)}."
+        )
         return 1
     moved = " on another device" if "migrate" in did else ""
-    say(f"\nYour notebook was attached, suspended and restored{moved}; its bytes are the same.")
+    say(f"\nYour notebook was attached, suspended and restored{moved}; its data did not change.")
     return 0
 
 

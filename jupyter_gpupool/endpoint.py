@@ -142,7 +142,7 @@ def check_path(path: Path) -> None:
         )
     if not path.is_absolute():
         raise BrokerUnavailable(
-            f"The broker socket path must be absolute, and this is not: {path}.",
+            f"The broker socket path must be absolute, but this path is not: {path}.",
             code=Code.BAD_SOCKET,
             next_step="Set c.GPUPool.socket or GPUPOOL_SOCKET to an absolute path.",
         )

@@ -106,13 +106,13 @@ def wrap(
     if provisioner in (PROVISIONER, REMOTE_PROVISIONER):
         raise KernelSpecError(
             f"The kernelspec {name!r} uses the GPU pool already.",
-            next_step="`jupyter gpupool list` shows all that do.",
+            next_step="`jupyter gpupool list` shows all pooled kernelspecs.",
         )
     if provisioner not in ("", LOCAL_PROVISIONER):
         raise KernelSpecError(
-            f"The kernelspec {name!r} is started by {provisioner!r}; only kernels that start on "
-            "this machine can use its GPU pool.",
-            next_step="Wrap a kernelspec without a kernel_provisioner.",
+            f"The provisioner {provisioner!r} starts the kernels of the kernelspec {name!r}, but "
+            "only kernels that start on this machine can use the GPU pool of this machine.",
+            next_step="Wrap a kernelspec that has no kernel_provisioner.",
         )
     if remote:
         _check_encryption(name, spec)
@@ -162,8 +162,8 @@ def unwrap(name: str) -> None:
     if not _is_twin(_read(folder)):
         twins = [kernel.name for kernel in list_pooled() if kernel.wraps]
         raise KernelSpecError(
-            f"The kernelspec {name!r} was not made by `jupyter gpupool wrap`, so it stays.",
-            next_step=f"Its twins are: {', '.join(twins)}." if twins else "",
+            f"`jupyter gpupool wrap` did not make the kernelspec {name!r}, so it is not removed.",
+            next_step=f"You can remove: {', '.join(twins)}." if twins else "",
         )
     try:
         shutil.rmtree(folder)
@@ -222,11 +222,11 @@ def _check_encryption(name: str, spec: Mapping[str, Any]) -> None:
     """Refuse a kernel that another machine would refuse at each start."""
     if not encrypts(spec):
         raise KernelSpecError(
-            f"The kernelspec {name!r} does not say that its kernel encrypts its messages, so it "
-            "may not be used from another machine.",
+            f"The kernelspec {name!r} does not say that its kernel can encrypt messages. A kernel "
+            "that is used from another machine must encrypt them.",
             code=Code.NO_CURVE,
-            next_step='If the kernel can do that, add "supported_encryption": ["curve"] to its '
-            "metadata.",
+            next_step='If the kernel can do so, add "supported_encryption": ["curve"] to the '
+            "metadata of the kernelspec.",
         )
 
 
@@ -239,7 +239,7 @@ def _refuse_taken(manager: Any, target: str) -> None:
     folder = manager.find_kernel_specs().get(target)
     if folder is not None and not _is_twin(_read(Path(folder))):
         raise KernelSpecError(
-            f"The kernelspec {target!r} exists already, and `jupyter gpupool wrap` did not make "
-            f"it: {folder}.",
+            f"The kernelspec {target!r} exists already in {folder}, and `jupyter gpupool wrap` did "
+            "not make it.",
             next_step="Choose another name with --name.",
         )

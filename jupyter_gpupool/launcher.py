@@ -141,11 +141,11 @@ def enter_session(
     # Neither agent nor guard would request a slice for this kernel, so it must not find a device.
     hide_devices(environ)
     why = (
-        "and it has attach policy 'manual'"
+        "and the guard does not do so with attach policy 'manual'"
         if attach == "manual"
-        else "which this pool does not have (`jupyter gpupool doctor` says why)"
+        else "and this pool runs without the guard (`jupyter gpupool doctor` says why)"
     )
-    return command, f"it is not an ipykernel, so only the guard could ask for its GPU slice, {why}"
+    return command, f"it is not an ipykernel, so only the guard can ask for a GPU slice, {why}"
 
 
 def check_options(stanza: Mapping[str, Any], kernel: str, known: Sequence[str] = OPTIONS) -> None:
@@ -213,8 +213,8 @@ def agent_folder() -> Path:
             or stat.S_IMODE(found.st_mode) & 0o022
         ):
             raise GPUPoolError(
-                f"Other users can change {path}, or it is not a folder of yours, so the pool "
-                "starts no kernel of another environment with it.",
+                f"{path} must be a folder of yours that no other user can change: the pool uses "
+                "this folder to start kernels of other environments.",
                 code=Code.BAD_FOLDER,
                 next_step=f"Remove it: rm -rf {path}",
             )
@@ -355,8 +355,8 @@ def _wanted(stanza: Mapping[str, Any], kernel: str) -> tuple[dict[str, Any], str
     attach = stanza.get("attach") or None
     if attach is not None and attach not in POLICIES:
         raise ConfigError(
-            f"The kernelspec of {kernel!r} has attach policy {attach!r}; there are "
-            f"{', '.join(POLICIES)}.",
+            f"The kernelspec of {kernel!r} has the unknown attach policy {attach!r}; the policies "
+            f"are {', '.join(POLICIES)}.",
             next_step=did_you_mean(str(attach), POLICIES),
         )
     return request, attach

@@ -162,7 +162,7 @@ def make_private(folder: Path) -> Path:
     except OSError as error:
         raise FolderError(
             f"The folder {folder} cannot be made ({error.strerror}).",
-            next_step="Make room or correct its permissions.",
+            next_step="Free disk space there, or correct the permissions of the parent folder.",
         ) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise FolderError(

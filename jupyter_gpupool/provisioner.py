@@ -100,21 +100,22 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
 
     memory = Memory(
         0,
-        help="""Device memory that the kernel is guaranteed while it has a slice, in bytes or as
-        text like "12GiB". Default: c.GPUPool.default_memory. Example:
+        help="""Device memory that the pool guarantees to the kernel while the kernel has a slice,
+        in bytes or as text like "12GiB". Default: c.GPUPool.default_memory. Example:
         c.GPUPoolProvisioner.memory = "12GiB" """,
     ).tag(config=True)
     limit = Memory(
         0,
-        help="""Device memory up to which the kernel may grow beyond its memory while the GPU has
-        room, if it runs under the guard. In bytes or as text like "20GiB". Default:
+        help="""The most device memory that the kernel may have. A kernel that runs under the guard
+        may grow up to this size while the GPU has room. In bytes or as text like "20GiB". Default:
         c.GPUPool.default_limit. Example: c.GPUPoolProvisioner.limit = "20GiB" """,
     ).tag(config=True)
     devices = Int(
         0,
         min=0,
-        help="""Devices that the kernel gets at once, each with the memory above. 0 (the default)
-        leaves it to the pool, which gives one. Example: c.GPUPoolProvisioner.devices = 2""",
+        help="""Number of devices that the kernel has at the same time. The option memory counts
+        for each of them. 0 (the default) leaves the number to the pool, which gives one device.
+        Example: c.GPUPoolProvisioner.devices = 2""",
     ).tag(config=True)
     compute = Int(
         0,
@@ -131,8 +132,9 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     ).tag(config=True)
     group = Unicode(
         "",
-        help="""Group whose share of the pool the kernel uses: one of c.GPUPool.groups that its
-        user is in. Default: the first of these. Example: c.GPUPoolProvisioner.group = "vision" """,
+        help="""The kernel uses the share of this group, which must be one of c.GPUPool.groups. The
+        kernel's user must be in the group. Default: the first group of the user. Example:
+        c.GPUPoolProvisioner.group = "vision" """,
     ).tag(config=True)
     attach = Unicode(
         "",
@@ -297,7 +299,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         """Open a session; return the broker's answer and its socket."""
         if self.attach and self.attach not in POLICIES:
             raise ConfigError(
-                f"GPUPoolProvisioner.attach is {self.attach!r}; there are {', '.join(POLICIES)}.",
+                f"GPUPoolProvisioner.attach is {self.attach!r}, which is no attach policy; the "
+                f"policies are {', '.join(POLICIES)}.",
                 next_step=did_you_mean(self.attach, POLICIES),
             )
         # The connection stays until the kernel is launched. If this server dies before that, the
@@ -319,10 +322,10 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         self._retires = bool(answer.get("retire"))
         memory = (answer.get("request") or {}).get("memory")
         self.log.info(
-            "GPU pool: session %s for %s%s",
+            "GPU pool: opened session %s for %s%s",
             self._session,
             label,
-            f", asks for {format_bytes(memory)}" if isinstance(memory, int) else "",
+            f", which asks for {format_bytes(memory)}" if isinstance(memory, int) else "",
         )
         return answer, socket
 

@@ -51,15 +51,15 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
 
     model = Unicode(
         "",
-        help="""The GPU that the kernel needs: words of its name, as `jupyter gpupool status
-        --cluster --json` shows it. Only machines all of whose GPUs have these words count. Example:
-        c.GPUPoolRemoteProvisioner.model = "H100" """,
+        help="""Words from the name of the GPU that the kernel needs. `jupyter gpupool status
+        --cluster --json` shows the names. The kernel starts only on a machine where each GPU has
+        these words in its name. Example: c.GPUPoolRemoteProvisioner.model = "H100" """,
     ).tag(config=True)
     data = List(
         Unicode(),
-        help="""Folders that the kernel works with, besides its working folder. If several machines
-        are equal in room and queue, the cluster prefers the one with the most of these folders in
-        its c.GPUPool.cluster_data. Example:
+        help="""Folders that the kernel works with, besides its working folder. Among machines with
+        equal room and equal queues, the cluster prefers the machine whose c.GPUPool.cluster_data
+        has the most of these folders. Example:
         c.GPUPoolRemoteProvisioner.data = ["/scratch/imagenet"]""",
     ).tag(config=True)
 
@@ -100,7 +100,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             self.log.info("GPU pool: %s starts on %s", self.kernel_spec.display_name, self._node)
             for name, lacks in answer["considered"]:
                 if lacks:
-                    self.log.info("GPU pool: %s was not possible: %s", name, lacks)
+                    self.log.info("GPU pool: the kernel cannot start on %s: %s", name, lacks)
         kwargs["cmd"] = list(self.kernel_spec.argv)
         found = await KernelProvisionerBase.pre_launch(self, **kwargs)
         return dict(found)
@@ -147,7 +147,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             found = await self._in_thread(self._send, {"do": "poll"})
         except GPUPoolError as error:
             if not self._silent:
-                self.log.warning("GPU pool: %s; the kernel counts as running", error)
+                self.log.warning("GPU pool: %s The kernel counts as running.", error)
             self._silent = True
             return None
         self._silent = False
@@ -269,7 +269,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             raise KernelNotStarted(RefusedError(
                 f"The kernel on {self._node} has not ended, or {self._node} does not answer.",
                 code=Code.UNREACHABLE,
-                next_step="Try again. A second kernel beside it could change the same files.",
+                next_step="Try again later. Two kernels at once could change the same files.",
             ))  # fmt: skip
 
     async def _undo_start(self) -> None:
@@ -324,8 +324,8 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         found = authenticator(self._identity, reader=reader)
         if found is None:
             raise cannot(
-                "This cluster identifies no users, so no kernel starts on another machine.",
-                "An admin may set c.GPUPool.cluster_identity on every machine.",
+                "This cluster cannot identify users, so no kernel can start on another machine.",
+                "Ask an admin to set c.GPUPool.cluster_identity on every machine.",
             )
         return found
 

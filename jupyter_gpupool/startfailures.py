@@ -84,7 +84,7 @@ class Failures:
         starts = len(_recent(self.starts, now))
         if starts < MANY_STARTS:
             return ""
-        return f"after {starts} such starts in the last {WINDOW / 60:g} minutes"
+        return f"already restarted {starts} times in the last {WINDOW / 60:g} minutes"
 
 
 def failures_path(socket: Path) -> Path:

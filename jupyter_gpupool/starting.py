@@ -113,7 +113,7 @@ def _bring_back(
     caller's configuration. If no process can listen at ``home`` any more, a broker at ``path``
     takes over the sessions.
     """
-    _LOG.warning("GPU pool: %s It is started there, and this server uses it.", error.message)
+    _LOG.warning("GPU pool: %s This server starts that broker again and uses it.", error.message)
     if is_machine_path(home):
         return _wait_for_service(home, max(0.0, give_up - time.monotonic()))
     try:
@@ -128,8 +128,8 @@ def _bring_back(
         if problem.code != Code.BAD_SOCKET:
             raise
         _LOG.warning(
-            "GPU pool: %s The broker at %s takes over the kernels' sessions: restart those kernels "
-            "to use a GPU in them again.", problem.message, path,
+            "GPU pool: %s So the broker at %s takes over the sessions of your kernels. Restart "
+            "each of these kernels to use a GPU in it again.", problem.message, path,
         )  # fmt: skip
     _start(path, overrides, give_up, "--take-over")
     return path
@@ -172,7 +172,7 @@ def _revived(path: Path, give_up: float) -> bool:
         # sessions, does not start. But another configuration does not help if the disk is full.
         if error.details.get("cause") == Code.NO_SPACE:
             raise
-        _LOG.warning("GPU pool: %s Trying with this server's own configuration.", error)
+        _LOG.warning("GPU pool: %s This server tries again with its own configuration.", error)
         return False
 
 
@@ -205,7 +205,7 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
         json.dumps(values)
     except (TypeError, ValueError) as error:
         raise BrokerUnavailable(
-            f"c.GPUPool cannot be handed to the broker: {error}.",
+            f"c.GPUPool has a value that cannot be passed to the broker: {error}.",
             code=Code.CONFIG,
             next_step="Use plain numbers, texts, lists and dicts.",
         ) from None
@@ -286,7 +286,7 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
         If the broker does not start, or failed recently and the next attempt is not due yet.
     """
     if startrecord.restore(path, copy):
-        _LOG.warning("The start record of the broker at %s was deleted and is back", path)
+        _LOG.warning("The start record of the broker at %s was deleted; it is restored", path)
     while True:
         known = startfailures.read_failures(path)
         try:
@@ -300,8 +300,8 @@ def revive_locked(path: Path, give_up: float, copy: str = "") -> bool:
         known = startfailures.note_death(path, known, record)
         if startfailures.too_often(known):
             message = (
-                f"It was started again {startfailures.MOST_DEATHS} times in a row and ended each "
-                "time before it served a kernel."
+                f"The broker ended {startfailures.MOST_DEATHS} times in a row before it served a "
+                "kernel."
             )
             if record.crashed:
                 message += f" The last error was: {record.crashed}"
@@ -368,7 +368,7 @@ def only_one(socket: Path, give_up: float) -> Iterator[None]:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise BrokerUnavailable(
-            f"{path} cannot be used as a lock ({error.strerror}).",
+            f"The lock file {path} cannot be opened ({error.strerror}).",
             code=Code.BAD_SOCKET,
             next_step="Set GPUPOOL_SOCKET to a path in a folder of your own.",
         ) from None

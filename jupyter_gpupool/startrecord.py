@@ -30,10 +30,10 @@ REVIVE_VARIABLE = "GPUPOOL_REVIVE"
 #: In a kernel's environment: the copy of the record from which its broker can be restarted.
 COPY_VARIABLE = "GPUPOOL_START_RECORD"
 
-#: Most bytes of a record: a command, some tens of variables, and small files.
+#: The size limit of a record in bytes. A record has a command, some tens of variables, and files.
 _MOST_BYTES = 256 << 10
 
-#: Most bytes, together, of the configuration files in a record. Files beyond this are left out.
+#: The size limit, in bytes, of all configuration files in a record. Files beyond it are left out.
 _MOST_FILE = 64 << 10
 
 #: Variables that a broker or its libraries use: the next broker must see the same values. A name
@@ -342,9 +342,9 @@ def launcher(socket: Path, copy: str = "") -> str:
 
 def _bad(path: Path, what: str) -> BadRecord:
     return BadRecord(
-        f"{path} {what}, so the pool starts no broker from it.",
-        next_step="Open another Pooled GPU kernel, which starts one with its server's options, "
-        f"or remove the file (rm {path}) and run `jupyter gpupool broker`.",
+        f"{path} {what}, so the pool starts no broker from this file.",
+        next_step="Open another Pooled GPU kernel: its server then starts a broker with the "
+        f"server's options. Or remove the file (rm {path}) and run `jupyter gpupool broker`.",
     )
 
 

@@ -177,7 +177,7 @@ def names(path: Path):
             yield from (f"{base}.{alias.name}".lstrip(".") for alias in node.names)
 
 
-def test_only_devices_itself_chooses_the_vendor():
+def test_only_the_devices_package_chooses_the_gpu_vendor():
     """For a new vendor, only one more folder and a choice in ``devices/__init__.py`` are needed."""
     devices = PACKAGE / "devices"
     public = {node.value for node in ast.walk(ast.parse((devices / "__init__.py").read_text()))
@@ -212,7 +212,7 @@ def test_the_pool_and_the_ledger_read_no_clock_and_do_no_io():
         assert not forbidden & {top for top, _ in imports(path)}, path
 
 
-def test_import_of_the_package_imports_no_other_module_of_it():
+def test_import_of_the_package_loads_none_of_its_modules():
     ours = "[name for name in sys.modules if name.startswith('jupyter_gpupool.')]"
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import jupyter_gpupool; print({ours})"
     done = subprocess.run(

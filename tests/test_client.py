@@ -86,7 +86,7 @@ def test_a_refusal_is_raised_with_its_code(server, client):
     assert caught.value.code == "unknown-session"
 
 
-def test_pushes_and_lines_in_pieces_arrive_whole(server, client, pushes):
+def test_pushed_lines_that_arrive_in_pieces_are_joined(server, client, pushes):
     line = encode({"type": "queue", "position": 2})
     server.peer.sendall(line[:5])
     server.peer.sendall(line[5:] + line)
@@ -231,7 +231,7 @@ def test_error_has_the_brokers_reason_for_closing(server, client):
     server.read()
     server.write(type="error", id=None, code="too-many", message="Too many.", next_step="Fewer.")
     server.close()
-    with pytest.raises(BrokerUnavailable, match=r"It said: Too many\. Fewer\."):
+    with pytest.raises(BrokerUnavailable, match=r"The broker's last message: Too many\. Fewer\."):
         future.result(30)
 
 

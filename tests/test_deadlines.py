@@ -27,7 +27,7 @@ def started(work):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_wait_is_cancelled_even_if_its_work_ends_just_then(fails):
+def test_wait_is_cancelled_if_its_work_ends_at_the_same_time(fails):
     async def scenario():
         answer = asyncio.get_running_loop().create_future()
         task = await started(within(answer, 60))

@@ -30,19 +30,19 @@ def machine_with(monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["/proc/driver/nvidia/version", "/dev/dxg"])
-def test_files_show_a_real_driver(machine_with, file):
+def test_real_driver_is_recognised_by_its_files(machine_with, file):
     machine_with([file])
     assert emulation.real_driver_present()
 
 
 @pytest.mark.parametrize("opened", [0, errno.EACCES, errno.EPERM])
-def test_device_file_shows_a_real_driver(machine_with, opened):
+def test_real_driver_is_recognised_by_its_device_file(machine_with, opened):
     machine_with([], opened)
     assert emulation.real_driver_present()
 
 
 @pytest.mark.parametrize("opened", [errno.ENOENT, errno.ENXIO, errno.ENODEV])
-def test_device_file_that_cannot_be_opened_shows_no_driver(machine_with, opened):
+def test_device_file_without_a_device_shows_no_driver(machine_with, opened):
     """As root, NVIDIA's library makes the file even if the Linux kernel has no driver."""
     machine_with(["/dev/nvidiactl"], opened)
     assert not emulation.real_driver_present()

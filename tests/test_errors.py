@@ -78,7 +78,7 @@ def test_every_error_code_is_from_the_list():
         'class E(GPUPoolError):\n    code = "no"',
     ],
 )
-def test_text_in_the_place_of_a_code_is_found(source):
+def test_literal_text_used_as_an_error_code_is_found(source):
     assert free_codes(ast.parse(source)) == ["no"]
 
 
@@ -101,7 +101,7 @@ def test_codes_are_plain_strings_in_text_and_json():
     assert json.dumps({"code": Code.BUSY}) == '{"code": "busy"}'
 
 
-def test_code_stays_the_same_over_the_wire():
+def test_code_stays_the_same_when_it_is_sent():
     sent = RefusedError("No.", code=Code.OVER_QUOTA)
     with pytest.raises(RefusedError) as caught:
         raise_for(json.loads(json.dumps(error_message(sent, 1))))

@@ -214,7 +214,7 @@ def test_guard_is_not_mistaken_for_the_driver(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(bool(namespaces.refusal()), reason=namespaces.refusal() or "none")
-def test_numbers_of_another_namespace_are_translated():
+def test_process_numbers_of_another_namespace_are_translated():
     code = "import os; print(os.getpid(), flush=True); os.read(0, 1)"
     boxes = [
         subprocess.Popen(

@@ -99,6 +99,6 @@ def test_error_stays_the_same_over_the_wire():
     )
 
 
-def test_docstring_of_the_protocol_names_all_reads():
+def test_docstring_of_the_protocol_names_all_read_requests():
     words = (protocol.__doc__ or "").partition(" are *reads*")[0].rpartition("\n\n")[2]
     assert {word.strip("`, ") for word in words.replace(" and ", " ").split()} == READS

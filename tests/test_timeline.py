@@ -55,7 +55,7 @@ def test_rows_follow_the_journal_and_end_with_the_session():
     assert other.spans[-1] == timeline.Span(5.0, 8.0, "active", "GPU-1")
 
 
-def test_the_text_shows_devices_waiting_and_host_memory():
+def test_the_text_shows_waits_devices_and_host_memory():
     lines = timeline.draw_text(timeline.lanes(ROWS, 10.0), ["GPU-0", "GPU-1"], width=20).split("\n")
     assert lines[0] == "mine <&>  ··^11111vv----------"
     assert lines[1] == "       b      ??????111111    "

@@ -319,8 +319,8 @@ int machine_open(void)
             open_result = attach(&spec);
             if (open_result)
                 fprintf(stderr, open_result == MACHINE_CONFLICT
-                        ? "emucuda: %s is in use with a machine other than EMUCUDA_MACHINE=%s; "
-                          "set another EMUCUDA_STATE\n"
+                        ? "emucuda: programs already use %s for a machine that differs from "
+                          "EMUCUDA_MACHINE=%s; set EMUCUDA_STATE to another directory\n"
                         : "emucuda: cannot create the machine in %s "
                           "for EMUCUDA_MACHINE=%s\n", state_dir, text);
             if (open_result && lock_fd >= 0) {

@@ -137,7 +137,7 @@ int spec_parse(const char *text, struct spec *out, char *error, size_t error_siz
         spec.count = spec.count * 10 + (unsigned)(*p - '0');
     }
     if (*p++ != 'x')
-        FAIL("'%s' is not COUNTxSIZE", text);
+        FAIL("'%s' does not have the form COUNTxSIZE", text);
     if (spec.count < 1 || spec.count > MAX_DEVICES)
         FAIL("'%s' asks for %llu devices; 1 to %d are possible", text,
              (unsigned long long)spec.count, MAX_DEVICES);
@@ -154,7 +154,7 @@ int spec_parse(const char *text, struct spec *out, char *error, size_t error_siz
         FAIL("'%s' is too large; 1 TiB per device and 16 TiB in total are possible", text);
     if (spec.context > MAX_MEMORY || spec.reserved > MAX_MEMORY ||
         spec.context + spec.reserved >= spec.memory)
-        FAIL("'%s' leaves no room beside the context overhead", text);
+        FAIL("'%s' leaves no memory to allocate: the context and the driver take it all", text);
     *out = spec;
     return 0;
 }

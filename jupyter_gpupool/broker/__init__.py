@@ -6,13 +6,13 @@
 ``app``                 the process: options, start in the right order, reload, end
 ``assembly``            every part, constructed in order of dependence
 ``configuration``       the configuration in force
-``reload``              changes it at SIGHUP and by the calendar; checks it on this machine
+``reload``              changes the configuration at SIGHUP and by the calendar; checks it
 ``timekeeper``          applies each change of the calendar once, on time
 ``shared``              limits that several machines share; loaded in a cluster only
-``demand``              how much of these limits sessions need; loaded in a cluster only
-``cluster_views``       shows users what all machines have; loaded in a cluster only
+``demand``              how much of the shared limits sessions need; loaded in a cluster only
+``cluster_views``       shows users the GPUs of all machines; loaded in a cluster only
 ``membership``          which group a user is in
-``nss``                 asks for the machine's users and Unix groups in threads
+``nss``                 looks up the machine's users and Unix groups, in threads
 ``core``                what all parts share: pool, sessions, journal, clock
 ``runner``              gives the pool an event, writes the journal, performs the actions
 ``sessions``            what the broker knows of each kernel besides the pool's record
@@ -40,19 +40,19 @@
 ``hour``                devices and queue in each minute of the last hour
 ``gpu/actions``         the pool's actions: attach, suspend, end
 ``gpu/landing``         moves a process that initialised CUDA on a GPU other than its slice's
-``gpu/monitor``         samples of devices and host memory -> events
+``gpu/monitor``         samples devices and host memory; gives the pool events
 ``gpu/samples``         the last sample
 ``gpu/accounting``      learns overhead, overuse and the driver's own memory from samples
 ``gpu/health``          devices that failed
 ``gpu/maintenance``     pause, drain, resume, retest
 ``gpu/setaside``        kernels without a slice, suspended for a pause
-``gpu/refusals``        decides when a state that the driver does not restore is lost
+``gpu/refusals``        decides when a state is lost because the driver refuses to restore it
 ``pages/setup``         decides whether new kernels run under the guard; sets its variables
 ``pages/control``       the shared pages, kept equal to the pool's records
 ``pages/translation``   translates the numbers of processes in containers
-``pages/activity``      use of devices, read from the pages -> holds; compute time slices
+``pages/activity``      reads from the pages who uses devices; sets holds and time slices
 ``pages/hints``         home devices and room to grow
-``pages/quiesce``       waits until no call is on its way into the driver
+``pages/quiesce``       waits until no thread is about to call the driver
 ``hostmemory``          host memory that a suspend may take
 ``pressure``            warns sessions and the pool when host memory becomes short
 ``store/journal``       SQLite: current records for a restart, rows for the reports

@@ -27,7 +27,7 @@ class _Reader:
 
         If the caller gets no report, something outside has killed the broker.
         """
-        message = f"The GPU pool broker ended by an error: {type(error).__name__}: {error}"[:500]
+        message = f"An error ended the GPU pool broker: {type(error).__name__}: {error}"[:500]
         found = {"ok": False, "code": Code.START_FAILED, "message": message}
         try:
             # The broker closes the pipe at the end of its start. After that, another file may have

@@ -128,8 +128,8 @@ class BrokerApp:
             supervisor = Supervisor()
             claim = Claim(self.path, supervisor.listening(self.path))
             stack.callback(claim.close)
-            # A forced end also calls these two functions. The first one deletes the start record,
-            # so that after a request to end, no client starts this broker again.
+            # A forced end also calls these two functions. The first function deletes the start
+            # record. Without a start record, no client starts this broker again.
             self._ending.before_force(self.start_record.forget)
             self._ending.before_force(claim.close)
             tidy_due = asyncio.Event()
@@ -197,7 +197,10 @@ class BrokerApp:
             for chore in chores:
                 chore.cancel()
             await asyncio.gather(*chores, return_exceptions=True)
-            _LOG.info("Ending; %d sessions stay as they are", len(broker.core.sessions))
+            _LOG.info(
+                "The broker ends; its %d sessions stay open for the next broker",
+                len(broker.core.sessions),
+            )
             server.close()
             if users is not None:
                 users.close()
@@ -285,8 +288,8 @@ class BrokerApp:
         emulated = emulated_folder(self.path, journal)
         users = UserSockets(
             self.path.with_name("users"), self.path.name, broker.router, broker.content, _LOG,
-            # A container's runtime adds the device files of real GPUs. This folder replaces them
-            # for emulated GPUs.
+            # A container needs the device files of its GPUs. The container's runtime adds the files
+            # of real GPUs. For emulated GPUs, the broker mounts this folder instead.
             mounts=(emulated.name,) if self.configuration.settings.emulate else (),
         )  # fmt: skip
         users.prepare()
@@ -295,7 +298,7 @@ class BrokerApp:
     def _announce(self, broker: Broker) -> None:
         settings, machine_wide = self.configuration.settings, self.configuration.machine_wide
         _LOG.info(
-            "Broker %s (process %d) listens at %s for %s; journal %s",
+            "Broker %s (process %d) listens at %s for %s; its journal is %s",
             __version__, os.getpid(), self.path,
             "every user" if machine_wide else f"user id {os.geteuid()}",
             broker.core.journal.path,
@@ -305,8 +308,8 @@ class BrokerApp:
             _LOG.warning("%s", note)
         if settings.emulate and machine_wide:
             _LOG.warning(
-                "The programs of every user write the memory of the emulated GPUs, and the device "
-                "processes of this broker read it. Use emulated GPUs only among users who trust "
+                "Every user's programs can write to the memory of the emulated GPUs, which the "
+                "device processes of this broker read. Use emulated GPUs only if all users trust "
                 "each other"
             )
         if broker.service.limit:
@@ -317,8 +320,8 @@ class BrokerApp:
         largest = max((view.capacity for view in views), default=0)
         if 0 < largest < settings.pool.default_memory:
             _LOG.warning(
-                "c.GPUPool.default_memory is %s and the largest GPU can give only %s: a kernel "
-                "that names no size gets a whole GPU",
+                "c.GPUPool.default_memory is %s, but the largest GPU can give only %s. So a kernel "
+                "that asks for no size gets a whole GPU",
                 format_bytes(settings.pool.default_memory), format_bytes(largest),
             )  # fmt: skip
         for device in broker.health.devices.values():
@@ -340,12 +343,12 @@ class BrokerApp:
             if core.journal.seq != written:
                 written = core.journal.seq
                 await asyncio.to_thread(core.journal.tidy)
-            # Parts may have asked for a clean-up while this one ran. They need no second clean-up.
+            # Parts may have set ``due`` during this clean-up. They need no second clean-up.
             due.clear()
             if loop.time() - checked >= TIDY:
                 checked = loop.time()
                 for problem in core.pool.self_check():
-                    _LOG.error("The pool's accounts do not agree; please report this: %s", problem)
+                    _LOG.error("The pool has a wrong figure; please report this: %s", problem)
 
     async def _linger(self, broker: Broker) -> None:
         """End a broker of one user when nobody has needed it for a while."""
@@ -366,7 +369,7 @@ class BrokerApp:
             elif left > 0:
                 await asyncio.sleep(min(left, LOOK_ASIDE))
             else:
-                _LOG.info("No session for %g s", linger)
+                _LOG.info("The broker ends, because it had no session for %g s", linger)
                 self._ending.ask()
                 return
 
@@ -410,8 +413,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config | None
     parser.add_argument(
         "--take-over",
         action="store_true",
-        help="take over sessions whose kernels look for their broker at another socket, where "
-        "nothing can listen any more",
+        help="take over the sessions of kernels that look for their broker at another socket; for "
+        "the case that nothing can listen there any more",
     )
     parser.add_argument("--ready-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--debug", action="store_true", help="log everything")
@@ -466,7 +469,7 @@ def main(
     try:
         asyncio.run(run())
     except Stopped:
-        _LOG.info("Ended while it was starting")
+        _LOG.info("The broker was asked to end while it was starting")
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}

@@ -133,8 +133,8 @@ async def assemble(
         DeviceOptions(
             log=log.getChild("devices"),
             env={**os.environ, **machine_environment(settings, socket, journal.path, os.environ)},
-            # A user may start a broker inside a kernel. The pool has set variables in the
-            # environment of that kernel, so they are removed here.
+            # A user may start a broker inside a kernel. The pool has set variables in that kernel's
+            # environment, and this call leaves them out.
             given=without_guard(os.environ),
             wanted=settings.devices,
             lock_timeout=settings.lock_timeout,
@@ -279,7 +279,7 @@ def _page_folder(configuration: Configuration) -> tuple[Path, str]:
         return page_folder(socket, machine_wide=configuration.machine_wide), ""
     except OSError as error:
         folder = socket.with_name(f"{socket.name}.pages")
-        return folder, f"There is no folder for its pages: {error}."
+        return folder, f"The folder for the kernels' pages cannot be made: {error}."
 
 
 def _links(configuration: Configuration, pages: Path, journal: Path) -> Path:

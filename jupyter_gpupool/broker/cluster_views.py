@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Shows users of this broker what all machines of the cluster have.
+"""Shows users of this broker the GPUs and sessions of all machines of the cluster.
 
-Only the ledger knows what all machines have. The broker asks the ledger in its next report, and the
-ledger's answer to the report contains a view of the cluster, so no user needs access to Ray.
-Without an answer, the broker still shows what its own machine has.
+Only the ledger knows the GPUs and sessions of all machines. The broker asks for a view of the
+cluster in its next report, and the ledger's answer contains this view. So no user needs access to
+Ray. If the ledger does not answer, the broker shows only the GPUs and sessions of its own machine.
 """
 
 from __future__ import annotations

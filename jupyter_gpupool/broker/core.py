@@ -120,7 +120,7 @@ class Core:
 
     @property
     def ahead(self) -> float:
-        """The time of day minus :attr:`now`, in seconds, as the pool knows it."""
+        """The time of day minus :attr:`now`, in seconds, as the clock has last measured it."""
         return self._clock.ahead
 
     def record(self, session: str) -> SessionRecord | None:
@@ -132,11 +132,11 @@ class Core:
         return self.pool.view(self.now())
 
     def follow_clock(self) -> None:
-        """Tell the pool by how much the time of day is ahead, if that has changed.
+        """Tell the pool the difference between the time of day and :attr:`now`, if it has changed.
 
-        Parts also call this before each request. After a machine has woken up, timers do not fire
-        at once. Without this call, the pool could refuse a request by yesterday's budget although
-        today's budget allows it.
+        Parts also call this before each request, because timers may fire late after a machine has
+        woken up. Without this call, the pool could apply yesterday's budget to a request, and
+        refuse the request although today's budget allows it.
         """
         if step := self._clock.follow():
             way = "forward" if step > 0 else "back"
@@ -149,7 +149,7 @@ class Core:
         self._replies[rid] = reply
 
     def forget(self, rid: str) -> bool:
-        """Drop an expected answer; return True if the pool had not given it yet."""
+        """Stop waiting for an answer; return True if the pool has not answered yet."""
         return self._replies.pop(rid, None) is not None
 
     def answered(self, rid: str, refusal: Refusal | None, note: str) -> None:
@@ -215,8 +215,8 @@ class Core:
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},
-                reason=f"The journal leaves out {kinds.total()} rows about this user's kernels "
-                "without a slice: there were too many.",
+                reason="There were too many rows about this user's kernels without a slice, so the "
+                f"journal leaves out {kinds.total()} of them.",
             )  # fmt: skip
 
     def dirty(self, session: str) -> None:
@@ -227,11 +227,11 @@ class Core:
 
     @property
     def marked(self) -> bool:
-        """Whether the next commit has a session's record to write."""
+        """Whether the next commit writes a session's record."""
         return bool(self._dirty)
 
     def mark(self, session: str) -> None:
-        """Write the session's record with the next commit, which the caller makes."""
+        """Write the session's record with the next commit. The caller must commit."""
         self._dirty.add(session)
 
     def commit(self) -> None:
@@ -251,7 +251,7 @@ class Core:
         self.journal.commit()
 
     def stop(self) -> None:
-        """Write pending changes. After this, only a call of :meth:`commit` commits."""
+        """Write all pending changes. From now on, only :meth:`commit` writes later changes."""
         self._stopped = True
         self.stirs.stop()
         self.note_missing(all_of_them=True)
@@ -283,7 +283,7 @@ class Core:
 
 
 def refused(refusal: Refusal) -> RefusedError:
-    """Return a pool's refusal as the error that goes over the wire."""
+    """Return the error that the broker sends for a refusal of the pool."""
     return RefusedError(
         refusal.message,
         code=refusal.code,

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Computes how much of each cluster limit this machine's sessions use and will soon need.
 
-Sessions use up GPU-seconds. So, while its users have sessions, the machine borrows the GPU-seconds
-of a budget in parts. Shortly before the next day begins, the machine borrows GPU-seconds of that
-day. From a group's guarantee, the machine borrows as many bytes as the sessions of the group have
-and wait for.
+Sessions use up GPU-seconds. The machine borrows the GPU-seconds of a budget in small parts, while
+there are sessions that use this budget. Shortly before the next day begins, the machine also
+borrows GPU-seconds of that day. A group's guarantee is in bytes. The machine borrows the bytes that
+sessions of the group have, and the bytes that they wait for.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..cluster.overlay import (
 from ..pool.model import Charge, PoolSettings
 from .core import Core
 
-#: While a user or group has a session on a machine, the machine borrows more GPU-seconds than are
-#: used up: PART more, and EACH more for each GPU that the sessions have. The sessions cannot use up
-#: all of these before the broker looks again.
+#: While a user or group has a session on this machine, the machine keeps a stock of borrowed
+#: GPU-seconds: PART, and EACH for each GPU that the sessions have. The stock is so large that the
+#: sessions cannot use it up before the broker looks again.
 PART, EACH = 300, 60
-#: The machine borrows GPU-seconds in multiples of STEP. Otherwise each second of use would need a
-#: message. A session that may not run without GPU-seconds waits for STEP of them.
+#: The machine borrows GPU-seconds in multiples of STEP. Otherwise the machine would send a message
+#: for each second of use. A session that may not run without GPU-seconds waits for STEP of them.
 STEP = 60
 #: The machine borrows GPU-seconds for a window this many seconds before the window begins.
 AHEAD = 60.0
@@ -76,8 +76,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
         lacks = (0, 0, 0)
         if slices:
-            # The session lacks the difference between its requested memory and its slices. If it
-            # grows beyond its request, it uses bytes that the machine already keeps for it.
+            # The session lacks the requested bytes that its slices do not have yet. To grow beyond
+            # its request, the session uses bytes that the machine already keeps for it.
             lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
         elif core.busy.get(session.id) == "queued":
             state = core.pool.record(session.id).suspended_bytes

@@ -22,7 +22,7 @@ from .transport.listener import is_machine_wide
 def machine_environment(
     settings: BrokerSettings, socket: Path, journal: Path, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that, added to ``base``, show a process the pool's GPUs.
+    """Return the variables that a process with the environment ``base`` needs to see the GPUs.
 
     The real driver needs no variables.
 
@@ -48,7 +48,7 @@ def machine_environment(
 
 
 def content_inside(settings: BrokerSettings, socket: Path) -> Content | None:
-    """Return what this machine gives to containers, or None if the broker serves no container."""
+    """Return the files that the broker gives to containers, or None if it serves no container."""
     if not settings.user_sockets:
         return None
     if not settings.emulate:
@@ -59,7 +59,7 @@ def content_inside(settings: BrokerSettings, socket: Path) -> Content | None:
 
 
 def device_files(settings: BrokerSettings, socket: Path, journal: Path) -> str:
-    """Return the prefix of the paths of the emulated GPUs' device files; "" for real ones."""
+    """Return the prefix of the paths of the emulated GPUs' device files; "" for real GPUs."""
     if not settings.emulate:
         return ""
     from .. import emulation
@@ -131,7 +131,7 @@ def raise_descriptor_limit(log: logging.Logger) -> None:
         break
     if soft < FEW_DESCRIPTORS:
         log.warning(
-            "This broker may open %d files, enough for about %d kernels; raise its limit "
-            "(LimitNOFILE, ulimit -n)", soft, soft // 3,
+            "This broker may open only %d files, which is enough for about %d kernels. To serve "
+            "more, raise the limit (LimitNOFILE, ulimit -n)", soft, soft // 3,
         )  # fmt: skip
     procfs.spare.keep()

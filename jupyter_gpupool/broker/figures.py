@@ -66,8 +66,8 @@ OPENMETRICS = "application/openmetrics-text"
 #: Seconds between two measurements of the event loop's delay.
 BEAT = 1.0
 
-#: By default, the library adds to each series a second series, which shows when the first series
-#: began. Nobody needs the second series, so the broker leaves it out.
+#: By default, the library adds one more series for each series, with the time at which the series
+#: began. Nobody needs these times, so the broker leaves them out.
 _leave_out_created: Callable[[], None] = disable_created_metrics
 
 

@@ -35,8 +35,8 @@ from .core import Core
 from .sessions import Death
 from .transport.auth import Peer
 
-#: Seconds within which the program that becomes a kernel must answer, and seconds within which a
-#: signal must be sent.
+#: PATIENCE: seconds within which the program that becomes a kernel must answer. SIGNAL_PATIENCE:
+#: seconds within which a signal must be sent.
 PATIENCE, SIGNAL_PATIENCE = 50.0, 10.0
 #: Seconds to wait for the end of a killed program. A program that waits for a file system may end
 #: much later.
@@ -83,7 +83,7 @@ class Account:
 
 
 def switch_to(account: Account) -> tuple[list[str], dict[str, Any]]:
-    """Return what runs a command as a user: words before it, and arguments of ``Popen``."""
+    """Return words to put before a command, and ``Popen`` arguments, to run it as a user."""
     if os.geteuid() != 0:
         return [], {}
     return [], {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
@@ -98,11 +98,11 @@ def check_rights(node: str, status: Path = Path("/proc/self/status")) -> None:
     lacks = [name for name, bit in _NEEDED.items() if not has >> bit & 1]
     if lacks:
         raise RefusedError(
-            f"The broker of {node} cannot start a kernel as another user: its service does not "
-            f"give it {' and '.join(lacks)}.",
+            f"The broker of {node} cannot start a kernel as another user, because its service does "
+            f"not give the broker {' and '.join(lacks)}.",
             code=Code.NOT_THERE,
-            next_step="Run `jupyter gpupool install-service` on that machine again: with "
-            "c.GPUPool.cluster_identity set, its unit gives the broker these rights.",
+            next_step="Run `jupyter gpupool install-service` on that machine again: if "
+            "c.GPUPool.cluster_identity is set, the new unit gives the broker these rights.",
         )
 
 
@@ -122,9 +122,9 @@ def talk(link: socket.socket, line: bytes, deadline: float) -> bytes:
 
 
 def looked(status: Mapping[str, Any], kernels: Iterable[Any]) -> Mapping[str, Any]:
-    """Return the part of a status that concerns some kernels of the user who asks."""
+    """Return the part of a status about ``kernels``, without the kernels of other users."""
     wanted = {name for name in kernels if isinstance(name, str)}
-    # The status of an admin has the sessions of all users.
+    # If the user is an admin, the status has the sessions of all users.
     sessions = [
         session for session in status["sessions"]
         if session["owner"] == status["user"] and session.get("kernel_id") in wanted
@@ -146,8 +146,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
     The caller must not have reaped the program.
 
-    The program runs as its user. So it may be stopped, it may ignore the end of its input, and it
-    may have children that keep its output open.
+    The program's user controls it. So the program may be stopped, it may ignore the end of its
+    input, and its children may keep its output open.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -185,8 +185,7 @@ class Hosting:
         self._authenticator = authenticator
         #: By user and kernel: the process that this broker has started.
         self._started: dict[tuple[int, str], subprocess.Popen[bytes]] = {}
-        #: The kernels that are starting now, and whether each of them must end as soon as it has
-        #: started.
+        #: For each kernel that is starting now: whether it must end as soon as it has started.
         self._starting: dict[tuple[int, str], bool] = {}
         #: By process id: waits for the end of the process, and then reaps it.
         self._deaths: dict[int, Death] = {}
@@ -210,8 +209,8 @@ class Hosting:
     async def _perform(self, credential: str) -> Mapping[str, Any]:
         if self._authenticator is None:
             raise cannot(
-                f"{self._node} runs no kernels of other machines.",
-                "Its admin may set c.GPUPool.cluster_identity.",
+                f"{self._node} runs no kernels for servers on other machines.",
+                f"Ask the admin of {self._node} to set c.GPUPool.cluster_identity.",
             )
         check = self._authenticator.check
         found = await self._in_thread(-1, lambda: check(credential))
@@ -267,8 +266,8 @@ class Hosting:
             full = own >= MOST_OF_USER or in_all >= MOST
         if full:
             raise RefusedError(
-                f"{self._node} carries out too many orders now: {max(own, 0)} of this kind, "
-                f"{in_all} of all users.",
+                f"{self._node} carries out too many orders now ({max(own, 0)} of this kind, and "
+                f"{in_all} of all users together).",
                 code=Code.TOO_MANY,
                 next_step="Try again later.",
             )
@@ -294,7 +293,9 @@ class Hosting:
             )
             if self._starting[key]:
                 await nss.ask(lambda: end(process))
-                raise RefusedError("This kernel was ended while it started.", code=Code.CANCELLED)
+                raise RefusedError(
+                    "This kernel was ended while it was starting.", code=Code.CANCELLED
+                )
         finally:
             del self._starting[key]
         self._forget_old()
@@ -400,8 +401,8 @@ class Hosting:
             "address": self._address() if order["do"] == "start" else "",
         }
         line = encode(message)
-        # The program may wait for a file system that hangs, and it belongs to its user. So every
-        # wait below has a limit.
+        # The program may wait for a file system that hangs, and its user may stop it. So every wait
+        # below has a limit.
         deadline = time.monotonic() + PATIENCE
         ours, theirs = socket.socketpair()
         try:
@@ -417,8 +418,8 @@ class Hosting:
             raise RefusedError(
                 f"On {self._node}, user id {uid} cannot run {sys.executable} ({error.strerror}).",
                 code=Code.NOT_THERE,
-                next_step="Install the broker where all users may read it, such as /opt/gpupool. "
-                "Its service must leave it CAP_SETUID and CAP_SETGID.",
+                next_step="Install the broker in a folder that all users may read, such as "
+                "/opt/gpupool. The service must give the broker CAP_SETUID and CAP_SETGID.",
             ) from None
         with ours:
             said = talk(ours, line, deadline)
@@ -463,7 +464,7 @@ class Hosting:
                 f"The broker of {self._node} starts no kernel for user id {uid}, because ids below "
                 f"{least} belong to services of the system.",
                 code=Code.NOT_ALLOWED,
-                next_step="If people have such ids there, set c.GPUPool.cluster_min_uid.",
+                next_step="If people have such ids, lower c.GPUPool.cluster_min_uid there.",
             )
         try:
             found = pwd.getpwuid(uid)
@@ -492,7 +493,7 @@ class Hosting:
                 return str(probe.getsockname()[0])
             except OSError:
                 raise RefusedError(
-                    f"The broker of {self._node} does not know its address.",
+                    f"The broker of {self._node} does not know the address of its machine.",
                     code=Code.NOT_THERE,
                     next_step="Set c.GPUPool.cluster_address there.",
                 ) from None

@@ -14,17 +14,17 @@ from ..units import format_bytes
 
 _T = TypeVar("_T")
 
-#: A suspend must leave the reserve and one eighth more free. Without this addition, memory would be
-#: short again as soon as a process takes a few more bytes. The state would then move back and
-#: forth.
+#: After a suspend, the free memory must be at least the reserve and one eighth of the reserve.
+#: Without this eighth, memory would be short again as soon as a process takes a few more bytes, and
+#: the state would move back and forth.
 SLACK = 8
 
 
 class HostRoom:
     """The room for suspended state: each level's free memory, less the part that must stay free.
 
-    The bytes of suspends under way count as taken. The system's figures do not show these copies
-    yet, and two suspends must not take the same bytes. A thread reads the system's files.
+    The bytes of a suspend under way count as used, although the system's figures do not show the
+    copy yet. Otherwise two suspends could take the same bytes. A thread reads the system's files.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class HostRoom:
     async def take(self, session: str, pid: int, size: int) -> tuple[str, bool]:
         """Set ``size`` bytes aside for a suspend of process ``pid``, until :meth:`give`.
 
-        Return two values. The first is the reason for which the broker refuses the suspend; "" if
-        it allows the suspend. The second is true if the suspend would exceed a limit even when no
+        Return two values. The first value is why the broker refuses the suspend, or "" if the
+        broker allows it. The second value is true if the suspend would exceed a limit even when no
         other process uses memory.
         """
         try:
@@ -89,8 +89,8 @@ class HostRoom:
         never = self.never(levels, size)
         if never:
             return never, True
-        # No await may follow from here on. Two suspends may have read the levels at the same time.
-        # The second suspend must then count the bytes of the first.
+        # Below this line there must be no await. Two suspends may have read the levels at the same
+        # time, and the second suspend must count the bytes of the first.
         tightest = min(levels, key=self._spare)
         if size and size > self._spare(tightest):
             return self._refusal(tightest, size), False
@@ -110,15 +110,16 @@ class HostRoom:
         return self._refusal(least, size) if size > self.most(least) else ""
 
     def _refusal(self, level: Level, size: int) -> str:
-        kept = f"{format_bytes(self.kept(level))} stays free (c.GPUPool.host_reserve)"
+        kept = f"{format_bytes(self.kept(level))} must stay free (c.GPUPool.host_reserve)"
         if size > self.most(level):
             return (
                 f"{format_bytes(size)} of GPU state cannot be moved to host memory here: {level} "
-                f"may use {format_bytes(level.limit)} in all, of which {kept}. Free GPU memory in "
-                "the kernel, ask for a smaller slice with %gpu, or have the memory limit raised."
+                f"may use {format_bytes(level.limit)} in all, and {kept}. Free GPU memory in the "
+                "kernel, ask for a smaller slice with %gpu, or ask your administrator to raise the "
+                "memory limit."
             )
         return (
             f"{format_bytes(size)} of GPU state has no room in host memory now: {level} has "
-            f"{format_bytes(level.free)} left, of which {kept}. The pool tries again by itself; "
-            "free host memory there, or end kernels that are not needed."
+            f"{format_bytes(level.free)} left, and {kept}. The pool tries again by itself. You can "
+            "help: free host memory there, or end kernels that are not needed."
         )

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Keeps the last hour's figures of devices and queue in memory: one point for each minute.
 
-A minute is null if the broker read nothing in it, because no session was open or the broker did not
-run. A graph then has a gap there.
+If no session is open, or the broker does not run, the broker reads no figures. The point of such a
+minute is null, and a graph has a gap there.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ class _Minute:
 
 
 class Hour:
-    """Means of the devices' figures, and the most sessions that waited, for each minute."""
+    """For each minute: the mean of each figure of each device, and the longest queue."""
 
     def __init__(self) -> None:
         self._minutes: deque[_Minute] = deque(maxlen=KEPT)
 
     def take(self, now: float, devices: Mapping[str, DeviceLook], queue: int) -> None:
-        """Add the figures of one look at the pool."""
+        """Add the figures of the devices, and the length of the queue, at the time ``now``."""
         number = int(now // STEP)
         if not self._minutes or self._minutes[-1].number < number:
             self._minutes.append(_Minute(number))
@@ -106,12 +106,12 @@ class HourBook:
         self._hour = Hour()
 
     def look(self) -> None:
-        """Count the pool as it is now; call this after each sample."""
+        """Add the figures of the pool as it is now; call this after each sample."""
         found = {view.device.uuid: self._seen(view) for view in self._core.pool.device_views()}
         self._hour.take(self._core.now(), found, self._waiting())
 
     def count_queue(self) -> None:
-        """Count the queue; call this when a session begins to wait.
+        """Add the length of the queue; call this when a session begins to wait.
 
         Most waits are shorter than the time between two calls of :meth:`look`.
         """

@@ -42,7 +42,7 @@ class Lifecycle:
     def expect_launch(self, session: LiveSession) -> None:
         """End the session if the server does not launch its process in time."""
         session.launch_timer = asyncio.get_running_loop().call_later(
-            LAUNCH_TIMEOUT, self.end, session, f"no kernel came in {LAUNCH_TIMEOUT:g} s"
+            LAUNCH_TIMEOUT, self.end, session, f"its kernel did not start in {LAUNCH_TIMEOUT:g} s"
         )
 
     def watch_process(self, session: LiveSession, process: ProcessId) -> None:
@@ -57,7 +57,9 @@ class Lifecycle:
 
     def _grace_over(self, session: LiveSession) -> None:
         session.grace = None
-        self._log.warning("The agent of session %s did not come back; its holds end", session.id)
+        self._log.warning(
+            "The agent of session %s did not reconnect; the session's holds end", session.id
+        )
         self._core.handle(
             e.HoldsReplaced(
                 now=self._core.now(), session=session.id, cuda=session.cuda,

@@ -76,18 +76,18 @@ class Memberships:
         self._threads = asyncio.Semaphore(MOST_THREADS)
 
     def forget(self) -> None:
-        """Ask for each user's groups again, because the configuration was read again."""
+        """Mark the known groups as out of date, so that the broker asks for them again."""
         self._known = {uid: replace(known, until=0.0) for uid, known in self._known.items()}
 
     def is_known(self, uid: User) -> bool:
-        """Return whether :meth:`owner` works now, without a call of :meth:`learn` before it."""
+        """Return whether :meth:`owner` works now, without another call of :meth:`learn`."""
         if not self._asks():
             return True
         known = self._known.get(uid)
         return known is not None and known.until > asyncio.get_running_loop().time()
 
     async def learn(self, uid: User, settings: BrokerSettings | None = None) -> None:
-        """Find the groups of a user. After PATIENCE seconds, keep the groups known before.
+        """Find the groups of a user. Without an answer in PATIENCE seconds, keep the known groups.
 
         ``settings`` are settings that are not in force yet. If the caller passes them, this method
         asks their function for the Hub groups.
@@ -100,7 +100,8 @@ class Memberships:
         self._note(uid, before or _NOTHING, PATIENCE)
         self._log.warning(
             "The groups of %s were not found within %g s; %s", owner_of(uid).name, PATIENCE,
-            "the earlier groups count" if before else "no rule about Unix groups applies to it",
+            "the broker uses the groups that it found earlier" if before
+            else "no rule about Unix groups applies to the user",
         )  # fmt: skip
 
     async def _learn(self, uid: User, settings: BrokerSettings) -> None:

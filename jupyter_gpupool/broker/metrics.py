@@ -70,8 +70,9 @@ class Metrics:
             endpoint = Endpoint(port, figures.page, self._log)
         except OSError as error:
             self._log.error(
-                "c.GPUPool.metrics_port: port %d of 127.0.0.1 cannot be used (%s); the pool goes "
-                "on, and metrics are served %s. Free the port or set another one, then reload.",
+                "c.GPUPool.metrics_port: port %d of 127.0.0.1 cannot be used (%s). The pool goes "
+                "on, and metrics are served %s. Free the port or set another one, and then reload "
+                "the configuration.",
                 port, error.strerror, f"at port {self.port} as before" if self.port else "nowhere",
             )  # fmt: skip
             return

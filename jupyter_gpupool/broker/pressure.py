@@ -3,10 +3,10 @@
 """Notices when host memory that holds suspended state becomes short, and tells the pool.
 
 Suspended state cannot be swapped out or dropped. If the machine or a control group runs out of
-memory, the system may end the kernel that holds the state. So the pool learns which sessions share
-a level (the machine or a control group) that is short, and resumes the largest state for which a
-device has room (see ``HostPressure``). The session's user gets a notice about this move, or a
-notice that no device has room.
+memory, the system may end the kernel that holds the state. Such a machine or control group is a
+"level". If a level becomes short, the pool learns which sessions use this level. It then resumes
+the session with the largest state for which a device has room (see ``HostPressure``). The session's
+user gets a notice. The notice says that the state moves to a GPU, or that no GPU has room for it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Pressure:
         self._looks = 0
         #: By process: its control groups, and the round that read them.
         self._groups: dict[ProcessId, tuple[int, tuple[ControlGroup, ...]]] = {}
-        #: By level: how many times the level has been at its limit, by the system's count.
+        #: By level: how many times the level has been at its limit, as the system counts.
         self._events: dict[str, int] = {}
         self._short: dict[str, _Short] = {}
         self._concerned: frozenset[str] = frozenset()
@@ -112,9 +112,9 @@ class Pressure:
         if level.free >= 2 * kept:
             self._events.pop(level.key, None)
             return False
-        # If the free memory is near the reserve, the broker also looks at the system's own signs of
-        # stress. If more memory is free, these signs mean nothing: a group that reads many files is
-        # always at its limit, and the system can drop the cached files.
+        # Here the free memory is near the reserve, so the broker also looks at the system's own
+        # signs of stress. It ignores these signs if more memory is free: a group that reads many
+        # files is always at its limit, but the system can drop the cached files.
         stress = self._room.host.stress(level)
         before = self._events.get(level.key, stress.events)
         self._events[level.key] = stress.events
@@ -151,15 +151,15 @@ class Pressure:
 
     def _warn(self, session: LiveSession, level: Level, size: int, *, moves: bool) -> None:
         what = (
-            f"so the GPU state of this kernel ({format_bytes(size)}) goes back to a GPU"
+            f"So the GPU state of this kernel ({format_bytes(size)}) goes back to a GPU."
             if moves
-            else f"and no GPU has room for the GPU state of this kernel ({format_bytes(size)}), "
-            "so the state stays in host memory"
+            else f"But no GPU has room for the GPU state of this kernel ({format_bytes(size)}), "
+            "so the state stays in host memory."
         )
         message = (
             f"Host memory is short: {level} has {format_bytes(level.free)} of "
-            f"{format_bytes(level.limit)} left, {what}. Delete large objects or shut down kernels "
-            "that are not needed, before the system ends a process for its memory."
+            f"{format_bytes(level.limit)} left. {what} Delete large objects or shut down kernels "
+            "that are not needed, before the system kills a process to free memory."
         )
         session.host_short = message
         self._log.warning("Session %s: %s", session.id, message)

@@ -22,8 +22,8 @@ SUMMARY = 60.0
 #: Kinds of rows that cost a client nothing and record no use of a device.
 _CHEAP = frozenset({"open", "close", "refuse", "queue"})
 
-#: The most log records of one cause in PERIOD seconds: MOST of all kinds, and MOST_CAUSED of
-#: records that name a cause or have a traceback.
+#: The most log records of one cause in PERIOD seconds: MOST_CAUSED if the records name a cause or
+#: have a traceback, otherwise MOST.
 MOST, MOST_CAUSED = 100, 10
 PERIOD = 60.0
 
@@ -55,7 +55,7 @@ class TokenBucket:
         return self._left
 
     def full(self, now: float) -> bool:
-        """Return whether the bucket is as full as a new one."""
+        """Return whether the bucket is full."""
         return self.left(now) >= self.size
 
     def pay(self, tokens: float, now: float) -> None:
@@ -72,7 +72,7 @@ class _Rows:
     """One user's bucket and unwritten rows."""
 
     bucket: TokenBucket
-    #: The number of rows that were not written, by kind, and the time of the first one.
+    #: The number of rows that were not written, by kind, and the time of the first of these rows.
     missing: Counter[str] = field(default_factory=Counter)
     since: float = 0.0
 
@@ -126,7 +126,8 @@ class RowBudget:
 class LogLimit(logging.Filter):
     """Limits what one cause can write to the log, so that no client can fill root's disk.
 
-    The first record of a cause after a period says how many of its records the period dropped.
+    The first record of a cause after a period says how many of the cause's records the filter
+    dropped in that period.
 
     The cause of a record is its text before its arguments are filled in. A record may add to its
     cause with ``extra={"cause": ...}``, so that one user's errors do not hide another user's

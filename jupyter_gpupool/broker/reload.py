@@ -85,7 +85,7 @@ class Reload:
             raise WrongConfiguration(faults)
         for fault in faults:
             self._log.warning(
-                "The GPUs that are here now cannot keep all of the configuration: %s", fault
+                "The GPUs that are here now cannot satisfy the whole configuration: %s", fault
             )
 
     def start(self) -> None:
@@ -111,8 +111,8 @@ class Reload:
         while self._asked:
             self._asked = False
             try:
-                # A thread reads the configuration, because it reads files and checks every
-                # combination of schedules.
+                # This runs in a thread, because it reads files and checks every combination of
+                # schedules.
                 timetable = await asyncio.to_thread(self._configuration.read)
                 faults = self._wrong_here(timetable)
                 if faults:
@@ -174,7 +174,7 @@ class Reload:
         for name, group in groups.items():
             session = core.sessions.get(name)
             session.owner = Owner(session.owner.name, group)
-            core.note("group", session, reason=f"It uses the share of {_named(group)} now.")
+            core.note("group", session, reason=f"The kernel now uses the share of {_named(group)}.")
             core.dirty(name)
         pool = self._limits(settings.pool)
         core.handle(e.SettingsChanged(now=core.now(), settings=pool, groups=groups))

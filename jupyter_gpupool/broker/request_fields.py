@@ -2,9 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The requests that the broker accepts: the fields of each, and the values of each field.
 
-Every value that a client sends passes through one of the types below, so the code behind the
-decoder gets no unexpected number, text or nesting. Kernels do not import this module: its types
-would make each start longer.
+The types below check every value that a client sends. So the rest of the broker gets no unexpected
+number, text or nesting. Kernels do not import this module, because it would make each start longer.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class Text:
         if len(value) > self.most:
             raise ValueError(f"has {len(value)} characters; at most {self.most} are allowed")
         if self.plain and not (value.isascii() and value.isprintable()):
-            raise ValueError("has characters other than those of printable ASCII")
+            raise ValueError("has characters that are not printable ASCII")
         return value if value.isascii() else value.encode("utf-8", "replace").decode()
 
 
@@ -214,9 +213,9 @@ MAX_HOLDS = 1000
 REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ---- a provisioner, about a kernel
     # request: {memory?, limit?, devices?, compute?, priority?}, sizes in bytes. group: one of the
-    # user's groups, instead of the first one. guarded: false for a process that has already loaded
-    # the driver: it is too late for the guard. model, data: the GPU model and the folders that the
-    # kernel needs, if a cluster has chosen the machine by them.
+    # user's groups, if it is not the first group. guarded: false if the process has already loaded
+    # the driver, because it can no longer load the guard. model, data: the GPU model and the
+    # folders that the kernel needs, if a cluster has used them to choose the machine.
     # ok: session, token, attach, request, group, env (variables for the kernel's process), config
     # (the options in force that differ from their defaults, and their origins), pid, broker, retire
     # (true if a kernel must be retired before it is killed)
@@ -258,7 +257,7 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     "hold": ({"hold": Text(), "kind": Text()}, {"epoch": _COUNT, "wait": Flag()}),
     # cuda: whether this process has called cuInit (null: the agent cannot tell). No answer.
     "drop": ({"hold": Text()}, {"cuda": Flag(null=True)}),
-    # stop waiting for a hold. That ``hold`` request ends with error code "cancelled". ok: -
+    # stop waiting for a hold. The ``hold`` request ends with error code "cancelled". ok: -
     "cancel": ({"hold": Text()}, {}),
     # ---- the guard in any process of a session (SO_PEERCRED and the token identify it)
     # a thread waits at the gate. ok, when the gate opens: epoch
@@ -316,14 +315,14 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # end the session and its processes. ok: note
     "end": ({"session": Text()}, {"reason": _WORDS}),
     # ---- the agent of a cluster (c.GPUPool.cluster_agent)
-    # how much of the shared limits this machine's sessions use, as text for the ledger. The broker
-    # answers when the sessions need more or give some back, at the latest after ``wait`` seconds.
-    # ok: report
+    # get the next report for the ledger: how much of the shared limits this machine's sessions use.
+    # The broker answers when the sessions need more or less, at the latest after ``wait`` seconds.
+    # ok: report (text)
     "account": ({}, {"wait": Number()}),
     # the ledger's answer to a report, as text. ok: -
     "lend": ({"answer": Text(1 << 17)}, {}),
-    # orders of this machine's users for other machines. The broker answers as soon as there are
-    # orders, at the latest after ``wait`` seconds. ok: node (this machine), orders (name, node,
+    # get the orders of this machine's users for other machines. The broker answers as soon as there
+    # are orders, at the latest after ``wait`` seconds. ok: node (this machine), orders (name, node,
     # credential of each)
     "orders": ({}, {"wait": Number()}),
     # an order from another machine, in a credential. ok: result (``ok`` or ``error``, as text)
@@ -354,8 +353,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # the free bytes of each GPU. Both are null if a message had no room for them
     "cluster": ({}, {}),
     # on a machine of a cluster, for a session that waits. ok, if the ledger answers: machines
-    # (sentences: how much of the session's limits other machines have, and whether a kernel like
-    # this session's has room there), considered (the name of each machine, and a text with these
+    # (sentences: how much of the session's limits other machines have, and whether these machines
+    # have room for such a kernel), considered (the name of each machine, and a text with these
     # facts)
     "elsewhere": ({}, {"session": Text()}),
     # ok: the snapshot described in ``broker/messages/snapshot.py``
@@ -364,8 +363,8 @@ REQUESTS: Mapping[str, tuple[Mapping[str, Field], Mapping[str, Field]]] = {
     # ``broker/messages/explanation.py``
     "why": ({}, {"session": Text()}),
     # the figures for each minute of the last hour. ok: now, step (seconds of a point), devices (by
-    # UUID: granted, used, utilisation), queue. Each figure is a list, oldest first, with null where
-    # the broker read nothing
+    # UUID: granted, used, utilisation), queue. Each figure is a list, oldest first. It has null for
+    # a minute without a reading
     "hour": ({}, {}),
     # ok: rows (those with ``seq`` above ``after``, oldest first, at most ``limit`` and at most
     # 1,000), more (whether there are further rows), seq (of the newest row of all)
@@ -381,9 +380,8 @@ READS = frozenset({"status", "why", "hour", "journal", "watch", "ping"})
 
 
 def _whole(text: str) -> float:
-    # A number with too many digits becomes a value that no field accepts. So the field refuses the
-    # request, and the refusal can name the request's id. An error from the decoder could not name
-    # the id.
+    # A number with too many digits becomes a value that no field accepts. If the decoder raised an
+    # error here instead, the broker could not send the request's id with the error.
     return int(text) if len(text) <= MAX_DIGITS else math.inf
 
 

@@ -3,8 +3,9 @@
 """The loop around the pool: it takes an event, writes the journal, performs the actions.
 
 The order in :meth:`Runner.handle` matters: the runner commits the pool's decision to the journal
-*before* it acts on the decision. So if the broker is killed, the next broker finds at least what
-the killed one had begun (see ``recovery``). This module imports all parts that an action reaches.
+*before* it acts on the decision. If the broker is killed, the journal shows the next broker every
+action that the killed broker had begun (see ``recovery``). This module imports all parts that
+perform actions.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Runner:
         self._schedule()
 
     def stop(self) -> None:
-        """Handle no further event. The journal keeps the state of the actions under way."""
+        """Handle no more events. The journal keeps the state of the actions under way."""
         self._stopped = True
         if self._wakeup is not None:
             self._wakeup.cancel()
@@ -222,7 +223,7 @@ class Runner:
                 raise AssertionError(f"an action that no code performs: {action!r}")
 
     def _tell_agents(self) -> None:
-        """Send each agent its changed lease once, after all steps of the change."""
+        """Send each agent its changed lease once, after the pool has handled all events."""
         news, self._news = self._news, {}
         for name, why in news.items():
             session = self._core.sessions.find(name)
@@ -253,7 +254,7 @@ class Runner:
     # ------------------------------------------------------------------ the pool's clock
 
     def _schedule(self) -> None:
-        """Schedule the Tick that the pool asked for."""
+        """Set the timer for the next ``Tick``, at the time that the pool asked for."""
         at = None if self._stopped else self._core.pool.next_wakeup()
         if at == self._wakeup_at and self._wakeup is not None:
             return
@@ -272,16 +273,16 @@ class Runner:
 
 
 def steady(change: e.StateChanged) -> bool:
-    """Return whether only a hold began or ended, and the lease did not change."""
+    """Return True if a hold began or ended and the lease did not change."""
     return {change.old, change.new} == ATTACHED
 
 
 def _must_be_written_first(action: e.Action) -> bool:
     """Return whether the broker must commit to the journal before it performs ``action``.
 
-    Two changes need no such commit: a change of holds, and the start of a session's search for a
-    slice. The broker commits the start of the search together with its result, so a grant usually
-    takes only one commit.
+    Two changes need no such commit: a change of holds, and a change to ``queued`` or ``attaching``.
+    The broker commits the latter together with the session's next state, so a grant usually takes
+    only one commit.
     """
     if isinstance(action, e.StateChanged):
         return not steady(action) and action.new not in WAITING

@@ -30,8 +30,8 @@ MAX_EARLY, MAX_EARLY_OF_USER = 16, 256
 def digest(token: str) -> str:
     """Return the hash of a token.
 
-    The broker can check the token with the hash. A reader of the journal cannot use the hash as a
-    token.
+    The broker needs only the hash to check a token. The journal has the hash, and a reader of the
+    journal cannot use it as a token.
     """
     return hashlib.sha256(token.encode()).hexdigest()
 
@@ -73,7 +73,7 @@ class Use:
     #: Whether its page says that other sessions wait for its memory; None until this broker has
     #: written the page.
     contended: bool | None = None
-    #: Loop time of the last use of CUDA that was seen, and of the last check for use.
+    #: Loop time at which the broker last saw the session use CUDA, and at which it last looked.
     busy_at: float = float("-inf")
     looked_at: float = float("-inf")
     #: Loop time at which its whole page was last read.
@@ -83,8 +83,8 @@ class Use:
     #: Seconds with a lease before this broker began to count ``busy_seconds``.
     attached_before: float = 0.0
     #: ``beyond``: for each device, the bytes that the driver uses minus the bytes that the guard
-    #: charges, in the order in which the processes see their devices. ``explained``: by device, the
-    #: part of these bytes whose use the last sample explains.
+    #: charges, in the order in which the processes see their devices. ``explained``: by device, how
+    #: many of these bytes the last sample explains.
     beyond: tuple[int, ...] = ()
     explained: Mapping[str, int] = field(default_factory=dict)
     #: The processes in its page when ``beyond`` and ``explained`` were measured.
@@ -97,7 +97,7 @@ class Use:
 
 @dataclass(eq=False)
 class LiveSession:
-    """The broker's state of one session, beside the pool's record."""
+    """What the broker knows of one session besides the pool's record."""
 
     id: str
     owner: Owner
@@ -129,7 +129,7 @@ class LiveSession:
     #: The bytes that a suspend under way moves, by device. The journal keeps them for a broker that
     #: restarts during the suspend.
     moving: Mapping[str, int] = field(default_factory=dict)
-    #: When its present wait began, for the journal.
+    #: The time at which its present wait began, for the journal.
     queued_at: float = 0.0
     #: The number of messages that the agent and the guards of the session have sent.
     messages: int = 0
@@ -137,8 +137,8 @@ class LiveSession:
     page: Page | None = None
     #: The devices that its processes see before a lease.
     home: tuple[str, ...] = ()
-    #: The epoch of its lease, if other sessions wait for the lease. The agent then reports when its
-    #: cells end.
+    #: The epoch of its lease, if other sessions wait for this lease. In this case, the agent must
+    #: report when its cells end.
     wanted: int = -1
     #: The threads that wait at the gate and have asked for a lease: the id of each request.
     guards: dict[Connection, int | None] = field(default_factory=dict)
@@ -146,7 +146,7 @@ class LiveSession:
     use: Use = field(default_factory=Use)
     #: The devices on which its processes make a context before they move to the session's slice.
     landing: tuple[str, ...] = ()
-    #: The GPU model that it needs, and its folders, if a cluster has chosen its machine by them.
+    #: The GPU model and the folders that it needs, if a cluster used them to choose the machine.
     model: str = ""
     data: tuple[str, ...] = ()
     #: The number of failed moves of its processes since the last success.
@@ -156,11 +156,11 @@ class LiveSession:
     #: The consecutive restores that the driver refused although the device had room and the state
     #: still existed.
     refusals: Refusals = field(default_factory=Refusals)
-    #: ``host_limit``: why its state could never be suspended where it runs. ``host_short``: the
-    #: notice to its user while host memory is short there. Each is "" if there is none.
+    #: ``host_limit``: why its state can never fit into host memory, or "" if the state can fit.
+    #: ``host_short``: the notice to its user while host memory is short, otherwise "".
     host_limit: str = ""
     host_short: str = ""
-    #: Whether its processes have been made safe to kill, see ``actions.retire``.
+    #: Whether the broker has made its processes safe to kill, see ``actions.retire``.
     retired: bool = False
 
     def token_is(self, token: str) -> bool:
@@ -168,9 +168,10 @@ class LiveSession:
         return hmac.compare_digest(self.token_digest, digest(token))
 
     def may_have(self, pid: int) -> bool:
-        """Return whether a process whose environment names this session may belong to it.
+        """Return whether a process may belong to this session.
 
-        The process does not descend from the session's process.
+        The caller knows that the process's environment names this session, and that the process
+        does not descend from the session's process.
         """
         if isinstance(self.uid, int) and procfs.real_uid(pid) != self.uid:
             return False
@@ -239,18 +240,18 @@ class LiveSession:
         """
         if connection.early is not None:
             raise RefusedError(
-                "Only one message of a connection may wait for the launch.", code=Code.DUPLICATE
+                "A message of this connection already waits for the launch.", code=Code.DUPLICATE
             )
         if len(self.early) >= MAX_EARLY or connection.account.early >= MAX_EARLY_OF_USER:
             raise RefusedError(
-                f"The process of session {self.id} is not known yet, and too many messages wait "
-                "for it.",
+                f"The process of session {self.id} is not known yet, and too many messages already "
+                "wait for this process.",
                 code=Code.NOT_LAUNCHED,
                 next_step="Try again once the Jupyter server has told the broker which process it "
                 "is.",
             )
         connection.hold_early(self)
-        # A process that the broker does not know has no lease, so its holds mean nothing yet.
+        # The broker does not know the process yet, so the process has no lease and needs no holds.
         self.early[connection] = {k: v for k, v in message.items() if k != "holds"}
 
     def drop_early(self, connection: Connection) -> None:
@@ -266,7 +267,7 @@ class LiveSession:
         return found
 
     def stop_timers(self) -> None:
-        """Cancel everything that would act on the session later."""
+        """Cancel the timers, and stop watching for the end of the session's process."""
         for timer in (self.grace, self.launch_timer):
             if timer is not None:
                 timer.cancel()
@@ -350,7 +351,7 @@ class LiveSessions:
             raise RefusedError("The token is not valid for this session.", code=Code.BAD_TOKEN)
         if peer.uid != session.uid:
             raise RefusedError(
-                f"The session belongs to {_of(session.uid)} and you are {_of(peer.uid)}.",
+                f"The session belongs to {_of(session.uid)}, but you are {_of(peer.uid)}.",
                 code=Code.NOT_YOURS,
             )
         return session

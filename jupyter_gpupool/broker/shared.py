@@ -3,12 +3,11 @@
 """Tracks how much of the cluster's shared limits this broker may grant.
 
 The agent of the cluster carries reports to the ledger, and brings the ledger's answers back. The
-ledger lends this machine a part of each limit. The pool counts the rest as in use on other
-machines. So a grant within the lent parts needs no message. A grant beyond them waits, even if no
-agent has ever connected.
+ledger lends this machine a part of each limit. The pool counts the rest of the limit as in use on
+other machines. A grant within the lent parts needs no message. A grant beyond the lent parts waits,
+even if no agent has ever connected.
 
-The order matters: the pool must know a smaller ceiling before a report tells the ledger about this
-ceiling.
+The order matters: the pool must learn of a smaller ceiling before the ledger does.
 """
 
 from __future__ import annotations
@@ -55,27 +54,27 @@ SOON = 0.01
 #: LEAST: the least number of seconds between two reports. LONGEST: the most seconds that a request
 #: for a report may wait.
 LEAST, LONGEST = 0.05, 60.0
-#: Before a report, the broker applies changed budgets in at most this many passes. Each pass can
-#: only grant more.
+#: Before a report, the broker applies changed budgets in at most this many passes. A pass never
+#: takes back what an earlier pass has granted.
 ROUNDS = 8
 
 #: Seconds between two looks at the GPU-seconds in use.
 LOOK = 15.0
 
 #: Seconds between two reports of what users and groups have used. Fair shares compare hours, so
-#: TELL is enough. If the last such report left out the owner of a session, the broker sends the
-#: next one after LEAST_TELL.
+#: TELL is enough. If the last of these reports left out the owner of a session, the broker sends
+#: the next report after LEAST_TELL.
 TELL, LEAST_TELL = 30.0, 1.0
 
 #: Keys in the journal's metadata. LIFE: a number for the ledger, which grows with each start of a
 #: broker. DRAINS: "1" while this machine drains and leaves the cluster.
 LIFE, DRAINS = "cluster-life", "cluster-drains"
-#: Another key: the GPU-seconds and guarantees that the ledger has lent to this machine. A broker
-#: that starts again uses them before the ledger answers, so that no session is suspended for lack
-#: of them.
+#: Another key: the GPU-seconds and guarantees that the ledger has lent to this machine. A restarted
+#: broker uses them until the ledger answers. Without them, it would have to suspend sessions.
 PARTS = "cluster-parts"
-#: Another key: the fencing token of the ledger that this machine obeys, as JSON. Without it, a
-#: broker that starts again could obey an earlier ledger, which does not know what a later one lent.
+#: Another key: the fencing token of the ledger that this machine obeys, as JSON. Without this
+#: token, a restarted broker could obey an earlier ledger. That ledger does not know what a later
+#: ledger has lent.
 TOKEN = "cluster-token"
 #: Another key: the name of this journal. If the journal is lost, the next journal has a new name.
 #: The new name shows the ledger that this broker does not know what its sessions used before.
@@ -107,9 +106,9 @@ class LentLimits:
         clock: Clock,
     ) -> None:
         settings = configuration.settings
-        # The ledger ignores a broker whose number is smaller than the number before. If the journal
-        # is lost, the number before is lost, too. So the number is at least the time of day in
-        # milliseconds.
+        # The ledger ignores a broker whose number is smaller than the number of the broker before.
+        # The journal keeps this earlier number. In case the journal is lost, the new number is at
+        # least the time of day in milliseconds.
         life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
         journal.remember(LIFE, str(life))
         name = journal.meta(JOURNAL) or secrets.token_hex(8)
@@ -130,10 +129,8 @@ class LentLimits:
     def remember(self) -> bool:
         """Pass changed parts or a changed token to the journal; return whether any has changed.
 
-        The next commit writes them.
-
-        This commit must come before the next report. After the report, the ledger may lend to other
-        machines what this machine has given back.
+        The next commit writes them. The caller must commit before the next report: after the
+        report, the ledger may lend the parts that this machine has given back to other machines.
         """
         now = parts, epoch = self.budgets.parts(), self.budgets.epoch
         if now == self._written:
@@ -149,8 +146,8 @@ class LentLimits:
         The part of a shared limit that this machine may not use counts as used by other machines.
         """
         now, budgets = time.monotonic(), self.budgets
-        # A user without a session may have a part here, too: it contains what the user's sessions
-        # have used here before.
+        # A user without a session may have a part here, too. It contains the GPU-seconds that the
+        # user's earlier sessions have used here.
         known = {key.name for key in budgets.ceilings if key.kind == "user"}
         owners = sorted({s.owner.name for s in self._sessions} | known)
         return overlay(
@@ -161,7 +158,7 @@ class LentLimits:
 
 
 class SharedLimits:
-    """Keeps the pool and :class:`LentLimits` in step, and answers the agent's requests.
+    """Passes changes between the pool and :class:`LentLimits`; answers the agent's requests.
 
     Parameters
     ----------
@@ -208,7 +205,7 @@ class SharedLimits:
         self._report_if_due()
 
     def _settle(self) -> None:
-        """Adapt pool and budgets to each other, in at most ROUNDS passes, until neither changes."""
+        """Update the budgets from the pool and the pool from the budgets until nothing changes."""
         core = self._core
         self._inside = True
         try:
@@ -224,7 +221,7 @@ class SharedLimits:
         self._watch_window()
 
     def _watch_window(self) -> None:
-        """Look again when a window of a budget begins, and before GPU-seconds may run out."""
+        """Plan the next look at the budgets: at the next window, or before GPU-seconds run out."""
         if self._window is not None:
             self._window.cancel()
             self._window = None
@@ -240,7 +237,7 @@ class SharedLimits:
         if connected != self._connected:
             self._connected = connected
             text = "The cluster's ledger answers" if connected else (
-                "The cluster's ledger does not answer: c.GPUPool.on_ledger_loss is in force"
+                "The cluster's ledger does not answer: the rule c.GPUPool.on_ledger_loss applies"
             )  # fmt: skip
             self._log.log(logging.INFO if connected else logging.WARNING, "%s", text)
         if self._expiry is not None:
@@ -287,7 +284,8 @@ class SharedLimits:
             raise RefusedError(
                 f"This is no answer of a ledger: {type(error).__name__}.", code=Code.BAD_REQUEST
             ) from None
-        # This call comes first, so that no ceiling falls below what is in use now.
+        # This call must come first. It tells the budgets what is in use now, so no ceiling falls
+        # below this use.
         self._look_at_sessions()
         before = self._budgets.drains
         self._budgets.answered(answer)
@@ -319,7 +317,7 @@ class SharedLimits:
     def look(
         self, connection: Connection, request: int | None, give: Callable[[View | None], None]
     ) -> None:
-        """Call ``give`` with the ledger's view of all machines; None if the ledger is silent."""
+        """Call ``give`` with the ledger's view of all machines, or None if it does not answer."""
         connected = self._budgets.is_connected(time.monotonic())
         self._views.look(connection, request, give, connected=connected)
 
@@ -373,7 +371,9 @@ class SharedLimits:
         drains = self._budgets.drains
         self._core.journal.remember(DRAINS, "1" if drains else "")
         if drains:
-            self._log.warning("This machine drains and leaves the cluster, by order of %s", by)
+            self._log.warning(
+                "By order of %s, this machine drains its GPUs and leaves the cluster", by
+            )
             self._maintenance.drain_all(LEAVES, by)
         else:
             self._log.warning("This machine is back in the cluster")

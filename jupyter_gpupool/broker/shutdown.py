@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """SIGTERM and SIGINT end the broker within :data:`WITHIN` seconds, whatever it is doing.
 
-After the first signal, the broker abandons its start, or ends in order. A thread waits for the end,
-and forces it when time is up. So a blocked event loop, or a child process that does not end, cannot
-keep the lock. A second signal forces the end at once. The next broker finishes or undoes the driver
-calls that were under way, as after a crash (see ``recovery``).
+After the first signal, the broker ends in order. If it is still starting, it abandons the start. If
+the broker has not ended in time, a thread forces the end. So the broker gives up its lock even if
+the event loop is blocked, or a child process does not end. A second signal forces the end at once.
+As after a crash, the next broker finishes or undoes the driver calls that were under way (see
+``recovery``).
 """
 
 from __future__ import annotations
@@ -129,10 +130,8 @@ class Ending:
         # This method does not use ``logging``, because the interrupted thread may hold the lock of
         # a log handler.
         with suppress(OSError):  # perhaps no process reads stderr any more
-            os.write(
-                2,
-                f"{why}: it ended by force; the next broker continues from the journal\n".encode(),
-            )
+            text = f"{why}, so it ended by force; the next broker continues from the journal\n"
+            os.write(2, text.encode())
         for act in self._last_acts:
             act()
         self._force(1)

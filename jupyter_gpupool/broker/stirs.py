@@ -3,14 +3,15 @@
 """Tells readers of the status about changes for which the journal gets no row.
 
 The journal gets no row when a cell begins or ends, or when the place of a waiting session changes.
-There are too many of these changes, and no report needs the rows. But a page that shows the session
-should soon ask for the status again. So the broker tells its readers of the change when the session
-has been quiet for ``SETTLED`` seconds. Several cells in quick succession count as one change.
+There are too many of these changes, and no report needs the rows. A page that shows the session
+should still ask for the status again soon. So the broker tells the page about the change when the
+session has been quiet for ``SETTLED`` seconds. Several cells in quick succession count as one
+change.
 
-A change of the queue may concern every idle session, because other sessions may begin or cease to
-wait for the slice of an idle session. Each reader that shows idle sessions gets one message, even
-if it shows many of them, and then asks for a status. So, after a message to many readers, the
-broker pauses before it tells them of the next change.
+A change of the queue may concern every idle session, because other sessions may start or stop
+waiting for the idle session's slice. Each reader that shows idle sessions gets one message, even if
+it shows many idle sessions. Each reader then asks for a status. So, after a message to many
+readers, the broker pauses before it tells them about the next change.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Callable
 SETTLED = 0.06
 
 #: A reader that learns of a change of the queue asks for a status. So the broker tells at most
-#: TOLD_A_SECOND readers in a second. But it pauses for at most LONGEST_PAUSE seconds, because
-#: readers of idle slices ask once a second anyway.
+#: TOLD_A_SECOND readers per second, and pauses before the next change. No pause is longer than
+#: LONGEST_PAUSE seconds, because readers of idle slices ask once a second anyway.
 TOLD_A_SECOND = 64
 LONGEST_PAUSE = 1.0
 
@@ -65,7 +66,7 @@ class Stirs:
             self._queue_timer = loop.call_at(at, self._tell_queue)
 
     def forget(self, session: str) -> None:
-        """Drop a change that the readers do not know yet. Safe to call if there is none."""
+        """Drop the session's change, if there is one that the readers do not know yet."""
         timer = self._timers.pop(session, None)
         if timer is not None:
             timer.cancel()

@@ -20,7 +20,7 @@ from typing import MutableMapping
 #: The first descriptor that a service manager hands over (SD_LISTEN_FDS_START).
 FIRST = 3
 
-#: Seconds after which the broker sends a lost READY again.
+#: Seconds after which the broker sends a READY message again if it could not be sent.
 AGAIN = 1.0
 
 #: The variables of the service manager that no child of the broker may inherit.
@@ -75,7 +75,7 @@ class Supervisor:
         self._say("STOPPING=1")
 
     async def keep_alive(self) -> None:
-        """Until cancelled, tell the watchdog that the event loop runs, and repeat a lost READY.
+        """Tell the watchdog that the event loop runs, and repeat a lost READY, until cancelled.
 
         If the event loop hangs, the watchdog ends the broker with SIGABRT. The stacks of the
         broker's threads are then in the log.
@@ -91,7 +91,7 @@ class Supervisor:
             await asyncio.sleep(min(pauses, default=0.0))
 
     def _say(self, *lines: str) -> bool:
-        """Send a message; return whether that succeeded. A failure must not end the caller."""
+        """Send a message; return whether this has succeeded. This raises no error."""
         if not self._address:
             return True
         address = self._address

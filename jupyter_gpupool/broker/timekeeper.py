@@ -17,8 +17,8 @@ from typing import Callable
 from .configuration import Configuration
 from .core import Core
 
-#: The longest time in seconds between two looks at the time of day. Timers count only the time that
-#: the machine is awake. So only a look at the time of day shows that the machine has slept, or that
+#: The longest time in seconds between two looks at the time of day. A timer does not count the time
+#: for which the machine sleeps. So only such a look shows that the machine has slept, or that
 #: somebody has set the clock.
 LOOK = 15.0
 
@@ -71,8 +71,8 @@ class Timekeeper:
     def _look(self) -> None:
         """Apply the schedules that are in force now, and look again when the next change is due."""
         self._timer = None
-        # The pool needs the clock's steps first, because it computes the times of new rules from
-        # the clock.
+        # The pool must first learn of a step of the clock, because it computes the times of new
+        # rules from the clock.
         self._core.follow_clock()
         now = self._clock()
         if self._configuration.follow_calendar(now):
@@ -86,7 +86,7 @@ class Timekeeper:
         return ", ".join(self._configuration.timetable.names(self._configuration.rules))
 
     def _note(self) -> None:
-        """Write into log and journal which schedules are in force, if they have changed."""
+        """If other schedules are in force now, write their names to the log and the journal."""
         names = self._names()
         if names == self._noted:
             return

@@ -79,7 +79,7 @@ def parse_devices(text: str) -> Gpus:
             match = None
         if not match or int(match[1]) == 0:
             raise RefusedError(
-                f"{part.strip()!r} in --devices names no GPUs.",
+                f"{part.strip()!r} in --devices does not describe GPUs.",
                 code=Code.USAGE,
                 next_step="Write a count and a size, such as 16x80GiB, or 8x80GiB,8x40GiB.",
             )
@@ -198,13 +198,13 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
     yield from base.notes
     for fault in unknown:
         yield (
-            f"{fault} It may exist in a directory service: this machine's files do not name all "
-            "users."
+            f"{fault} The name may exist in a directory service, because this machine's files do "
+            "not list all users."
         )
     for user, first, second in doubly_in(base):
         yield (
-            f"{user!r} is in Unix groups of both {first!r} and {second!r}, and no 'order' decides: "
-            f"{first!r} counts, because it is written first."
+            f"{user!r} is in a Unix group of {first!r} and in one of {second!r}, and no 'order' "
+            f"says which group counts. {first!r} counts, because it is first in the configuration."
         )
     sized = [name for name, group in base.pool.groups.items() if group.guarantee or group.cap]
     if sized and not machine.capacities:
@@ -217,7 +217,7 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
     for name, rule in base.members.items():
         empty = not (rule.users or rule.asks or rule.everybody)
         if empty and not children(base.pool.groups, name):
-            yield f"The group {name!r} has no users and no groups in it: nobody can be in it."
+            yield f"The group {name!r} contains no users and no groups, so nobody can use it."
 
 
 def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
@@ -266,13 +266,13 @@ def _budgets_without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str
             yield f"The budget of {whose} refills all the time, so its 'renews' has no effect."
         if daily.seconds <= 0 and daily.then != "borrow":
             yield (
-                f"The budget of {whose} is 0 and its 'then' is {daily.then!r}: kernels under it "
-                "never get a slice."
+                f"The budget of {whose} is 0 and its 'then' is {daily.then!r}, so kernels with "
+                "this budget never get a slice."
             )
         if machine.capacities and daily.seconds > most:
             yield (
-                f"{whose[0].upper()}{whose[1:]} can never use its gpu_seconds_per_day: these GPUs "
-                f"have {format_seconds(most)} in a day."
+                f"{whose[0].upper()}{whose[1:]} can never use all of its gpu_seconds_per_day: "
+                f"all GPUs together provide {format_seconds(most)} of GPU time in a day."
             )
 
 
@@ -282,13 +282,13 @@ def _short_memory(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
     largest = min(max(machine.capacities, default=0), pool.max_memory_per_kernel or math.inf)
     longest = slice_length(guessed_cost(int(largest)), pool.max_swap_overhead)
     if "turns" in pool.preempt and 0 < pool.half_life < HALF_LIVES * longest:
-        state = f" of a state of {format_bytes(int(largest))}" if largest else ""
+        state = f" of a kernel with {format_bytes(int(largest))} of state" if largest else ""
         yield (
             f"c.GPUPool.fair_share_half_life is {format_seconds(pool.half_life)}, and one time "
             f"slice{state} may last {format_seconds(longest)}. So the pool forgets the use of one "
-            "user before the others have had their turn, and it cannot share by weight. Set the "
-            f"option to {format_seconds(HALF_LIVES * longest)} or more, or to 0 if past use must "
-            "not count."
+            "user before the other users get their turn, and then cannot share by weight. Set "
+            f"this option to {format_seconds(HALF_LIVES * longest)} or more, or to 0 if past use "
+            "must not count."
         )
 
 

@@ -50,7 +50,7 @@ def packages() -> list[Finding]:
         try:
             found.append(Finding("ok", name, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
-            todo = f"It is needed for {purpose}: pip install {name}"
+            todo = f"This package is needed for {purpose}: pip install {name}"
             found.append(Finding("fail", name, "not installed", todo))
     return found
 
@@ -81,10 +81,13 @@ def in_force(settings: BrokerSettings, status: Mapping[str, Any]) -> list[Findin
     """Whether the running broker uses the configuration that this command has read."""
     found = []
     for d in differences(settings, status.get("config") or {}):
-        text = f"c.GPUPool.{d.option} is {d.here} here ({d.here_from}) and {d.in_force} in force"
+        text = (
+            f"c.GPUPool.{d.option} is {d.here} here ({d.here_from}), but {d.in_force} in the "
+            f"running broker ({d.in_force_from})"
+        )
         todo = (
-            f"The running broker read it from {d.in_force_from}. Change it there and send SIGHUP, "
-            "or end the broker, so that a new one starts."
+            "Change the value that the broker reads and send SIGHUP to the broker, or end the "
+            "broker, so that a new one starts."
         )
         found.append(Finding("warn", "config", text, todo))
     return found
@@ -97,7 +100,8 @@ def compiler() -> Finding:
     if found:
         return Finding("ok", "compiler", str(shutil.which(found)))
     todo = (
-        "Only building the guard and the emulated driver needs one: apt-get install gcc libc6-dev"
+        "Only the build of the guard and of the emulated driver needs a compiler: apt-get install "
+        "gcc libc6-dev"
     )
     return Finding("warn", "compiler", "no C compiler", todo)
 
@@ -167,7 +171,7 @@ def socket(path: Path, answers: bool) -> Finding:
             return Finding("fail", "socket", error.message, error.next_step)
         todo = "The first Pooled GPU kernel starts one for you."
         return Finding("ok", "socket", f"no broker runs at {path}", todo)
-    todo = "Open a Pooled GPU kernel, which starts it, or run `jupyter gpupool broker`."
+    todo = "Open a Pooled GPU kernel, which starts a broker, or run `jupyter gpupool broker`."
     return Finding("fail", "socket", f"nothing answers at {path}", todo)
 
 
@@ -187,7 +191,7 @@ def kernelspecs() -> list[Finding]:
     if "gpupool-python3" in specs:
         found.append(Finding("ok", "kernelspec", f"gpupool-python3 in {specs['gpupool-python3']}"))
     else:
-        todo = "Reinstall jupyter_gpupool, or make one: jupyter gpupool wrap python3"
+        todo = "Reinstall jupyter_gpupool, or make this kernel: jupyter gpupool wrap python3"
         found.append(Finding("fail", "kernelspec", "gpupool-python3 is not installed", todo))
     return found
 
@@ -204,10 +208,10 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
     if scope == 0:
         return Finding("ok", "ptrace", "not restricted (ptrace_scope 0)")
     if scope == 1 and os.getuid() == 0:
-        return Finding("ok", "ptrace", "ptrace_scope 1; a broker of root is exempt")
+        return Finding("ok", "ptrace", "ptrace_scope 1, which does not restrict a broker of root")
     todo = (
-        "If the pool cannot suspend a kernel because of this (the kernel is pinned), run the "
-        "broker as root or set kernel.yama.ptrace_scope=0."
+        "This may keep the pool from suspending kernels, which are then pinned. In that case, run "
+        "the broker as root or set kernel.yama.ptrace_scope=0."
     )
     return Finding("warn", "ptrace", f"restricted (ptrace_scope {scope})", todo)
 
@@ -249,12 +253,12 @@ def memory_limits(
         most = room.most(level)
         if most >= wanted:
             continue
-        kept = f"{format_bytes(room.kept(level))} stays free (host_reserve)"
+        kept = f"{format_bytes(room.kept(level))} of this must stay free (host_reserve)"
         found.append(
             Finding(
                 "warn",
                 "memory limit",
-                f"{level} may use {format_bytes(level.limit)}, of which {kept}: a slice of "
+                f"{level} may use {format_bytes(level.limit)}, and {kept}, so a slice of "
                 f"{format_bytes(wanted)} can never be suspended here",
                 "Such kernels keep their GPU while others wait. Raise the memory limit, lower "
                 "c.GPUPool.default_memory, or set c.GPUPool.max_memory_per_kernel.",
@@ -319,7 +323,7 @@ def devices(
             reason = f"not used: {device['drained_reason']}"
             lines.append(Finding("fail", f"GPU {device['index']}", text, reason))
         elif not device["can_suspend"]:
-            todo = reason or "The self-test could not suspend a process on it."
+            todo = reason or "The self-test could not suspend a process on this GPU."
             lines.append(Finding("warn", f"GPU {device['index']}", f"{text}, no suspend", todo))
         else:
             text += ", suspend works"
@@ -392,7 +396,7 @@ def stanzas() -> list[Finding]:
             # import the remote provisioner, because that import needs pyzmq with CurveZMQ.
             GPUPoolProvisioner(**{k: v for k, v in options.items() if k not in PLACEMENT_OPTIONS})
         except (GPUPoolError, TraitError, TypeError) as error:
-            todo = f"Correct {path}: its kernels do not start."
+            todo = f"Correct {path}: kernels with these options do not start."
             found.append(Finding("warn", "kernelspec", f"{kernel.name}: {error}", todo))
     return found
 

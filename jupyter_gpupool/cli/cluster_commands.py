@@ -27,7 +27,7 @@ TOKEN = argument(
 @command(
     "Several machines", "let this machine join a cluster, until this command ends",
     either(
-        argument("--head", action="store_true", help="begin a cluster: this is its first machine"),
+        argument("--head", action="store_true", help="begin a cluster with this machine"),
         argument(
             "--join", default="", metavar="ADDRESS",
             help="address of the head, such as 10.0.0.1:6379",
@@ -87,8 +87,10 @@ ORDERS = {"drain": "left", "resume": "present", "fence": ""}
 def _cluster(options: Options) -> int:
     do, machine, address = options.do, options.machine, options.address
     if (do in ORDERS) != bool(machine):
-        takes = "needs the name of a machine" if do in ORDERS else "takes no name of a machine"
-        raise RefusedError(f"{do} {takes}.", code=Code.BAD_REQUEST)
+        takes = "needs" if do in ORDERS else "does not take"
+        raise RefusedError(
+            f"jupyter gpupool cluster {do} {takes} the name of a machine.", code=Code.BAD_REQUEST
+        )
     if do == "leave":
         return leave(options.socket)
     from ..cluster.node import check_ray, token_environment
@@ -98,7 +100,7 @@ def _cluster(options: Options) -> int:
         raise RefusedError(
             "This command needs the address of the cluster's head.",
             code=Code.BAD_REQUEST,
-            next_step="Give it with --address.",
+            next_step="Add --address with the address, such as 10.0.0.1:6379.",
         )
     os.environ.update(token_environment(options.token, create=False))
     from ..cluster.ledger_calls import LedgerCalls
@@ -114,7 +116,7 @@ def _cluster(options: Options) -> int:
             # The ledger accepts an unknown name without an error, so this command checks the name.
             node_called(machine, ledger.call(f"to fence {machine}", "view"))
             ledger.call(f"to fence {machine}", "fence", machine)
-        found = ledger.call("for its machines", "view")
+        found = ledger.call("for the list of machines", "view")
     print(json.dumps(found, indent=2) if options.json else picture(found))
     return 0
 
@@ -122,7 +124,7 @@ def _cluster(options: Options) -> int:
 def picture(found: Mapping[str, Any]) -> str:
     """Return the machines of a cluster, and what users and groups may use on each, as text."""
     lines = (
-        [] if found["serving"] else ["The ledger lends nothing until all of them have reported."]
+        [] if found["serving"] else ["The ledger lends nothing until all machines have reported."]
     )
     for node in found["nodes"]:
         age = f", last report {format_seconds(node['age'])} ago" if node["life"] else ""

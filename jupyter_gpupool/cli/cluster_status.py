@@ -39,10 +39,11 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     view = found["view"]
     if view is None:
         age = found["age"]
-        since = "" if age is None else f" It answered {format_seconds(age)} ago."
+        since = "" if age is None else f" Its last answer came {format_seconds(age)} ago."
         return [
             f"The ledger of the cluster does not answer {found['name']}.{since}",
-            "c.GPUPool.on_ledger_loss is in force. Check jupyter gpupool node, first on the head.",
+            "Until it answers, c.GPUPool.on_ledger_loss says what this machine may grant.",
+            "Check that jupyter gpupool node runs, first on the head.",
             *_table([(found["name"], "here", *_figures(found["own"]))]),
         ]
     nodes = view["nodes"]

@@ -55,7 +55,7 @@ _SUMMARY = "GPU slices for Jupyter kernels: attached while needed, given back wi
     argument("--cluster", action="store_true", help="show the machines of this machine's cluster"),
     argument(
         "--interval", type=seconds_between, default=1.0, metavar="SECONDS",
-        help="between two updates of --watch (default: 1)",
+        help="seconds between two updates of --watch (default: 1)",
     ),
 )  # fmt: skip
 def _status(options: Options) -> int:
@@ -64,7 +64,7 @@ def _status(options: Options) -> int:
     if options.cluster:
         if options.watch:
             raise RefusedError(
-                "status --cluster draws once.", code=Code.BAD_REQUEST,
+                "status --cluster does not take --watch.", code=Code.BAD_REQUEST,
                 next_step="Leave out --watch, or use: watch jupyter gpupool status --cluster",
             )  # fmt: skip
         from .cluster_status import show_cluster
@@ -76,7 +76,7 @@ def _status(options: Options) -> int:
 
 
 @command(
-    "See the pool", "show the sessions with what they do not use, sorted; admins act on them",
+    "See the pool", "show the sessions and what each does not use; admins can act on sessions",
     SOCKET,
     argument(
         "--sort", choices=SORTS, default=SORTS[0], metavar="COLUMN",
@@ -84,7 +84,7 @@ def _status(options: Options) -> int:
     ),
     argument(
         "--interval", type=seconds_between, default=2.0, metavar="SECONDS",
-        help="between two updates (default: 2)",
+        help="seconds between two updates (default: 2)",
     ),
 )  # fmt: skip
 def _top(options: Options) -> int:
@@ -174,9 +174,9 @@ def _wrap(options: Options) -> int:
     argv = json.loads((folder / "kernel.json").read_text())["argv"]
     if not runs_ipykernel(kernel_command(argv)):
         print(
-            "Note: it is not an IPython kernel. It has no %gpu; the guard gives it its slice at "
-            "its first CUDA call.\n`jupyter gpupool doctor` says whether this pool has the guard; "
-            "without it the kernel runs without a GPU."
+            "Note: this is not an IPython kernel, so it has no %gpu. The guard asks for a slice at "
+            "the kernel's first CUDA call.\n`jupyter gpupool doctor` says whether this pool has "
+            "the guard. In a pool without the guard, this kernel runs without a GPU."
         )
     return 0
 
@@ -189,7 +189,7 @@ def _unwrap(options: Options) -> int:
     from ..kernelspecs import unwrap
 
     unwrap(options.name)
-    print(f"Removed {options.name!r}. Kernels that run keep running.")
+    print(f"Removed {options.name!r}. Open kernels keep running.")
     return 0
 
 
@@ -227,7 +227,7 @@ def _resume(options: Options) -> int:
     "Set it up and check it", "check everything and say what to do",
     SOCKET, JSON,
     argument(
-        "--retest", action="store_true", help="first have the broker test failed GPUs again"
+        "--retest", action="store_true", help="first let the broker test failed GPUs again"
     ),
     argument(
         "--config", action="append", default=[], type=Path, metavar="FILE",
@@ -260,11 +260,11 @@ def _doctor(options: Options) -> int:
     argument("--alone", action="store_true", help="read only FILE, not Jupyter's own files"),
     argument(
         "--devices", default="", metavar="GPUS",
-        help="count sizes on these GPUs, such as 16x80GiB (default: those of this machine)",
+        help="calculate sizes for these GPUs, such as 16x80GiB (default: those of this machine)",
     ),
     argument(
         "--at", default="", metavar="TIME",
-        help="show the groups as they are then, such as '2026-11-23 22:00' (default: now)",
+        help="show the groups as they are at this time, such as '2026-11-23 22:00' (default: now)",
     ),
 )  # fmt: skip
 def _check_config(options: Options) -> int:
@@ -281,7 +281,8 @@ def _check_config(options: Options) -> int:
     either(
         argument(
             "--folder", type=Path, metavar="FOLDER",
-            help="make it there (default: in this Python environment, or else in your home folder)",
+            help="make the environment there (default: in this Python environment, or else in your "
+            "home folder)",
         ),
         argument(
             "--download", type=Path, metavar="FOLDER",

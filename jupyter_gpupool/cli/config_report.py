@@ -100,7 +100,8 @@ def _tree(report: ConfigReport, width: int) -> Iterator[str]:
         top = sum(_needs(groups, group["name"]) for group in groups if not group["depth"])
         left = max(0, devices["total_bytes"] - top)
         text = (
-            f"Guaranteed: {format_bytes(top)}. By weight: {format_bytes(left)} and what is unused."
+            f"Guaranteed: {format_bytes(top)}. Shared by weight: {format_bytes(left)} and unused "
+            "guaranteed memory."
         )
         yield text
 
@@ -146,8 +147,8 @@ def _cluster(report: ConfigReport, width: int) -> Iterator[str]:
     if nodes:
         yield f"CLUSTER OF {len(nodes)}"
         text = (
-            f"{', '.join(nodes)}: caps, GPU time, and guarantees written as sizes are for all "
-            "machines together. Other guarantees are for each machine."
+            f"{', '.join(nodes)}: caps, GPU time, and guarantees that are sizes are for all "
+            "machines together. Guarantees in per cent or devices are for each machine."
         )
         yield from _wrapped(text, width, "  ", "    ")
 
@@ -235,7 +236,7 @@ def _differences(report: ConfigReport, width: int) -> Iterator[str]:
     if report.get("hidden"):
         names = ", ".join(report["hidden"])
         yield from _wrapped(
-            f"Not compared, because only admins of the broker see them: {names}.", width
+            f"Not compared, because only admins of the broker see these options: {names}.", width
         )
 
 

@@ -32,7 +32,7 @@ _NAMESPACE = Path("/proc/self/uid_map")
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
 
 #: How messages name the folder that each user of the pool has on the machine.
-_USERS = "/run/gpupool/users/NAME of a broker with c.GPUPool.user_sockets"
+_USERS = "/run/gpupool/users/NAME, if the broker has c.GPUPool.user_sockets"
 
 _DEVICE_FILE = Path("/dev/nvidiactl")
 
@@ -96,7 +96,7 @@ def image(guard: Path) -> Finding:
     """Whether this image can run kernels under the guard."""
     why = problem(str(guard)) if guard.exists() else f"{guard} is not here"
     if not why:
-        return Finding("ok", "image", "its Python and its C library can load the guard")
+        return Finding("ok", "image", "this image's Python and C library can load the guard")
     return Finding(
         "fail", "image", why, "Use an image such as one of Debian 12 or Ubuntu 22.04, or newer.",
     )  # fmt: skip
@@ -110,7 +110,7 @@ def identity(path: Path, user: str) -> Finding:
             "change libraries that other containers load",
             "Mount it read-only (:ro, readOnly: true).",
         )  # fmt: skip
-    return Finding("ok", "socket", f"a broker answers at {path}; you are its user {user!r}")
+    return Finding("ok", "socket", f"a broker answers at {path} and knows you as {user!r}")
 
 
 def loadable(guard: Path) -> Finding:
@@ -118,8 +118,8 @@ def loadable(guard: Path) -> Finding:
     if guard.exists():
         return Finding("ok", "guard", str(guard.resolve()))
     return Finding(
-        "fail", "guard", f"{guard} has no target here: kernels would run without the guard",
-        f"Mount the folder of a user of the pool instead ({_USERS}), which has it.",
+        "fail", "guard", f"{guard} leads to no file here: kernels would run without the guard",
+        f"Mount the folder of a user of the pool instead ({_USERS}): it has the guard.",
     )  # fmt: skip
 
 
@@ -168,12 +168,12 @@ def numbers(seen: int, told: int) -> Finding:
     ``told`` is the id that the broker reports about itself.
     """
     if seen == told:
-        return Finding("ok", "processes", "they have the same ids here and for the broker")
+        return Finding("ok", "processes", "processes have the same ids here as on the machine")
     return Finding(
-        "fail", "processes", "this container has its own PID namespace: the broker would confuse "
-        "your kernel with another process, or not find it",
-        f"Mount the folder of a user of the pool instead ({_USERS}), or run it in the PID "
-        "namespace of the machine: --pid=host (Docker, Podman), hostPID: true (Kubernetes).",
+        "fail", "processes", "this container has its own PID namespace, so the broker would not "
+        "find your kernel, or would take another process for it",
+        f"Mount the folder of a user of the pool instead ({_USERS}), or run the container in the "
+        "PID namespace of the machine: --pid=host (Docker, Podman), hostPID: true (Kubernetes).",
     )  # fmt: skip
 
 
@@ -191,8 +191,8 @@ def pages(folder: Path) -> Finding:
         )  # fmt: skip
     if not stat.S_ISDIR(found.st_mode) or os.statvfs(folder).f_flag & os.ST_RDONLY:
         return Finding(
-            "fail", "pages", f"{folder} cannot be written here", "Mount it read-write: a kernel "
-            "writes its own page only.",
+            "fail", "pages", f"{folder} cannot be written here", "Mount the folder read-write: "
+            "each kernel writes only its own page.",
         )  # fmt: skip
     return Finding("ok", "pages", str(folder))
 
@@ -202,13 +202,16 @@ def devices(status: Mapping[str, Any], environment: Mapping[str, str], file: Pat
     shown = environment.get("NVIDIA_VISIBLE_DEVICES", "")
     count = len(status["devices"])
     if status["emulated"]:
-        return Finding("ok", "GPUs", f"the pool's {count} are emulated")
-    todo = "Give the container all GPUs: NVIDIA_VISIBLE_DEVICES=all, and no GPU request of its own."
+        return Finding("ok", "GPUs", f"the pool's GPUs ({count}) are emulated")
+    todo = (
+        "Give the container all GPUs: set NVIDIA_VISIBLE_DEVICES=all, and request no GPU for the "
+        "container."
+    )
     if not file.exists():
         return Finding("fail", "GPUs", f"{file} is not here", todo)
     if shown not in ("", "all"):
         return Finding(
-            "warn", "GPUs", f"NVIDIA_VISIBLE_DEVICES is {shown!r}, and the pool has {count}: a "
-            "slice on another GPU cannot be used here", todo,
+            "warn", "GPUs", f"NVIDIA_VISIBLE_DEVICES is {shown!r}, so kernels here cannot use "
+            f"slices on the other GPUs of the pool, which has {count} in all", todo,
         )  # fmt: skip
-    return Finding("ok", "GPUs", f"{file} is here; the pool has {count}")
+    return Finding("ok", "GPUs", f"{file} is here; GPUs of the pool: {count}")

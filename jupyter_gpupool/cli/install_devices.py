@@ -42,7 +42,7 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
     target = folder.expanduser().absolute() if folder else _first_writable()
     if target.exists() and not (target / "pyvenv.cfg").is_file():
         raise InstallError(
-            f"{target} exists and is not a Python environment, so it was left as it is.",
+            f"{target} exists, but is not a Python environment, so nothing was changed in it.",
             next_step="Name another folder with --folder.",
         )
     try:
@@ -69,9 +69,12 @@ def install_devices(*, folder: Path | None, wheels: Path | None) -> int:
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     print(f"Installed {versions} for Python {found.python} in {target}")
     if folder:
-        print(f"The broker uses it with c.GPUPool.device_python = '{target}/bin/python'")
+        print(
+            "The broker uses this environment if you set c.GPUPool.device_python = "
+            f"'{target}/bin/python'"
+        )
     else:
-        print("The next broker that starts uses it.")
+        print("The next broker that starts uses this environment.")
     return 0
 
 
@@ -79,7 +82,7 @@ def download_devices(folder: Path) -> int:
     """Download the wheels of the environment into ``folder``, for a machine without network."""
     pip = [sys.executable, "-m", "pip", "download", *_PIP]
     _run([*pip, "--dest", str(folder), "--requirement", str(vendor.interpreter.REQUIREMENTS)])
-    print(f"On the other machine: {vendor.interpreter.INSTALL} --wheels {folder.name}")
+    print(f"Run on the other machine: {vendor.interpreter.INSTALL} --wheels {folder.name}")
     return 0
 
 
@@ -125,7 +128,7 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode:
         said = "\n".join(done.stdout.strip().splitlines()[-8:])
         raise InstallError(
-            f"This failed with exit code {done.returncode}: {' '.join(command)}\n{said}\n",
-            next_step="Without network: fetch the wheels on another machine with --download FOLDER "
-            "and name that folder here with --wheels.",
+            f"This command failed with exit code {done.returncode}: {' '.join(command)}\n{said}\n",
+            next_step="If this machine has no network, fetch the wheels on another machine with "
+            "--download FOLDER, copy FOLDER to this machine, and name it with --wheels.",
         )

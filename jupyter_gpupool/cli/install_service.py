@@ -145,7 +145,7 @@ def _running_manager(root: Path | None) -> str:
     raise ServiceError(
         "This machine runs neither systemd nor OpenRC nor runit.",
         next_step="Run the broker yourself: jupyter gpupool broker --socket "
-        f"{MACHINE_SOCKET}. Or name one with --manager.",
+        f"{MACHINE_SOCKET}. Or name a service manager with --manager.",
     )
 
 
@@ -155,15 +155,15 @@ def _layout(config: Sequence[Path]) -> Layout:
     settings = load_timetable(wanted).base
     if settings.socket and Path(settings.socket) != MACHINE_SOCKET:
         raise ServiceError(
-            f"c.GPUPool.socket is {settings.socket}, and the service listens at {MACHINE_SOCKET}, "
-            "where every user's kernels look for it.",
+            f"c.GPUPool.socket is {settings.socket}, but the service must listen at "
+            f"{MACHINE_SOCKET}, where the kernels of all users look for a broker.",
             next_step="Remove c.GPUPool.socket from the configuration.",
         )
     if settings.cluster_identity:
         print(
             "c.GPUPool.cluster_identity is set, so the broker starts kernels for servers on other "
-            "machines. Limits of its unit would also apply to these kernels, so the unit has no "
-            "limits and all rights of root."
+            "machines. The limits of the broker's unit would also apply to these kernels, so the "
+            "unit sets no limits and keeps all rights of root."
         )
     loader = shutil.which("nvidia-modprobe")
     return Layout(
@@ -181,8 +181,8 @@ def _check_ours(path: Path) -> None:
     if not is_unchanged(path.read_text(encoding="utf-8", errors="replace")):
         raise ServiceError(
             f"Somebody has changed {path}, or this command did not write it.",
-            next_step="Move it away and run this again; with systemd your own settings belong in "
-            "a drop-in (systemctl edit gpupool).",
+            next_step="Move the file away and run this command again. With systemd, your own "
+            "settings belong in a drop-in (systemctl edit gpupool).",
         )
 
 
@@ -198,11 +198,11 @@ def _check_programs(layout: Layout) -> None:
         where = changeable(program)
         if where:
             raise ServiceError(
-                f"The service would run {program} as root, and a user who is not root may "
-                f"change it: {where}.",
+                f"The service would run {program} as root, but a user who is not root can "
+                f"change {where}.",
                 next_step="Install jupyter_gpupool into an environment of root, such as "
-                "/opt/gpupool, and run this command from there; configuration files belong into "
-                "a folder of root, such as /etc/gpupool.",
+                "/opt/gpupool, and run this command from there. Put configuration files into a "
+                "folder of root, such as /etc/gpupool.",
             )
 
 
@@ -214,8 +214,8 @@ def _check_free(layout: Layout) -> None:
     if listening_at(lock) == layout.socket:
         raise ServiceError(
             f"A broker that no service manager started listens at {layout.socket}.",
-            next_step="End it first: its kernels keep what they have on the GPU, and the service "
-            "takes over their sessions.",
+            next_step="End that broker first. Its kernels keep their state on the GPU, and the "
+            "service takes over their sessions.",
         )
 
 
@@ -294,7 +294,8 @@ def _is_held(lock: Path) -> bool:
 
 def _run(command: Sequence[str], *, run: bool, dry_run: bool) -> str:
     """Run a command; return the problem as a text, "" if there was none."""
-    print(f"Run {' '.join(command)}" if run else f"Not run here: {' '.join(command)}")
+    text = " ".join(command)
+    print(f"Run {text}" if run else f"Not run, because of --root: {text}")
     if not run or dry_run:
         return ""
     try:
@@ -306,4 +307,4 @@ def _run(command: Sequence[str], *, run: bool, dry_run: bool) -> str:
     if not done.returncode:
         return ""
     said = "\n".join(done.stdout.strip().splitlines()[-8:])
-    return f"This failed with exit code {done.returncode}: {' '.join(command)}\n{said}\n"
+    return f"This command failed with exit code {done.returncode}: {' '.join(command)}\n{said}\n"

@@ -21,9 +21,9 @@ LOOK = 0.5
 UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
 
 _NEXT = (
-    "You may switch it off: end jupyter gpupool node there, and remove it from "
-    "c.GPUPool.cluster_nodes on the other machines. To take it back: jupyter gpupool cluster "
-    "resume {}."
+    "You may now switch this machine off: end jupyter gpupool node on it, and remove it from "
+    "c.GPUPool.cluster_nodes on the other machines. To take the machine back: jupyter gpupool "
+    "cluster resume {}."
 )
 
 
@@ -64,7 +64,7 @@ def carry_out(
             state = node["state"]
             if do == "drain" and state in ("left", "gone"):
                 why = "no kernel has a slice there" if state == "left" else "it was fenced"
-                printer.tell(f"The ledger no longer counts anything for {machine}: {why}.")
+                printer.tell(f"{machine} has left the cluster: {why}.")
                 printer.tell(_NEXT.format(machine))
                 return 0
             if ordered and state == goal:
@@ -93,14 +93,14 @@ def leave(socket: str) -> int:
                 found = client.call("leave")
                 name = found["name"]
                 if found["left"]:
-                    printer.tell(f"The ledger no longer counts anything for {name}.")
+                    printer.tell(f"{name} has left the cluster.")
                     printer.tell(_NEXT.format(name))
                     return 0
                 printer.tell(_waits_for(found))
                 time.sleep(LOOK)
         except KeyboardInterrupt:
-            print("\nThe order stays in force: idle kernels leave their GPUs, and none gets a "
-                  "slice.", file=sys.stderr)  # fmt: skip
+            print("\nThe order stays in force: idle kernels give their slices back, and no kernel "
+                  "gets a new slice here.", file=sys.stderr)  # fmt: skip
             return 130
 
 

@@ -66,11 +66,12 @@ def _until_done(socket: str, action: str, device: str, reason: str) -> int:
         try:
             return _wait(client, str(answer["device"]), str(answer["note"]))
         except KeyboardInterrupt:  # the order is already in force
-            target = f" --device {device}" if device else ""
+            target, where = (f" --device {device}", " on this GPU") if device else ("", "")
             print(
-                f"\nNot finished, and the {action} stays in force: kernels leave when they are "
-                "idle, and get no slice. To see it: jupyter gpupool status. To end it: jupyter "
-                f"gpupool resume{target}.",
+                f"\nThe {action} is not finished, but it stays in force: kernels give their "
+                f"slices back when they are idle, and no kernel gets a new slice{where}. To see "
+                "the progress: jupyter gpupool status. To cancel: jupyter gpupool "
+                f"resume{target}.",
                 file=sys.stderr,
             )
             return 130
@@ -99,7 +100,11 @@ def _wait(client: Client, uuid: str, note: str) -> int:
         orders = client.call("status").get("maintenance") or []
         order = next((row for row in orders if row["device"] == uuid), None)
         if order is None:
-            print("Somebody has resumed the pool or the GPU meanwhile.", file=sys.stderr)
+            print(
+                "Somebody has resumed the pool or this GPU, so the order ended before it was done. "
+                "Run the command again if you still need it.",
+                file=sys.stderr,
+            )
             return 1
         if order["closed"]:
             print("\n".join([order["text"], *_outside(order)]))
@@ -129,8 +134,11 @@ def progress(order: Mapping[str, Any]) -> list[str]:
         return [f"Waiting for {order['step']}."]
     files = [row for row in order.get("files") or () if row["session"]]
     if files:
-        what = "its device file" if order.get("device") else "device files"
-        lines.append(f"No kernel has a slice there; these still have {what} open:")
+        one = order.get("device")
+        where, what = (" on this GPU", "its device file") if one else ("", "device files")
+        lines.append(
+            f"No kernel has a slice{where} any more, but these processes still have {what} open:"
+        )
         lines += [_process(row) for row in files]
     return lines
 
@@ -152,12 +160,12 @@ def _outside(order: Mapping[str, Any]) -> Sequence[str]:
     lines = []
     files = [row for row in order.get("files") or () if not row["session"]]
     if files:
-        what = "its device file" if order.get("device") else "device files"
+        what = "the GPU's device file" if order.get("device") else "device files"
         lines.append(f"Processes outside the pool that have {what} open:")
         lines += [f"  {row['pid']} (user id {row['uid']}): {row['command']}" for row in files]
     if order.get("unseen"):
         lines.append(
-            "Processes of other users, whose open files this command cannot see: "
-            f"{order['unseen']}; as root: fuser -v /dev/nvidia*"
+            "Number of other users' processes whose open files the broker cannot see: "
+            f"{order['unseen']}. To see these files, run as root: fuser -v /dev/nvidia*"
         )
     return lines

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _GROUP = "Programs in the pool"
 
 _RUN_CODES = (
-    "Exit codes: that of COMMAND, 128+n if signal n ended it; 125 if the pool refused or\n"
-    "--max-wait was over (standard error says why), 126 if COMMAND is not a program, 127 if it\n"
-    "does not exist, 2 wrong usage."
+    "Exit codes: the code of COMMAND, or 128+n if signal n ended COMMAND; 125: the pool\n"
+    "refused, or --max-wait was over (standard error says why); 126: COMMAND is not a\n"
+    "program; 127: COMMAND does not exist; 2: wrong usage."
 )
 
 _WAIT_CODES = (
-    "Exit codes: that of the program; 125 if no process recorded its end; 1 if there is no such\n"
-    "program."
+    "Exit codes: the code of the program; 125: no process recorded the program's end; 1: there\n"
+    "is no such program."
 )
 
 
@@ -46,13 +46,13 @@ def _seconds(text: str) -> float:
 def _per_cent(text: str) -> int:
     number = text.removesuffix("%").rstrip()
     if not number.isdecimal() or not 1 <= int(number) <= 100:
-        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to 100 per cent")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage from 1 to 100")
     return int(number)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs; ask for 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of GPUs: write 1 or more")
     return int(text)
 
 
@@ -61,7 +61,7 @@ def _signal_number(text: str) -> int:
     known = {one.name.removeprefix("SIG"): one.value for one in signal.Signals}
     number = int(name) if name.isdigit() else known.get(name, 0)
     if number not in known.values():
-        raise argparse.ArgumentTypeError(f"{text!r} is no signal")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a signal")
     return number
 
 
@@ -84,7 +84,7 @@ NAME = argument("name", metavar="NAME", help="as `jupyter gpupool ps` shows it")
     argument("--class", dest="priority", default="", metavar="CLASS", help="priority class"),
     argument(
         "--group", default="", metavar="GROUP",
-        help="the group of yours whose share it uses (default: the first)",
+        help="the program uses the share of this group of yours (default: your first group)",
     ),
     argument("--name", default="", metavar="NAME", help="name of the program in the pool"),
     argument(

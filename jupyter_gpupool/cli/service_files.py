@@ -157,12 +157,12 @@ Restart=always
 RestartSec=1
 TimeoutStartSec=180
 TimeoutStopSec=30
-# A broker whose event loop hangs is ended and started again; kernels keep their state.
+# If the broker's event loop hangs, systemd restarts the broker. Kernels keep their state.
 WatchdogSec=60
 {kill}OOMScoreAdjust=-500
 LimitNOFILE=65536
 
-# The pages of sessions are there: they must outlive the broker.
+# This folder contains the pages of sessions, which kernels use after the broker's end.
 RuntimeDirectory={runtime}
 RuntimeDirectoryMode=0755
 RuntimeDirectoryPreserve=yes
@@ -172,18 +172,18 @@ WantedBy=multi-user.target
 """
 
 _KILL_ALL = """\
-# Kernels of this machine's servers are no children of the broker: they go on without it.
+# Kernels of this machine's servers are not children of the broker, so they go on without it.
 KillMode=mixed
 """
 
 _LIMITS = """\
 
-# Root, without what the broker does not need. It keeps the view of all processes, of /dev and of
-# /tmp, which the driver's calls need. ProtectClock would close /dev/nvidia*.
+# The broker is root with only the rights that it needs. It sees all processes, /dev and /tmp,
+# because the driver's calls need them. Do not set ProtectClock, which would close /dev/nvidia*.
 CapabilityBoundingSet={capabilities}
 NoNewPrivileges=yes
 ProtectSystem=strict
-# The files of self-tests, and the driver's own.
+# Self-tests and the driver write files there.
 ReadWritePaths=-/tmp -/var/tmp
 ProtectHome=read-only
 ProtectControlGroups=yes
@@ -204,13 +204,13 @@ LimitCORE=0
 
 #: Lines of the unit if the option ``cluster_identity`` is set.
 _KILL_BROKER = """\
-# Kernels of servers on other machines are children of the broker, and go on without it.
+# Kernels of servers on other machines are children of the broker, but must go on without it.
 KillMode=process
 """
 
 _NO_LIMITS = """\
 
-# Kernels of servers on other machines start with the limits of this unit: it has none but these.
+# Kernels of servers on other machines also get the limits of this unit, so it has no others.
 TasksMax=infinity
 """
 

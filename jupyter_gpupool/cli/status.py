@@ -75,8 +75,9 @@ def connect(path: Path) -> Client:
             raise BrokerUnavailable(
                 error.message,
                 code=error.code,
-                next_step="It is the machine's broker: the service manager restarts it, and cells "
-                "that need a GPU wait until then. If it stays away: systemctl status gpupool.",
+                next_step="This is the machine's broker. The service manager restarts it, and "
+                "cells that need a GPU wait until then. If it does not start: systemctl status "
+                "gpupool.",
             ) from None
         if not startrecord.can_revive(path) and not startrecord.can_restore(path):
             raise

@@ -23,17 +23,17 @@ MAX_MINUTES = 7 * 24 * 60
 
 _HELP = (
     "Up, Down, PgUp, PgDn, Home, End   select a session",
-    "< >  or  , .                      sort by another column;  I turns the order round",
+    "< >  or  , .                      sort by another column;  I reverses the order",
     "W  M  P  T                        sort by waste, slice, busy share, unused time",
-    "r   release: the pool takes the slice back after some minutes, in use or not",
-    "R   drop that order: the slice stays",
+    "r   release: the pool takes the slice back after some minutes, even in use",
+    "R   cancel the release: the kernel keeps its slice",
     "n   another priority class",
     "k   (or F9) end the kernel",
     "d   drain a GPU    p   pause a GPU    u   put a GPU back into service",
     "h   this help      q   quit",
     "",
-    "BUSY: the share of its time with a slice in which a kernel used CUDA. UNUSED: the rest.",
-    "Waste is the slice times UNUSED. Only admins give orders; owners are told who did, and why.",
+    "BUSY: while a kernel had a slice, it used CUDA for this share of the time. UNUSED: the rest.",
+    "Waste is the slice times UNUSED. Only admins give orders. The owner sees who did, and why.",
 )
 
 
@@ -264,8 +264,8 @@ _MOVES = {
 }  # fmt: skip
 _SORT_KEYS = {"W": "waste", "M": "slice", "P": "busy", "T": "unused"}
 _DOES = {
-    "drain": "Drain GPU {}: its kernels go on elsewhere?",
-    "pause": "Pause GPU {}: its kernels wait until it is back?",
+    "drain": "Drain GPU {}? Its kernels go on elsewhere.",
+    "pause": "Pause GPU {}? Its kernels wait until the GPU is back.",
     "resume": "Test GPU {} and put it back into service?",
 }
 

@@ -42,8 +42,8 @@ class BrokerCalls:
         line = encode({"type": kind, "id": number, **fields})
         if len(line) > MAX_REQUEST:
             raise RefusedError(
-                f"A {kind!r} request of {len(line)} bytes is not sent; at most {MAX_REQUEST} are "
-                "allowed.",
+                f"A {kind!r} request of {len(line)} bytes was not sent, because at most "
+                f"{MAX_REQUEST} bytes are allowed.",
                 code=Code.TOO_LONG,
             )
         future = self._answers[number] = asyncio.get_running_loop().create_future()

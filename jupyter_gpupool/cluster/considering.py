@@ -43,7 +43,7 @@ def uses(node: Mapping[str, Any]) -> list[str]:
         if resource == GUARANTEE:
             text += " of its guarantee"
         elif resource == REFILL:
-            text += " that come back in a day"
+            text += " per day (refilled all the time)"
         by_name[f"{kind} {name}"].append(text)
     return [f"{name} may use {', '.join(parts)}" for name, parts in by_name.items()]
 
@@ -114,7 +114,8 @@ def _lack(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
         return f"no, {text}"
     has = f" ({models(gpus)})"
     if len(gpus) < devices:
-        return f"no, {len(gpus)} of the {devices} GPUs that it asks for are in service{has}"
+        there = "1 GPU" if len(gpus) == 1 else f"{len(gpus)} GPUs"
+        return f"no, the kernel needs {devices} GPUs, and the machine has {there} in service{has}"
     free = sorted((free for _, free in gpus), reverse=True)[devices - 1]
     if free < wanted.memory:
         each = "a GPU" if devices == 1 else f"each of {devices} GPUs"
@@ -132,7 +133,7 @@ def _place_of_data(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
         return ""
     there = [folder for folder in wanted.data if lies_on(folder, own)]
     if not there:
-        return "; none of its folders is on a disk there" if own else ""
+        return "; none of the kernel's folders is on a disk there" if own else ""
     shown = ", ".join(folder[:100] for folder in there[:MOST_FOLDERS])
     more = f" and {len(there) - MOST_FOLDERS} more" if len(there) > MOST_FOLDERS else ""
     return f"; {shown}{more} {'is' if len(there) == 1 else 'are'} on a disk there"

@@ -26,10 +26,10 @@ _LOG = logging.getLogger(__name__)
 TTL, MARGIN = 8.0, 2.0
 
 
-_REPORTS = "%s was fenced and reports again: the ledger counts what its kernels have"
+_REPORTS = "The fenced machine %s reports again, so the ledger counts again what its kernels have"
 _BORROWED = (
-    "%s was fenced or had left. The ledger counts this machine again, because another ledger may "
-    "have lent limits to it before it heard of this ledger. If the machine is dead, fence it again"
+    "%s was fenced, or had left the cluster. The ledger counts this machine again, because another "
+    "ledger may have lent it parts of the limits since then. If the machine is dead, fence it again"
 )
 
 #: The most characters of a view for a node: the node's broker rejects a longer message.

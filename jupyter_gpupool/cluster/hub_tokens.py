@@ -144,7 +144,7 @@ class HubTokens:
         if not isinstance(scopes, list):
             raise bad(
                 "the Hub does not report the scopes of its token",
-                "Upgrade the Hub to JupyterHub 2.0 or later, which reports them.",
+                "Upgrade the Hub to JupyterHub 2.0 or later, which reports scopes.",
             )
         if not {_OWN, f"{_OWN}!user={name}"}.intersection(map(str, scopes)):
             raise bad(

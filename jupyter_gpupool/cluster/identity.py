@@ -86,5 +86,6 @@ def read_order(claim: CheckedCredential, node: str) -> dict[str, Any]:
     if not isinstance(order, dict):
         raise bad("it contains no order")
     if order.get("node") != node:
-        raise bad(f"it is for the machine {str(order.get('node'))[:80]}, and this is {node}")
+        asked = str(order.get("node"))[:80]
+        raise bad(f"it is for the machine {asked}, but this machine is {node}")
     return order

@@ -102,11 +102,11 @@ def kernelspec(order: Mapping[str, Any], machine: str) -> dict[str, Any]:
         raise missing(machine, f"there is no kernelspec {name[:80]!r}", "Install it there, too.")
     if not encrypts(spec):
         raise RefusedError(
-            f"The kernelspec {name!r} on {machine} does not say that its kernel encrypts its "
-            "messages, so it may not be used from another machine.",
+            f"The kernelspec {name!r} on {machine} does not say that its kernel can encrypt "
+            "messages. A kernel that is used from another machine must encrypt them.",
             code=Code.NO_CURVE,
-            next_step='If the kernel can do that, add "supported_encryption": ["curve"] to its '
-            "metadata.",
+            next_step='If the kernel can do so, add "supported_encryption": ["curve"] to the '
+            "metadata of the kernelspec.",
         )
     return spec
 
@@ -144,8 +144,8 @@ def enter(folder: str, machine: str) -> None:
     except OSError as error:
         raise missing(
             machine, f"the folder {folder[:200]} cannot be entered ({error.strerror})",
-            "The folder of the notebook must be on a file system that both machines share, and the "
-            "service of the broker there must not hide it (ProtectHome).",
+            "The notebook's folder must be on a file system that both machines share, and the "
+            f"service of the broker on {machine} must not hide this folder (ProtectHome).",
         ) from None  # fmt: skip
 
 

@@ -86,7 +86,7 @@ class LedgerCalls:
             raise RefusedError(
                 f"{self.address[:80]} is not the address of a cluster's head.",
                 code=Code.BAD_REQUEST,
-                next_step="Give one such as 10.0.0.1:6379.",
+                next_step="Write an address such as 10.0.0.1:6379.",
             )
         try:
             socket.create_connection((host, int(port)), PROBE).close()
@@ -112,11 +112,11 @@ class LedgerCalls:
 
     def _silent(self, asked: str, how: str) -> GPUPoolError:
         return RefusedError(
-            f"The cluster's head at {self.address} was asked {asked}, and {how}.",
+            f"The cluster's head at {self.address} {how}. The request was {asked}.",
             code=Code.NO_HEAD,
-            next_step="Check there that jupyter gpupool node --head runs, that this machine "
-            "reaches its port, and that both have the same token. Kernels run on meanwhile, and "
-            "each machine shows its own with jupyter gpupool status.",
+            next_step="Check that `jupyter gpupool node --head` runs on the head, that this "
+            "machine reaches its port, and that both machines have the same token. Kernels "
+            "continue to run. To see the kernels of a machine, run `jupyter gpupool status` there.",
         )
 
 

@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """GPU-seconds used by nodes that have left, were fenced, or have lost their journal. Pure.
 
-GPU-seconds of a budget with a window count until the window ends. GPU-seconds of a budget that
-refills count until they would have come back on that node.
+If the budget has a window, these GPU-seconds count until the window ends. If the budget refills,
+they count until the refill on that node would have given them back.
 
 Each amount belongs to a node and its journal. In one journal, the amount that a node has used in a
-window only grows. So if several nodes report different amounts for it, the largest is right. No
-amount counts twice: when the node itself reports with the same journal, its report replaces the
+window only grows. So if several nodes report different values of one amount, the largest is right.
+No amount counts twice: when the node itself reports with the same journal, its report replaces the
 amount that is counted here. (This is a grow-only counter: M. Shapiro et al., "A comprehensive study
 of Convergent and Commutative Replicated Data Types", 2011.)
 """

@@ -108,7 +108,7 @@ class Mail:
                 "performed", PATIENCE, name=letter["name"], result=letter["result"]
             )
         except (OSError, GPUPoolError) as error:
-            _LOG.warning("The result of an order was not taken: %s", error)
+            _LOG.warning("The broker did not accept the result of an order: %s", error)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._safely(work))

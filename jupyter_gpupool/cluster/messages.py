@@ -287,7 +287,7 @@ def epoch_from_json(values: Any) -> Epoch:
         or [type(value) for value in values] != [int, str]
         or not 0 <= values[0] < 1 << 53
     ):
-        raise ValueError(f"{values!r:.80} is no fencing token")
+        raise ValueError(f"{values!r:.80} is not a fencing token")
     return Epoch(*values)
 
 
@@ -307,7 +307,7 @@ def parts_from_json(text: str) -> dict[Key, int]:
 def _amount(value: Any) -> int:
     """Return a valid amount, or raise: an infinite amount would spoil the ledger's sums."""
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r:.80} is no amount")
+        raise ValueError(f"{value!r:.80} is not an amount")
     return value
 
 
@@ -347,7 +347,7 @@ def _usages(rows: list[list[Any]] | None) -> Usages | None:
 def _usage(value: Any) -> float:
     found = float(value)
     if not 0 <= found < math.inf:
-        raise ValueError(f"{value!r:.80} is no usage")
+        raise ValueError(f"{value!r:.80} is not a usage")
     return found
 
 

@@ -59,7 +59,8 @@ class Munge:
             try:
                 if error:
                     raise cannot(
-                        f"MUNGE made no credential: {_words(lib, context, error)}.", _INSTALL
+                        f"MUNGE could not make a credential: {_words(lib, context, error)}.",
+                        _INSTALL,
                     )
                 return ctypes.string_at(found.value or 0).decode()
             finally:
@@ -79,7 +80,7 @@ class Munge:
                     raise bad(_BAD[error], "Try again: each request makes a new credential.")
                 if error:
                     raise cannot(
-                        f"MUNGE did not check a credential: {_words(lib, context, error)}.",
+                        f"MUNGE could not check a credential: {_words(lib, context, error)}.",
                         _INSTALL,
                     )
                 raw = ctypes.string_at(data.value, size.value) if data.value else b""

@@ -85,7 +85,7 @@ def token_environment(path: Path, *, create: bool) -> dict[str, str]:
         raise RefusedError(
             f"There is no file {path} with the cluster's token.",
             code=Code.REFUSED,
-            next_step="Copy it from the head, readable for this user only.",
+            next_step="Copy it from the head, and let only this user read it.",
         )
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path.resolve())}
 
@@ -123,9 +123,11 @@ async def run_node(
     name = settings.cluster_node or gethostname()
     if name not in settings.cluster_nodes:
         raise RefusedError(
-            f"This machine is called {name}, and c.GPUPool.cluster_nodes does not name it.",
+            f"The name of this machine is {name}, and c.GPUPool.cluster_nodes does not have this "
+            "name.",
             code=Code.REFUSED,
-            next_step="Add it there on every machine, or set c.GPUPool.cluster_node.",
+            next_step="On every machine, add the name to c.GPUPool.cluster_nodes. Or set "
+            "c.GPUPool.cluster_node on this machine to a name that is in that list.",
         )
     socket = Path(broker) if broker else find_socket(settings.socket)
     env = {**os.environ, **HEALTH, **token_environment(token, create=not join)}

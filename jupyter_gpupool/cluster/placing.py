@@ -104,10 +104,12 @@ def _lacks(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
         return "its GPUs are not known yet"
     works = summary["devices"] - summary["out"]
     if works < wanted.devices:
-        return f"it has {_count(works)} in service, and the kernel needs {_count(wanted.devices)}"
+        needs = _count(wanted.devices)
+        return f"the kernel needs {needs}, and the machine has {_count(works)} in service"
     most = summary["capacity"] // summary["devices"]
     if most < wanted.memory:
-        return f"its GPUs have {format_bytes(most)}, and {format_bytes(wanted.memory)} is needed"
+        needs, has = format_bytes(wanted.memory), format_bytes(most)
+        return f"the kernel needs {needs} on a GPU, and the machine's GPUs have {has} each"
     if wanted.model:
         return lacks_model(summary["gpus"], wanted.model)
     return ""
@@ -125,8 +127,8 @@ def lacks_model(gpus: list[Any] | None, model: str) -> str:
     if not others:
         return ""
     if any(is_model(name, model) for name, _ in gpus):
-        return f"it also has {', '.join(others)}, and its pool may choose any of its GPUs"
-    return f"its GPUs are {', '.join(others)}, and {model} is needed"
+        return f"its pool may choose a GPU of another model ({', '.join(others)})"
+    return f"the kernel needs the model {model}, and the machine has only {', '.join(others)}"
 
 
 def _count(gpus: int) -> str:

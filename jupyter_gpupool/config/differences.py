@@ -122,7 +122,10 @@ def notice(
     try:
         own = load_settings(overrides=Config({"GPUPool": dict(section)}) if section else None)
     except ConfigError as error:
-        return f"{who} has a mistake in its configuration, which is not in force: {error}"
+        return (
+            f"{who} has a mistake in its configuration, so the pool does not use this "
+            f"configuration: {error}"
+        )
     found = differences(own, in_force)
     if (status.get("broker") or {}).get("machine_wide"):
         found = [difference for difference in found if difference.option in own.options]
@@ -140,7 +143,7 @@ def sentence(found: Sequence[Difference], status: Mapping[str, Any], *, who: str
         parts.append(f"{len(found) - _MOST} more (`jupyter gpupool doctor` lists them)")
     broker = status.get("broker") or {}
     if broker.get("machine_wide"):
-        change = "It is the broker of the whole machine: ask your admin to change it."
+        change = "That pool belongs to the whole machine: ask your admin to change its options."
     else:
         change = (
             "To change an option of that pool, edit its configuration and send SIGHUP to its "

@@ -225,9 +225,9 @@ def read_portion(value: Any) -> Portion:
         try:
             percent = float(text[:-1])
         except ValueError:
-            raise ValueError(f"{value!r} is no part of the pool. {form}") from None
+            raise ValueError(f"{value!r} is not a part of the pool. {form}") from None
         if not 0 < percent <= 100:
-            raise ValueError(f"{value!r} is not above 0% and at most 100%. {form}")
+            raise ValueError(f"{value!r} must be above 0% and at most 100%. {form}")
         return Portion(percent=percent)
     devices = _DEVICES.fullmatch(text)
     if devices:
@@ -237,7 +237,7 @@ def read_portion(value: Any) -> Portion:
     try:
         parse_bytes(value)
     except ValueError:
-        raise ValueError(f"{value!r} is no part of the pool. {form}") from None
+        raise ValueError(f"{value!r} is not a part of the pool. {form}") from None
     try:
         return Portion(bytes=read_bytes(value))
     except ValueError:
@@ -293,8 +293,8 @@ def _read_renews(value: Any) -> float:
 def _read_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError(
-            f"{value!r} is no daily budget. Write GPU-seconds, text like '8h', or a dict such as "
-            "{'seconds': '8h', 'rule': 'refill', 'then': 'refuse'}."
+            f"{value!r} is not a daily budget. Write GPU-seconds, text like '8h', or a dict such "
+            "as {'seconds': '8h', 'rule': 'refill', 'then': 'refuse'}."
         )
     if str(value).strip() in ("0", "0.0"):
         return 0.0

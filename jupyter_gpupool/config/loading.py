@@ -230,7 +230,8 @@ def _reason(name: str, value: Any, error: Exception) -> str:
     if isinstance(value, DeferredConfig):
         value = value.get_value(option) if not isinstance(error, ValueError) else value
     if isinstance(value, LazyConfigValue):
-        return f"this option cannot be changed like that. Allowed: {option.metadata['unit']}."
+        unit = option.metadata["unit"]
+        return f"the result of this change is not allowed. Allowed: {unit}."
     return f"{value!r} is not allowed. Allowed: {option.metadata['unit']}."
 
 
@@ -253,9 +254,9 @@ def _read(path: Path, *, required: bool) -> Config | None:
             ) from None
         return None
     except SystemExit as error:
-        text = f"The configuration file {path} ended the program ({error})."
+        text = f"The configuration file {path} ended the program with {error!r}."
         raise WrongConfiguration(
-            [Fault(text, "Remove the call that ends it, such as sys.exit().")]
+            [Fault(text, "Remove the call that ends the program, such as sys.exit().")]
         ) from None
     except Exception as error:
         text = f"The configuration file {path} cannot be read: {_one_line(error, path)}."

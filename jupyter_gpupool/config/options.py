@@ -106,8 +106,8 @@ class _Overuse(Enum):  # type: ignore[type-arg]
         """Return ``value``; for an old value, raise an error that names its replacement."""
         if value == "suspend":
             raise TraitError(
-                "'suspend' is no longer a value: a kernel that goes around the guard can take "
-                "the memory again. Write 'report', or 'end' to end such kernels."
+                "'suspend' is no longer allowed: after a suspend, a kernel that goes around the "
+                "guard can take the memory again. Write 'report', or 'end' to end such kernels."
             )
         return super().validate(obj, value)
 
@@ -117,7 +117,8 @@ class GPUPool(Configurable):
 
     devices = _option(
         List(AnyTrait(), default_value=None, allow_none=True),
-        "GPUs of the pool: the index that nvidia-smi shows, or the beginning of the UUID, of each.",
+        "The GPUs of the pool. For each GPU, write the index that nvidia-smi shows, or the "
+        "beginning of its UUID.",
         unit="list of indices or UUIDs",
         default="None (every GPU of the machine)",
         example='devices = [0, "GPU-5d1c"]',
@@ -137,16 +138,17 @@ class GPUPool(Configurable):
         AttachPolicy,
         "When a kernel gets its slice: 'lazy' at its first CUDA call, 'cell' when a cell starts, "
         "'manual' only on %gpu attach or %%gpu. 'lazy' needs the guard (see guard); if no GPU of "
-        "the pool has passed the guard's self-test, it acts as 'cell', and `jupyter gpupool "
+        "the pool has passed the guard's self-test, 'lazy' acts as 'cell', and `jupyter gpupool "
         "doctor` shows the reason.",
         example='attach = "manual"',
     )
     guard = _option(
         Bool(True),
-        "Start kernels under the guard, a library between them and the CUDA driver: it holds their "
-        "CUDA calls while they have no slice, and refuses allocations beyond the slice as the "
-        "driver would. This is a limit for well-behaved programs, not a security boundary. Without "
-        "it nothing enforces a slice, and 'lazy' acts as 'cell'.",
+        "Start kernels under the guard, a library between a kernel and the CUDA driver. While a "
+        "kernel has no slice, the guard lets its CUDA calls wait. The guard also refuses "
+        "allocations beyond the slice, as the driver would. This is a limit for well-behaved "
+        "programs, not a security boundary. Without the guard, nothing enforces a slice, and "
+        "'lazy' acts as 'cell'.",
         unit="True or False",
         default="True",
         example="guard = False",
@@ -163,20 +165,20 @@ class GPUPool(Configurable):
     )
     default_memory = _option(
         Size(_POOL.default_memory),
-        "Guaranteed device memory of a kernel that asks for no size, with its CUDA context. At "
-        "most the size of the largest GPU, and max_memory_per_kernel.",
+        "Guaranteed device memory of a kernel that asks for no size. It includes the kernel's CUDA "
+        "context. It is at most max_memory_per_kernel, and at most the size of the largest GPU.",
         unit="bytes, or text such as '4GiB'",
         default="4 GiB",
         example='default_memory = "6GiB"',
     )
     default_limit = _option(
         Size(None, allow_none=True),
-        "A kernel that names no limit may grow beyond its guarantee to this device memory, while "
-        "the GPU has free memory. Once another kernel needs its own guaranteed memory, the pool "
-        "first takes back such growth, if necessary by a suspend during a cell. Only "
-        "kernels under the guard can grow; without it a slice keeps the size that it has at "
-        "attach. Programs that take all free memory at their start (vLLM) should name a limit. "
-        "Otherwise they take turns on a GPU that they could share.",
+        "A kernel that names no limit may grow beyond its guarantee, up to this device memory, "
+        "while the GPU has free memory. When another kernel needs its own guaranteed memory, the "
+        "pool first takes back such growth. If necessary, it suspends the kernel that has grown, "
+        "even during a cell. Only kernels under the guard can grow; without the guard, a slice "
+        "keeps its first size. Programs that take all free memory at their start (vLLM) should "
+        "name a limit. Otherwise they take turns on a GPU that they could share.",
         unit="bytes, or text such as '12GiB'",
         default="None (the whole GPU)",
         example='default_limit = "12GiB"',
@@ -204,18 +206,20 @@ class GPUPool(Configurable):
         "Groups of users, by name, and what each gets of the pool. Three keys say who belongs to a "
         "group: users is a list of names, or '*' for all users that are in no other group; "
         "unix_groups and hub_groups are lists. guarantee is the memory that the group gets back at "
-        "once from groups that borrow it. cap is the most memory that the group may have. Both are "
-        "per cent of the pool's memory, devices, or a size. weight divides the rest: a group of "
-        "weight 2 gets twice as much of it as a group of weight 1, the default. parent names the "
-        "group that contains this one. gpu_seconds_per_day is a budget: GPU-seconds, or text such "
-        "as '8h', or a dict. The dict has seconds; rule ('window', the default, renews the whole "
-        "budget at one time of the day; 'refill' renews a little of it continuously); renews (that "
-        "time in UTC, '00:00'); and then, which says what happens when the budget is used up "
-        "('borrow', the default: the group gets only memory that no other session wants; 'refuse': "
-        "it gets no new slice; 'stop': the pool also suspends its running kernels). A user belongs "
-        "to the group that names the user. If no group does, one with a Unix group or a Hub group "
-        "of the user counts, and then the group for everybody. If several groups count, the one "
-        "with the lower order wins. A kernel may choose another group that its user belongs to.",
+        "once from groups that borrow it. cap is the most memory that the group may have. Write "
+        "each of these two as per cent of the pool's memory, as devices, or as a size. weight "
+        "divides the rest: a group of weight 2 gets twice as much as a group of weight 1, the "
+        "default. parent names the group that contains this one. gpu_seconds_per_day is a budget: "
+        "GPU-seconds, or text such as '8h', or a dict with up to four keys. seconds is the budget. "
+        "rule is 'window' (the default: the whole budget is renewed at one time of the day) or "
+        "'refill' (the budget is renewed a little at a time, continuously). renews is the time of "
+        "the day for 'window', in UTC (default: '00:00'). The key then says what happens when the "
+        "budget is used up: with 'borrow' (the default), the group gets only memory that no other "
+        "session wants; with 'refuse', it gets no new slice; with 'stop', the pool also suspends "
+        "its running kernels. A user belongs to the group that names the user. If no group names "
+        "the user, a group with a Unix group or a Hub group of the user counts. If there is no "
+        "such group, the group with '*' counts. If several groups count, the one with the lowest "
+        "order wins. A kernel may choose another group that its user belongs to.",
         unit="dict of group name to dict",
         default="{} (no groups)",
         example='groups = {"lab": {"guarantee": "60%", "users": ["ada"]}, "rest": {"users": "*"}}',
@@ -223,10 +227,11 @@ class GPUPool(Configurable):
     )
     cluster_nodes = _option(
         List(Unicode()),
-        "The machines that share one set of limits: memory, devices, leases and GPU-seconds of "
-        "quotas, and caps, guarantees and GPU-seconds of groups, then count on all of them "
-        "together. Every broker of the cluster and its ledger read the same list, quotas and "
-        "groups. A machine that never comes back must be taken from the list. See docs/cluster.md.",
+        "The machines that share one set of limits. Two kinds of limits then count on all these "
+        "machines together: quotas (memory, devices, leases, GPU-seconds), and limits of groups "
+        "(caps, guarantees, GPU-seconds). The cluster's ledger and all its brokers must read the "
+        "same list, quotas and groups. If a machine never comes back, remove it from the list. See "
+        "docs/cluster.md.",
         unit="list of names of machines",
         default="[] (this machine alone)",
         example='cluster_nodes = ["gpu1", "gpu2"]',
@@ -243,18 +248,20 @@ class GPUPool(Configurable):
     )
     cluster_agent = _option(
         Unicode("gpupool"),
-        "The user whose process connects this broker to the ledger of cluster_nodes; root and the "
-        "broker's own user are always allowed. The process can only lend limits to this machine.",
+        "The user whose process may connect this broker to the ledger of cluster_nodes. Processes "
+        "of root and of the broker's own user may always do this. Such a process can only lend "
+        "limits to this machine.",
         unit="name of a user",
         default="'gpupool'",
         example='cluster_agent = "gpupool"',
     )
     cluster_identity = _option(
         Unicode(""),
-        "How this machine's broker identifies users for whom it starts kernels, and whose servers "
-        "run on other machines of cluster_nodes: 'munge' (Debian's package munge), "
+        "How this machine's broker identifies users whose servers run on other machines of "
+        "cluster_nodes, before it starts a kernel for them: 'munge' (Debian's package munge), "
         "'munge:/path' for another socket of its daemon, or the address of a JupyterHub's API, "
-        "whose tokens then count. Without it this machine runs no kernels of other machines.",
+        "which then checks the users' tokens. Without this option this machine runs no kernels of "
+        "other machines.",
         unit="'munge', 'munge:/path', or a URL",
         default="'' (no kernels of other machines)",
         example='cluster_identity = "munge"',
@@ -265,14 +272,14 @@ class GPUPool(Configurable):
         Unicode(""),
         "The address at which kernels on this machine listen for servers on other machines.",
         unit="IPv4 address",
-        default="'' (the one from which this machine reaches other hosts)",
+        default="'' (the address from which this machine reaches other hosts)",
         example='cluster_address = "10.0.0.2"',
     )
     cluster_min_uid = _option(
         Int(1000),
-        "The least user id for which this machine's broker starts kernels of servers on other "
-        "machines: ids below belong to services of the system, and a JupyterHub's user may have "
-        "the name of one. The broker never starts a kernel for root.",
+        "The lowest user id for which this machine's broker starts kernels of servers on other "
+        "machines. Lower ids belong to services of the system, and a user of a JupyterHub may have "
+        "the same name as such a service. The broker never starts a kernel for root.",
         unit="user id, 1 at least",
         default="1000",
         example="cluster_min_uid = 500",
@@ -290,10 +297,10 @@ class GPUPool(Configurable):
     )
     on_ledger_loss = _choice(
         OnLedgerLoss,
-        "What happens while the ledger of cluster_nodes does not answer: 'closed' lets kernels "
-        "keep their slices and grants no new one to users and groups with a limit; 'min_share' "
-        "grants each of them cluster_min_share on this machine, so all machines together may "
-        "then exceed a limit by that share times their number.",
+        "What happens while the ledger of cluster_nodes does not answer. With 'closed', kernels "
+        "keep their slices, but users and groups with a limit get no new slice. With 'min_share', "
+        "each such user and group gets cluster_min_share on each machine. Together, the machines "
+        "may then exceed a limit by cluster_min_share times the number of machines.",
         example='on_ledger_loss = "min_share"',
     )
     cluster_min_share = _option(
@@ -307,9 +314,10 @@ class GPUPool(Configurable):
     hub_groups = _option(
         AnyTrait(None, allow_none=True),
         "A function that gets the name of a user and returns the names of the user's groups in "
-        "JupyterHub, or in another directory that this machine does not know. The broker calls it "
-        "in a thread, when a user opens a session, at most every five minutes for each user, and "
-        "after SIGHUP; if it fails, its last result counts. A kernel cannot claim a group.",
+        "JupyterHub, or in another directory that this machine does not know. The broker calls the "
+        "function in a thread when a user opens a session (at most every five minutes for each "
+        "user), and after SIGHUP. If a call fails, the last result counts. A kernel cannot claim a "
+        "group.",
         unit="function, in a Python configuration file",
         default="None (no user is in a Hub group)",
         example='hub_groups = lambda user: ["night"] if user in ("ada", "bob") else []',
@@ -326,11 +334,13 @@ class GPUPool(Configurable):
     preempt = _option(
         List(Unicode(), default_value=sorted(_POOL.preempt)),
         "The rules by which the pool may suspend a computing kernel during a cell. The kernel "
-        "loses nothing, waits in the queue, and continues without any action. 'guarantee': its "
-        "group has more than its guarantee, and the waiting kernel's group has less; 'class': the "
-        "waiting kernel has a higher priority class; 'turns': the waiting kernel is equal, and "
-        "the time slice is over; 'burst': the kernel has grown beyond its guarantee, and another "
-        "kernel needs its own. []: only idle kernels give up their slice.",
+        "loses nothing, waits in the queue, and continues without any action. 'guarantee': the "
+        "computing kernel's group has more than its guarantee, and the waiting kernel's group has "
+        "less than its own guarantee; 'class': the waiting kernel has a higher priority class; "
+        "'turns': both kernels have the same class, and the time slice of the computing kernel is "
+        "over; 'burst': the computing kernel has grown beyond its guaranteed memory, and the "
+        "waiting kernel needs its own guaranteed memory. []: only idle kernels give up their "
+        "slice.",
         unit="list of 'burst', 'class', 'guarantee', 'turns'",
         default=repr(sorted(_POOL.preempt)),
         example='preempt = ["guarantee", "class"]',
@@ -338,16 +348,18 @@ class GPUPool(Configurable):
     )
     unsuspendable = _choice(
         Unsuspendable,
-        "What happens to a kernel that the driver cannot suspend, or has failed to suspend three "
-        "times in succession, or whose state is larger than its control group may hold, while "
-        "others wait for its slice: 'warn' warns its user, 'ask' also asks the user later to end "
-        "the kernel, 'end' also ends the kernel after that. See unsuspendable_after.",
+        "What the broker does if other kernels wait for the slice of a kernel that cannot be "
+        "suspended. The reason may be that the driver cannot suspend the kernel, that three "
+        "attempts in succession have failed, or that the state is too large for the kernel's "
+        "control group. 'warn' warns the kernel's user, 'ask' later also asks the user to end the "
+        "kernel, 'end' also ends the kernel after that. See unsuspendable_after.",
         example='unsuspendable = "end"',
     )
     unsuspendable_after = _option(
         List(AnyTrait(), default_value=["1m", "10m", "1h"]),
-        "Three waiting times of other kernels, after which the broker warns the user of a kernel "
-        "that it cannot suspend, asks the user to end it, and ends it; see unsuspendable.",
+        "Three waiting times of other kernels. After the first, the broker warns the user of the "
+        "kernel that cannot be suspended. After the second, it asks the user to end that kernel. "
+        "After the third, it ends the kernel. See unsuspendable.",
         unit="list of three durations, each longer than the one before",
         default="['1m', '10m', '1h']",
         example='unsuspendable_after = ["5m", "30m", "8h"]',
@@ -358,10 +370,10 @@ class GPUPool(Configurable):
         "Other values of options for some hours of some days. Each rule has a name, the options "
         "that it sets (set), the days on which it begins (days, 'mon-fri' or 'sat, sun'; default: "
         "every day), its hours ('20:00-08:00' ends the next morning; default: the whole day) and a "
-        "time_zone (default: the machine's). Of rules in force at the same time a later one wins. "
-        "A dict such as quotas or groups is merged key by key into the value in force; every other "
-        "value replaces it. A schedule cannot set options that need a restart of the broker, nor "
-        "who is in which group.",
+        "time_zone (default: the machine's). If several rules are in force at the same time, the "
+        "last of them in the list wins. A dict such as quotas or groups is merged key by key into "
+        "the value in force; every other value replaces it. A schedule cannot set options that "
+        "need a restart of the broker, nor who is in which group.",
         unit="list of dicts",
         default="[] (the same at all times)",
         example='schedules = [{"name": "night", "hours": "20:00-08:00", "set": {"linger": "1h"}}]',
@@ -393,10 +405,10 @@ class GPUPool(Configurable):
     )
     classes_allowed = _option(
         List(Unicode(), default_value=None, allow_none=True),
-        "Priority classes whose kernels may have a slice. Mostly schedules set this, for example "
-        "to run batch work only at night. The pool suspends kernels of other classes, if "
-        "necessary during a cell. They lose nothing, and continue when their class is allowed "
-        "again.",
+        "Priority classes whose kernels may have a slice. This option is mostly useful in "
+        "schedules, for example to run batch work only at night. The pool suspends kernels of "
+        "other classes, if necessary during a cell. They lose nothing, and continue when their "
+        "class is allowed again.",
         unit="list of names in priority_classes",
         default="None (all)",
         example='classes_allowed = ["interactive", "notebook"]',
@@ -404,17 +416,17 @@ class GPUPool(Configurable):
     )
     idle_timeout = _option(
         Seconds(_POOL.idle_timeout),
-        "A slice goes back to the pool after this long without use: without GPU work under 'lazy', "
-        "without a running cell under 'cell' and 'manual'.",
+        "If a kernel does not use its slice for this long, the slice goes back to the pool. Under "
+        "'lazy', GPU work counts as use. Under 'cell' and 'manual', a running cell counts as use.",
         unit="seconds, or text such as '10m'",
         default="300",
         example="idle_timeout = 600",
     )
     quiet_after = _option(
         Seconds(1.0),
-        "Under 'lazy', a kernel that has made no CUDA call for this long, with none running, "
-        "counts as not using its GPU, whatever its cell does meanwhile. While another kernel "
-        "waits, the end of its cell counts at once.",
+        "Under 'lazy', a kernel counts as not using its GPU if it has made no CUDA call for this "
+        "long and none is running, even while its cell runs. If another kernel waits, the slice "
+        "counts as unused as soon as the cell ends.",
         unit="seconds, or text such as '5s'",
         default="1",
         example="quiet_after = 5",
@@ -442,7 +454,8 @@ class GPUPool(Configurable):
     )
     reserve = _option(
         Size(_POOL.reserve, zero=True),
-        "Memory of each GPU that is never granted, for use outside the pool.",
+        "Memory of each GPU that the pool never grants, so that programs outside the pool can use "
+        "it.",
         unit="bytes, or text such as '512MiB'",
         default="0",
         example='reserve = "512MiB"',
@@ -458,12 +471,12 @@ class GPUPool(Configurable):
     )
     host_reserve = _option(
         AnyTrait("10%"),
-        "Each suspend leaves this much host memory free, both of the machine and of each control "
-        "group (cgroup) above the kernel. A percentage refers to each of these limits: the result "
-        "is at least 1 GiB, or a quarter of the limit if that is less. For a control group, a size "
-        "counts as at most a quarter of the limit. If less memory is free while kernels are "
-        "suspended, the broker looks for the largest suspended state that fits on a GPU, moves it "
-        "back to the GPU, and warns its user.",
+        "Each suspend leaves this much host memory free, both in the machine and in each control "
+        "group (cgroup) above the kernel. A percentage is a part of the memory limit of the "
+        "machine or of the control group, but at least 1 GiB, or a quarter of that limit if this "
+        "is less. A size counts for a control group as at most a quarter of its limit. If less "
+        "memory is free while kernels are suspended, the broker moves the largest suspended state "
+        "that fits back to a GPU, and warns the kernel's user.",
         unit="bytes, text such as '4GiB', or per cent such as '10%'; 0 for none",
         default="'10%'",
         example='host_reserve = "8GiB"',
@@ -472,28 +485,28 @@ class GPUPool(Configurable):
     resume_headroom = _option(
         Size(_POOL.resume_headroom, zero=True),
         "Before the pool resumes a suspended kernel, this much device memory (at most a sixteenth "
-        "of the GPU) must be free in addition to the memory that the kernel held. A resume may "
-        "need more memory than the suspend freed, and a resume without room can kill the process. "
-        "The extra memory goes back to the pool once the kernel is resumed.",
+        "of the GPU) must be free in addition to the kernel's own memory. A resume may need more "
+        "memory than the suspend freed, and a resume without room can kill the process. The extra "
+        "memory goes back to the pool once the kernel is resumed.",
         unit="bytes, or text such as '512MiB'",
         default="256 MiB",
         example='resume_headroom = "512MiB"',
     )
     max_swap_overhead = _option(
         Share(_POOL.max_swap_overhead, zero=True),
-        "While kernels contend for a GPU, moves may take at most this part of the time. A kernel "
-        "with short pauses keeps its slice until its move takes only this part of the time for "
-        "which it has used its GPU. While another kernel waits, an idle kernel keeps its slice no "
-        "longer than its move takes. 0: a waiting kernel gets an idle slice at once, even if the "
-        "move takes long.",
+        "While kernels compete for a GPU, moving their state may take at most this part of the "
+        "time. So a kernel with short pauses keeps its slice until the move of its state takes "
+        "only this part of the time for which the kernel has used its GPU. While another kernel "
+        "waits, an idle kernel keeps its slice at most as long as the move takes. 0: a waiting "
+        "kernel gets an idle slice at once, even if the move takes long.",
         unit="number from 0 to below 1, or per cent such as '10%'",
         default="0.1",
         example="max_swap_overhead = 0.05",
     )
     retest_after = _option(
         Seconds(60.0, zero=True),
-        "The broker tests a GPU that is out of service because of a failure (an Xid, a self-test) "
-        "again after this time. The time doubles after each failed test, up to an hour. A GPU "
+        "If a failure (an Xid, a self-test) has taken a GPU out of service, the broker tests the "
+        "GPU again after this time. The time doubles after each failed test, up to an hour. A GPU "
         "that passes is in service again. 0: the broker tests only on `jupyter gpupool doctor "
         "--retest`.",
         unit="seconds, or text such as '5m'",
@@ -502,17 +515,18 @@ class GPUPool(Configurable):
     )
     turn = _option(
         Seconds(0.1, least=MIN_TURN),
-        "Length of one turn when kernels that share a GPU compute at the same time and one of "
-        "them has asked for less than all of it (compute).",
+        "Kernels that share a GPU and compute at the same time take turns if one of them has asked "
+        "for a part of the compute time (compute). This is the length of one turn.",
         unit="seconds, 0.01 at least",
         default="0.1",
         example="turn = 0.25",
     )
     managed_memory = _choice(
         ManagedPolicy,
-        "cudaMallocManaged in kernels under the guard: the driver cannot suspend a process that "
-        "has such memory, and the slice does not limit it. 'refuse' returns an error "
-        "(CUDA_ERROR_NOT_SUPPORTED), 'allow' counts it, and the kernel then keeps its slice.",
+        "What the guard does when a kernel calls cudaMallocManaged. The driver cannot suspend a "
+        "process that has such memory, and a slice does not limit the memory. 'refuse' returns an "
+        "error (CUDA_ERROR_NOT_SUPPORTED). 'allow' counts the memory, and the kernel then keeps "
+        "its slice.",
         example='managed_memory = "allow"',
     )
     overuse = _choice(
@@ -526,8 +540,8 @@ class GPUPool(Configurable):
     foreign_processes = _choice(
         ForeignPolicy,
         "Processes on a pool GPU that do not belong to the pool: 'count' subtracts their memory "
-        "from the pool's, 'report' also logs each one, 'end' also ends those of users who have a "
-        "kernel in the pool.",
+        "from the pool's, 'report' also logs each one, 'end' also ends the processes of users who "
+        "have a kernel in the pool.",
         example='foreign_processes = "report"',
     )
     socket = _option(
@@ -546,16 +560,17 @@ class GPUPool(Configurable):
         "`jupyter gpupool install-devices` makes an environment that the broker finds without "
         "this option.",
         unit="absolute path",
-        default="'' (the one of install-devices, else the broker's own Python)",
+        default="'' (the Python of install-devices, else the broker's own Python)",
         example='device_python = "/opt/gpupool/devices/bin/python"',
         read=read_program,
         restart=True,
     )
     state_dir = _option(
         Unicode(""),
-        "Folder of the broker's journal, one for each machine. A journal is not safe on a network "
-        "file system (NFS, SMB, Lustre, FUSE and the like). The broker then uses "
-        "/var/tmp/gpupool-UID, and reports this in its log and in `jupyter gpupool doctor`.",
+        "Folder of the broker's journal; each machine has its own journal. If the folder is on a "
+        "network file system (NFS, SMB, Lustre, FUSE and the like), where a journal is not safe, "
+        "the broker uses /var/tmp/gpupool-UID instead, and reports this in its log and in `jupyter "
+        "gpupool doctor`.",
         unit="absolute path",
         default="'' (root: /var/lib/gpupool; others: ~/.local/state/gpupool)",
         example='state_dir = "/var/lib/gpupool"',
@@ -565,8 +580,8 @@ class GPUPool(Configurable):
     journal_size = _option(
         Size(256 << 20, least=1 << 20),
         "Disk space of the journal, from which reports and timelines are made. The broker drops "
-        "the oldest rows beyond this size, and beyond 500,000 rows. Its write-ahead log takes "
-        "about 16 MiB more.",
+        "the oldest rows beyond this size, and beyond 500,000 rows. The journal's write-ahead log "
+        "takes about 16 MiB more.",
         unit="bytes, or text such as '1GiB'; 1 MiB at least",
         default="256 MiB",
         example='journal_size = "1GiB"',
@@ -588,16 +603,16 @@ class GPUPool(Configurable):
     )
     linger = _option(
         Seconds(30.0, zero=True),
-        "A broker that was started for one user ends this long after its last kernel.",
+        "A broker that was started for one user ends this long after its last kernel has ended.",
         unit="seconds, or text such as '5m'",
         default="30",
         example='linger = "5m"',
     )
     metrics_port = _option(
         Int(0),
-        "Serve metrics of the whole pool for Prometheus at this port of 127.0.0.1, and there only: "
-        "http://127.0.0.1:PORT/metrics. Every user of the machine can read them; they name no "
-        "person.",
+        "Serve metrics of the whole pool for Prometheus at this port of 127.0.0.1: "
+        "http://127.0.0.1:PORT/metrics. Other machines cannot read these metrics. Every user of "
+        "this machine can; the metrics name no person.",
         unit="TCP port, 1 to 65535",
         default="0 (not served)",
         example="metrics_port = 9845",
@@ -605,9 +620,10 @@ class GPUPool(Configurable):
     )
     user_sockets = _option(
         Bool(False),
-        "Serve kernels in containers: one socket in each folder users/NAME that root, Docker or "
-        "the kubelet makes beside the machine's socket. Processes in a container that has the "
-        "folder count as processes of the user NAME. Only the machine's broker has these sockets.",
+        "Serve kernels in containers. Root, Docker or the kubelet makes a folder users/NAME for "
+        "each user beside the machine's socket, and the broker makes a socket in each of these "
+        "folders. Processes in a container that has such a folder count as processes of the user "
+        "NAME. Only the machine's broker has these sockets.",
         unit="True or False",
         default="False",
         example="user_sockets = True",
@@ -615,8 +631,9 @@ class GPUPool(Configurable):
     )
     admins = _option(
         List(Unicode()),
-        "Users who may see every kernel, take its slice back, change its class and end it, and "
-        "take GPUs out of service; besides root and the broker's own user.",
+        "These users may see every kernel, take its slice back, change its class and end it. They "
+        "may also take GPUs out of service. Root and the broker's own user always have these "
+        "rights.",
         unit="list of user names",
         default="[]",
         example='admins = ["ada"]',
@@ -669,8 +686,9 @@ class GPUPool(Configurable):
         notes = []
         if pool["host_memory"] > total:
             notes.append(
-                f"c.GPUPool.host_memory is {format_bytes(pool['host_memory'])} and this machine "
-                f"has {format_bytes(total)}; the pool still starts a suspend only if its copy fits."
+                f"c.GPUPool.host_memory is {format_bytes(pool['host_memory'])}, but this machine "
+                f"has {format_bytes(total)}. The pool starts a suspend only if the kernel's state "
+                "fits into host memory."
             )
         return BrokerSettings(pool=PoolSettings(**pool), notes=tuple(notes), **values)
 
@@ -692,7 +710,7 @@ class GPUPool(Configurable):
         for name, rule in members.items():
             if rule.hub_groups and self.hub_groups is None:
                 text = "The pool knows no members of Hub groups: c.GPUPool.hub_groups is not set."
-                step = "Set it to a function, or remove these groups."
+                step = "Set c.GPUPool.hub_groups to a function, or remove these groups."
                 yield Fault(text, step, "groups", (name, "hub_groups"))
 
     def _check_cluster(self, groups: Mapping[str, Group]) -> Iterator[Fault]:

@@ -156,12 +156,12 @@ def read_quotas(value: Mapping[Any, Any]) -> dict[str, Quota]:
             faults.append(Fault(text))
         elif owner.startswith("@"):
             text = (
-                f"{owner!r} looks like a group, and quotas are per user. Name the users, or use "
-                "'*' for all others; c.GPUPool.groups is for groups."
+                f"{owner!r} looks like a group, but quotas are per user. Write names of users, or "
+                "'*' for all others. For groups, use c.GPUPool.groups."
             )
             faults.append(Fault(text))
         elif not isinstance(entry, Mapping):
-            text = f"{entry!r} is no quota. Write a dict such as {{'memory': '16GiB'}}."
+            text = f"{entry!r} is not a quota. Write a dict such as {{'memory': '16GiB'}}."
             faults.append(Fault(text, keys=(owner,)))
         else:
             quotas[owner] = _read_quota(owner, entry, faults)
@@ -192,7 +192,7 @@ def _limit(key: str, limit: Any) -> Any:
     if key in ("memory", "suspended"):
         return 0 if type(limit) is int and limit == 0 else read_bytes(limit)
     if type(limit) is not int or limit < 0:
-        raise ValueError(f"{limit!r} is no limit. Write a whole number, 0 or more.")
+        raise ValueError(f"{limit!r} is not a limit. Write a whole number, 0 or more.")
     return limit
 
 
@@ -224,8 +224,8 @@ def read_unsuspendable_after(value: Sequence[Any]) -> tuple[float, float, float]
     """Return ``c.GPUPool.unsuspendable_after`` in seconds."""
     if len(value) != 3:
         raise ValueError(
-            "Write three durations: until the warning, the request and the end, such as "
-            "['1m', '10m', '1h']."
+            "Write three durations: after how long the broker warns the user, asks the user to end "
+            "the kernel, and ends it, such as ['1m', '10m', '1h']."
         )
     first, second, third = (parse_seconds(one) for one in value)
     if not first <= second <= third:
@@ -251,8 +251,8 @@ def read_devices(value: Sequence[Any] | None) -> tuple[str, ...] | None:
             and (text.isdigit() or re.match(r"(GPU|MIG)-[0-9A-Za-z-]+$", text))
         ):
             raise ValueError(
-                f"{entry!r} names no GPU. Write an index such as 0, or the beginning of a UUID "
-                "such as 'GPU-5d1c'; `nvidia-smi -L` shows both."
+                f"{entry!r} is not an index or a UUID of a GPU. Write an index such as 0, or the "
+                "beginning of a UUID such as 'GPU-5d1c'; `nvidia-smi -L` shows both."
             )
         if text in found:
             raise ValueError(f"{text!r} is listed twice.")
@@ -264,8 +264,8 @@ def read_function(value: Any) -> HubGroups | None:
     """Return ``c.GPUPool.hub_groups``."""
     if value is not None and not callable(value):
         raise ValueError(
-            f"{value!r} is no function. Define one in a Python configuration file; it gets a "
-            "user's name and returns a list of names."
+            f"{value!r} is not a function. In a Python configuration file, define a function that "
+            "gets the name of a user and returns a list of the names of groups."
         )
     found: HubGroups | None = value
     return found
@@ -280,7 +280,7 @@ def read_identity(value: Any) -> str:
     if kind in ("http", "https") and rest.startswith("//"):
         return text
     raise ValueError(
-        f"{text!r} names no way to identify users. Write 'munge', 'munge:/path/of/its/socket', or "
+        f"{text!r} is not a way to identify users. Write 'munge', 'munge:/path/of/its/socket', or "
         "the address of a JupyterHub's API."
     )
 
@@ -331,7 +331,9 @@ def read_count(value: Any) -> int:
 def read_uid(value: Any) -> int:
     """Return a user id that is not root's."""
     if type(value) is not int or not 1 <= value < (1 << 32) - 1:
-        raise ValueError(f"{value!r} is not the id of a user other than root.")
+        raise ValueError(
+            f"{value!r} is not allowed. Write a user id, 1 at least: 0, the id of root, is refused."
+        )
     return value
 
 

@@ -62,7 +62,7 @@ def read_schedules(value: Sequence[Any]) -> tuple[Schedule, ...]:
     found: list[Schedule] = []
     for index, entry in enumerate(value):
         if not isinstance(entry, Mapping):
-            text = f"{entry!r} is no schedule. Write a dict with 'name', 'hours' and 'set'."
+            text = f"{entry!r} is not a schedule. Write a dict with 'name', 'hours' and 'set'."
             faults.append(Fault(text, keys=(index,)))
             continue
         wrong = len(faults)
@@ -72,7 +72,7 @@ def read_schedules(value: Sequence[Any]) -> tuple[Schedule, ...]:
             found.append(schedule)
             if [one.name for one in found].count(schedule.name) > 1:
                 text = f"Another schedule has the name {schedule.name!r}."
-                faults.append(Fault(text, "Give each its own name.", keys=(index, "name")))
+                faults.append(Fault(text, "Give each schedule its own name.", keys=(index, "name")))
     if faults:
         raise WrongValue(faults)
     return tuple(found)
@@ -247,18 +247,20 @@ def wrong_settings(
             if name not in known:
                 note(f"There is no option {name!r}.", did_you_mean(str(name), known), *keys)
             elif name in ("schedules", "hub_groups"):
-                note(f"A schedule cannot set {name}.", "", *keys)
+                text = f"A schedule cannot set {name!r}."
+                note(text, f"Remove {name!r} from the schedule.", *keys)
             elif name in fixed:
                 text = f"A change of {name!r} takes effect only when the broker starts."
-                note(text, "Remove it from the schedule.", *keys)
+                note(text, f"Remove {name!r} from the schedule.", *keys)
         changed = schedule.values.get("groups")
         for group, entry in changed.items() if isinstance(changed, Mapping) else ():
             within: tuple[OptionKey, ...] = (index, "set", "groups", group)
             if group not in groups:
-                hint = did_you_mean(str(group), groups, then="Add it to c.GPUPool.groups.")
+                then = "If the group is new, add it to c.GPUPool.groups."
+                hint = did_you_mean(str(group), groups, then=then)
                 note(f"There is no group {group!r}.", hint, *within)
             for key in entry if isinstance(entry, Mapping) else ():
                 if key not in GROUP_KEYS:
                     text = f"A schedule cannot set {key!r} of a group."
-                    note(text, f"It can set {one_of(GROUP_KEYS)}.", *within, key)
+                    note(text, f"A schedule can set {one_of(GROUP_KEYS)}.", *within, key)
     return faults

@@ -149,11 +149,10 @@ def _in_vain(name: str, options: Sequence[str], rivals: Sequence[str]) -> str:
     them = "it" if len(options) == 1 else "them"
     what, either = " and ".join(options), " or ".join(map(repr, rivals))
     all_of = " and ".join(map(repr, rivals))
-    come, place = ("comes", "it") if len(rivals) == 1 else ("come", "them")
     return (
-        f"The schedule {name!r} sets {what} without effect: whenever it is in force, {either} also "
-        f"sets {them}, and the schedule that is last in the list wins. {all_of} {come} later: put "
-        f"{name!r} after {place}, or remove {what} from {place}."
+        f"The schedule {name!r} sets {what} without effect: whenever this schedule is in force, "
+        f"{either} also sets {them}, and the last of such schedules in the list wins. Put {name!r} "
+        f"after {all_of}, or remove {what} from {all_of}."
     )
 
 

@@ -56,14 +56,13 @@ def _wrong_parents(tree: Mapping[str, Group]) -> list[Fault]:
             at = tree[at].parent
         if at in walk:
             cycle = walk[walk.index(at) :]
-            above = (
-                "The group is its own parent."
-                if len(cycle) == 1
-                else "The parents lead in a circle: "
-                + ", ".join(f"{a} is in {b}" for a, b in pairwise([*cycle, cycle[0]]))
-                + "."
-            )
-            faults.append(Fault(above, "Remove one of these parents.", keys=(cycle[0], "parent")))
+            if len(cycle) == 1:
+                above, hint = "The group is its own parent.", "Write another parent, or remove it."
+            else:
+                links = [f"{a} is in {b}" for a, b in pairwise([*cycle, cycle[0]])]
+                above = f"The parents form a circle: {', '.join(links)}."
+                hint = "Remove one of these parents."
+            faults.append(Fault(above, hint, keys=(cycle[0], "parent")))
         seen.update(walk)
     return faults
 
@@ -84,9 +83,9 @@ def _order(members: Mapping[str, Members]) -> Iterator[Fault]:
                 if other != name:
                     yield Fault(
                         f"{subject.format(repr(one))} in the groups {other!r} and {name!r}, and "
-                        "nothing says which one counts.",
-                        "Give the one that counts a lower 'order', such as 1; a session can choose "
-                        "the other one.",
+                        "nothing says which group counts.",
+                        "Set a lower 'order', such as 1, for the group that counts; a session can "
+                        "choose the other group.",
                         keys=(name, key),
                     )
 
@@ -187,9 +186,10 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
                 if key == "guarantee":
                     refused.update(path(tree, name)[:-1])
                 yield Fault(
-                    f"The {key} {_said(portion, scale)} cannot be reached: the cap of the group "
-                    f"{above[0]!r} above it is {_said(tree[above[0]].cap, scale)}.",
-                    f"Lower this {key} or raise that cap.",
+                    f"The {key} {_said(portion, scale)} cannot be reached: this group is inside "
+                    f"{above[0]!r}, and the cap of {above[0]!r} is "
+                    f"{_said(tree[above[0]].cap, scale)}.",
+                    f"Lower this {key} or raise the cap of {above[0]!r}.",
                     keys=(name, key),
                 )
             elif key == "cap" and more(own, scale.whole):
@@ -215,16 +215,14 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
             sentence = f"{inner[0]!r} is guaranteed {scale.text(total)}"
         else:
             named = ", ".join(f"{name!r} ({scale.text(needs(name))})" for name in inner)
-            sentence = f"{named} are guaranteed {scale.text(total)} together"
+            sentence = f"The guarantees of {named} add up to {scale.text(total)}"
         if parent:
-            part = "guaranteed" if bound == "guarantee" else "capped at"
-            whose = "its" if len(inner) == 1 else "their"
-            owner = f"{whose} parent group {parent!r} is {part} {scale.text(within)}"
+            owner = f"the {bound} of the parent group {parent!r} is {scale.text(within)}"
         else:
             owner = f"{scale.where} {scale.text(within)}"
         yield Fault(
-            f"{sentence}, and {owner}.",
-            "Lower these guarantees" + (f" or raise the {bound} of the parent." if parent else "."),
+            f"{sentence}, but {owner}.",
+            "Lower these guarantees" + (f" or raise the {bound} of {parent!r}." if parent else "."),
             keys=(last, "guarantee") if tree[last].guarantee else (last,),
         )
 

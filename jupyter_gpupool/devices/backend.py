@@ -311,9 +311,9 @@ def named(machine: Mapping[str, int], wanted: Sequence[str], limit: str = "") ->
         if not matches:
             there = ", ".join(f"{index} ({uuid})" for uuid, index in machine.items())
             raise ConfigError(
-                f"c.GPUPool.devices names {name!r}, and this machine has: {there}."
+                f"c.GPUPool.devices names {name!r}, but the GPUs of this machine are: {there}."
                 + (f" {limit}" if limit else ""),
-                next_step="Correct it, or remove it to use every GPU.",
+                next_step="Correct the option, or remove it to use every GPU.",
             )
         chosen += [uuid for uuid in matches if uuid not in chosen]
     return chosen

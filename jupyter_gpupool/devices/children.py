@@ -171,7 +171,7 @@ class Child:
         await self.start()
         process = self._process
         if process is None or process.stdin is None:
-            raise ChildLost(f"The {self.program} process ended as it started.", hung=False)
+            raise ChildLost(f"The {self.program} process ended while it was starting.", hung=False)
         self._next_id += 1
         request_id = self._next_id
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()

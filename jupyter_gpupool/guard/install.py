@@ -111,7 +111,8 @@ def guard_directory(base: Path) -> Path:
     except OSError as error:
         raise GuardFolderError(
             f"The guard's folder {folder} cannot be made: {error}.",
-            next_step="Make room or correct its permissions, and start the broker again.",
+            next_step="Make room on the disk or correct the folder's permissions, then start the "
+            "broker again.",
         ) from None
     return folder
 

@@ -269,11 +269,11 @@ class Page:
         return page
 
     def open_again(self) -> int:
-        """Return a descriptor for another process, which the caller closes.
+        """Return a new descriptor, to pass to another process. The caller closes it.
 
-        The new descriptor has its own flags, because the other process may set O_APPEND. With this
-        flag, Linux ignores the offset of ``pwrite``. If the broker's descriptor got the flag, too,
-        the broker could not close the gate.
+        The other process may set O_APPEND. With this flag, Linux ignores the offset of ``pwrite``,
+        and the broker could not close the gate. So the broker's own descriptor must not share its
+        flags with this one.
 
         Raises
         ------
@@ -353,7 +353,7 @@ class Page:
             raise PageError(f"The page {self.path} has {len(data)} bytes instead of {SIZE}.")
         magic, version, gate, _, devices, epoch, _, limit, _, _, _ = _FIXED.unpack_from(data)
         if magic != MAGIC or version != VERSION or devices > DEVICES:
-            raise PageError(f"The page {self.path} is not one of version {VERSION}.")
+            raise PageError(f"The page {self.path} does not have version {VERSION}.")
         granted = struct.unpack_from(f"<{DEVICES}Q", data, GRANTED_AT)[:devices]
         slots = []
         # Find the used slots in one step: on nearly every page, nearly all 256 slots are empty.

@@ -135,7 +135,7 @@ def advice(link: SessionLink, text: str, figures: MemoryFigures | None = None) -
     line = (
         counted(figures)
         if figures is not None and figures.granted
-        else f"this kernel is granted {format_bytes(granted)} of device memory"
+        else f"this kernel has a slice of {format_bytes(granted)}"
     )
     return f"GPU pool: {line}. {_what_to_type(link, granted, text)}"
 
@@ -187,8 +187,8 @@ def no_broker(link: SessionLink, error: GPUPoolError) -> GPUPoolError:
         start = (
             "The broker there serves the whole machine: ask your administrator to start it."
             if link.path == MACHINE_SOCKET
-            else "Open another Pooled GPU kernel, which starts it with your server's options, "
-            "or run `jupyter gpupool broker`."
+            else "Open another Pooled GPU kernel, which starts a broker with your server's "
+            "options, or run `jupyter gpupool broker`."
         )
     else:
         start = error.next_step

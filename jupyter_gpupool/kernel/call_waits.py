@@ -73,9 +73,10 @@ class RunningRequest:
         """Return a text about the preemption; ``back``: the kernel has a slice again."""
         away = f"for {format_seconds(max(1.0, self.away))}"
         if self.times > 1:
-            away = f"{self.times} times, {away} in all"
-        end = "went on" if back else "ended before a GPU was free again"
-        return f"This cell had no GPU {away}, and {end}. {taken(self.why)} {self.remedy}".rstrip()
+            away = f"{self.times} times, {away} in all,"
+        end = "then continued" if back else "ended before a GPU was free again"
+        story = f"This cell was without a GPU {away} and {end}."
+        return f"{story} {taken(self.why)} {self.remedy}".rstrip()
 
 
 class CallWaits:

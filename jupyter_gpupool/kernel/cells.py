@@ -343,8 +343,8 @@ class CellGate:
         if not self._told_unreachable:
             self._told_unreachable = True
             self.notice(
-                f"GPU pool: {error.message} Cells run without a GPU slice until it is back; "
-                f"do not use the GPU before that. {error.next_step}".rstrip()
+                f"GPU pool: {error.message} Until the broker is back, cells run without a GPU "
+                f"slice and must not use the GPU. {error.next_step}".rstrip()
             )
         return None
 
@@ -355,7 +355,7 @@ class CellGate:
             then = "fails" if self.guard.on else "waits, and cannot be interrupted"
             self.notice(
                 "GPU pool: the GPU state of this kernel is in host memory. Type %gpu attach before "
-                f"you use it: until then a CUDA call {then}."
+                f"you use the GPU: until then a CUDA call {then}."
             )
 
     # ------------------------------------------------------------------ around the cell
@@ -398,7 +398,8 @@ class CellGate:
     async def _after_cell(self, reply: Any, refusals: int, waits: bool) -> None:
         """Add a line about an error that the pool caused.
 
-        ``waits``: a CUDA call of the cell still waited at its end.
+        ``waits``: a CUDA call of the cell waited for a slice, and the kernel had none when the cell
+        ended.
         """
         failed = isinstance(reply, dict) and reply.get("status") == "error"
         if not self.guard.on:
@@ -521,8 +522,8 @@ class RequestForOneCell:
         if self._link.attached:
             why = self._link.pinned_reason or self._link.reason or "the kernel is busy"
             raise RefusedError(
-                f"{format_bytes(wanted)} is not free on the GPU of this kernel, and the pool could "
-                f"not move the kernel off that GPU: {why}.",
+                f"{format_bytes(wanted)} is not free on the GPU of this kernel, and the kernel "
+                f"could not move to another GPU: {why}.",
                 next_step="Try again later, or ask for less.",
             )
 

@@ -216,7 +216,7 @@ def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
     elif fields["limit"] < fields["memory"]:
         raise CommandError(
             f"The limit {options['limit']} is below the guaranteed memory {' '.join(sizes)}.",
-            next_step="Write a limit that is at least the memory, or leave it out.",
+            next_step=f"Write a limit of at least {' '.join(sizes)}, or leave --limit out.",
         )
     return fields
 

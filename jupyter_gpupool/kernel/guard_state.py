@@ -56,7 +56,7 @@ def _ask(environ: Mapping[str, str]) -> int:
         connection.sendall(encode(message))
         _, found, _, _ = socket.recv_fds(connection, 1 << 16, 1)
     if not found:
-        raise OSError("the broker does not pass the session's page")
+        raise OSError("the broker did not send the session's page")
     return found[0]
 
 
@@ -77,7 +77,7 @@ class Guard:
             None,
         )  # fmt: skip
         if library is None:
-            return "LD_PRELOAD of this process does not name it"
+            return "LD_PRELOAD of this process does not name the guard"
         try:
             if os.path.realpath(library) not in maps.read_text():
                 return f"{library} is not loaded in this process"

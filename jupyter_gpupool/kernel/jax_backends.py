@@ -26,8 +26,8 @@ AGAIN = (
 )
 STAYS = (
     "GPU pool: JAX computes on the CPU, because it got no GPU slice when it opened its devices in "
-    "this cell. To let it look for the GPU again: import jax.extend.backend; "
-    "jax.extend.backend.clear_backends(). Arrays made before that stay on the CPU."
+    "this cell. To make JAX look for the GPU again, run: import jax.extend.backend; "
+    "jax.extend.backend.clear_backends(). Existing arrays stay on the CPU."
 )
 
 

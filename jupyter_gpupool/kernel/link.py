@@ -394,7 +394,8 @@ class SessionLink:
             if isinstance(error, GPUPoolError):
                 raise
             raise BrokerUnavailable(
-                f"The GPU pool broker at {self.path} did not greet this kernel in {patience:g} s.",
+                f"The GPU pool broker at {self.path} did not answer this kernel's first message in "
+                f"{patience:g} s.",
                 code=Code.BROKER_SILENT,
                 next_step="CPU work goes on; see `jupyter gpupool doctor`.",
             ) from None

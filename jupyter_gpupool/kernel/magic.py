@@ -70,7 +70,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
                 raise GPUPoolError(
                     "%%gpu works only as the first line of a cell: the kernel waits for the slice "
                     "before the cell runs.",
-                    next_step="Put it first, or use %gpu with a size and %gpu attach.",
+                    next_step="Put %%gpu on the first line, or type %gpu with a size and then "
+                    "%gpu attach.",
                 )
             self._run(line)
         except GPUPoolError as error:
@@ -199,8 +200,8 @@ def _attached_text(link: SessionLink, slices: Sequence[Slice]) -> str:
     if stays(uuids, known):
         return f"Attached: {size} on {where}. {STAYS}"
     return (
-        f"Attached: {size} on {where}. It stays until the kernel is idle too long, or is idle "
-        "while another kernel waits."
+        f"Attached: {size} on {where}. The slice stays until the kernel is idle too long, or is "
+        "idle while another kernel waits."
     )
 
 
@@ -221,7 +222,7 @@ def _request_text(answer: Any, guarded: bool, asked: Mapping[str, Any]) -> str:
     text = "Asked for " + ", ".join(parts) + "." if parts else "The request is changed."
     note = answer.get("note") or ""
     if guarded and parts and not note:
-        note = "It takes effect on the next allocation."
+        note = "The change takes effect on the next allocation."
     return f"{text} {note}".rstrip()
 
 

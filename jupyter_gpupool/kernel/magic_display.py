@@ -352,7 +352,10 @@ class HelpDisplay(_Display):
     """``%gpu help``."""
 
     def __init__(self, request: Mapping[str, Any], guarded: bool = False) -> None:
-        self._rows = [*SUBCOMMANDS.values(), ("%%gpu 16GiB", "this much for one cell only")]
+        self._rows = [
+            *SUBCOMMANDS.values(),
+            ("%%gpu 16GiB", "ask for this much memory for one cell only"),
+        ]
         asks = _request(request, guarded, details=False) if request.get("memory") else ""
         self._now = f"This kernel asks for {asks}." if asks else ""
 

@@ -161,8 +161,8 @@ PATIENCE = 0.25
 
 HOW_TO_STOP = "Interrupt the kernel to stop waiting; the cell will not run."
 HOW_TO_STOP_BESIDE = (
-    "Another cell of this kernel runs. An interrupt of the kernel ends that cell; a second one "
-    "ends this wait, and this cell will not run."
+    "Another cell of this kernel runs. Interrupt the kernel once to end that cell, and a second "
+    "time to end this wait; this cell then will not run."
 )
 HOW_TO_STOP_MAGIC = "Interrupt the kernel to stop waiting; the cell ends here."
 HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end the cell."
@@ -170,9 +170,9 @@ HOW_TO_STOP_CALL = "A CUDA call of this cell waits; interrupt the kernel to end 
 #: This text replaces HOW_TO_STOP_CALL and HOW_TO_STOP_PREEMPTED if the user interrupts the kernel
 #: and the wait continues (``guard/src/wait.c``).
 HOW_TO_STOP_HELD = (
-    "A thread of a library, such as JAX, waits in a call. If the call ended now, arrays that it "
-    "may reuse (donated arguments) could be lost, so the interrupt changed nothing. "
-    "Interrupt once more to end the call."
+    "The interrupt changed nothing, because a library such as JAX waits in a call. If the call "
+    "ends now, arrays that it may reuse (donated arguments) can be lost. "
+    "Interrupt the kernel once more to end the call."
 )
 
 #: The hint in a cell after the pool has taken its slice.

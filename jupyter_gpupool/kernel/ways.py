@@ -61,8 +61,8 @@ def ways(answer: Mapping[str, Any]) -> tuple[str, ...]:
     size = answer.get("starts_with_bytes")
     if isinstance(size, int):
         found.append(
-            f"With {format_bytes(size)} it would start now: stop waiting, run %gpu "
-            f"{typed_bytes(size)}, then this cell."
+            f"This cell would start now with {format_bytes(size)}: stop waiting, run %gpu "
+            f"{typed_bytes(size)}, then run the cell again."
         )
     held: dict[str, int] = {}
     for lease in answer.get("holders") or ():
@@ -70,5 +70,8 @@ def ways(answer: Mapping[str, Any]) -> tuple[str, ...]:
             name = str(lease.get("label") or lease.get("session"))
             held[name] = held.get(name, 0) + int(lease.get("bytes") or 0)
     for name, bytes_ in [*held.items()][:MOST_NAMED]:
-        found.append(f"Your kernel {name} holds {format_bytes(bytes_)}: %gpu release there.")
+        found.append(
+            f"Your kernel {name} has {format_bytes(bytes_)}: to free this memory, run %gpu release "
+            "there."
+        )
     return tuple(found)

@@ -246,8 +246,8 @@ class Overhead:
         """Add one sample; return the new record, and the bytes beyond the charge in this sample.
 
         The guard has charged ``constant`` bytes for the context and ``counted`` bytes in total; the
-        driver shows ``shown`` bytes. ``complete``: the driver's list explains all used memory, so
-        even a figure below the charge is correct.
+        driver shows ``shown`` bytes. ``complete``: the processes in the driver's list account for
+        all used memory. In this case ``shown`` is correct even if it is below the charge.
         """
         context = self.context
         alone: tuple[int, ...] = ()

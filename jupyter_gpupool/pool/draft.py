@@ -499,11 +499,11 @@ class Draft:
             self.rooms[x.device].expect += x.bytes
 
     def stays_out(self, v: Session, room: Room, wanted: int) -> bool:
-        """Return whether ``v`` would wait behind a head that wants ``wanted`` bytes here.
+        """Return whether ``v``, once suspended, would wait behind the head of the queue.
 
-        If not, a suspend of ``v`` does not help the head: ``v`` would get its bytes back at its
-        next call. The pool would move ``v`` out and in at each pause, and no session would gain
-        from it.
+        The head wants ``wanted`` bytes of ``room``. If ``v`` would not wait, its suspend does not
+        help the head: ``v`` would get its bytes back at its next call. The pool would suspend and
+        resume ``v`` each time that it pauses between calls, and no session would gain from it.
         """
         size = sum(x.bytes for x in v.lease.slices if x.device == room.uuid)
         if room.promised:

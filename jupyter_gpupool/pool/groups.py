@@ -51,7 +51,7 @@ class Portion:
         if len(given) != 1:
             raise ValueError("Give exactly one of bytes, devices and percent.")
         if not 0 <= given[0] < math.inf:
-            raise ValueError(f"{given[0]} was given; it must be a number from 0 on.")
+            raise ValueError(f"{given[0]} was given; the number must be finite and at least 0.")
         if self.percent is not None and self.percent > 100:
             raise ValueError(f"{self.percent} % was given; it must be at most 100.")
 
@@ -115,9 +115,14 @@ class Daily:
 
     def __post_init__(self) -> None:
         if not 0 <= self.seconds < math.inf:
-            raise ValueError(f"{self.seconds} GPU-seconds per day: it must be a number from 0 on.")
+            raise ValueError(
+                f"{self.seconds} GPU-seconds per day were given; the number must be finite and at "
+                "least 0."
+            )
         if not 0 <= self.renews < DAY:
-            raise ValueError(f"{self.renews}: the second of the day must be from 0 to {DAY:.0f}.")
+            raise ValueError(
+                f"{self.renews} was given as a second of the day; it must be from 0 to {DAY:.0f}."
+            )
         if self.rule not in ("window", "refill"):
             raise ValueError(f"There is no rule {self.rule!r}: use 'window' or 'refill'.")
         if self.then not in ("borrow", "refuse", "stop"):

@@ -118,7 +118,7 @@ def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
             Code.BAD_REQUEST,
             f"The memory limit {format_bytes(request.limit)} is below the guaranteed memory "
             f"{format_bytes(request.memory)}.",
-            "Give a limit that is at least the memory.",
+            f"Give a limit of at least {format_bytes(request.memory, rounding='up')}.",
             {"memory": request.memory, "limit": request.limit},
         )
     if request.devices < 1:
@@ -131,7 +131,8 @@ def check_form(request: Request, settings: PoolSettings) -> Refusal | None:
     if not 1 <= request.compute <= 100:
         return Refusal(
             Code.BAD_REQUEST,
-            f"A compute share of {request.compute} % was asked for; it must be from 1 to 100.",
+            f"A compute share of {request.compute} % was asked for; the share must be from 1 to "
+            "100.",
             "Ask for a share from 1 to 100 per cent.",
             {"compute": request.compute},
         )

@@ -28,9 +28,10 @@ STEPS = (512 * _MIB, 64 * _MIB, 1)
 
 
 def smaller(facts: Facts, last: Plan, s: Session) -> int | None:
-    """Return the most bytes on each GPU with which the waiting session ``s`` would start now.
+    """Return the largest size, in bytes on each GPU, with which ``s`` would start now.
 
-    None if ``s`` is not in the queue for a lease, or if no smaller size would let it start now.
+    None if ``s`` is not in the queue for a lease, or if no size below its request would let it
+    start now.
     """
     if s.state != "queued":
         return None

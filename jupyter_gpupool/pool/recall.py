@@ -52,7 +52,7 @@ def _refusal(facts: Facts, s: Session) -> Refusal | None:
     return Refusal(
         Code.CANNOT_SUSPEND,
         f"The state of this kernel cannot leave its GPU: {why.rstrip('.')}.",
-        "Ask its owner to free the memory, or end the kernel.",
+        "Ask the kernel's owner to free the memory, or end the kernel.",
     )
 
 

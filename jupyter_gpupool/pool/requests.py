@@ -109,7 +109,7 @@ def _size_note(facts: Facts, s: Session, plan: Plan) -> str:
     note, request = _what_became(facts, s, plan), s.request
     if request.limit > request.memory:
         note += (
-            f" It may grow to {format_bytes(request.limit)} while that much is free; "
+            f" The slice may grow to {format_bytes(request.limit)} while that much is free; "
             f"{format_bytes(request.memory)} is guaranteed."
         )
     return note
@@ -139,7 +139,7 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
         )
     if all(x.bytes <= max(limit, s.lease.footprints.get(x.device, 0)) for x in slices):
         return f"The slice is {have} now."
-    return "The change applies once the memory in use has been measured."
+    return "The change applies when the pool has measured the memory in use."
 
 
 # --------------------------------------------------------------------------- more than guaranteed
@@ -225,8 +225,8 @@ def _growth_bounds(
     if cap is not None:
         left = 0 if waits else cap.most - (charge_of(s, s.lease.slices) - s.lease.charge)
         why = (
-            f"your group {cap.group} has {format_bytes(max(0, left))} left of the "
-            f"{format_bytes(facts.tree.caps[cap.group])} that it may have at once."
+            f"your group {cap.group} may have {format_bytes(facts.tree.caps[cap.group])} at once, "
+            f"and {format_bytes(max(0, left))} of this is left."
         )
         step = "Free memory in the kernel, or wait until other kernels of the group end."
         yield left, Refusal(Code.QUOTA, why, step, {**numbers, "left": max(0, left)})
@@ -392,7 +392,7 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
     s.keep_until = 0.0
     if s.state != "idle":
         cell = any(h.kind != "device" for h in s.holds.values())
-        when = "the running cell is done" if cell else "its work on the GPU is done"
+        when = "the running cell is done" if cell else "the kernel's work on the GPU is done"
         actions = _answer(s, event.rid, f"The slice goes back when {when}.")
         if s.attach == "lazy" and not s.lease.told_wanted:
             # A person waits for the slice, so the agent must report at once when no cell runs.
@@ -411,7 +411,10 @@ def _release_note(facts: Facts, s: Session) -> str:
         why = s.pinned_reason or "the last attempt failed"
         left = format_seconds(leaves - facts.now)
         return f"The kernel cannot give its slice back now ({why}); the pool tries again in {left}."
-    return why or ("Host memory has no room for its state now; the slice goes back once it has.")
+    return why or (
+        "Host memory has no room for the kernel's state now; the slice goes back as soon as there "
+        "is room."
+    )
 
 
 def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
@@ -425,7 +428,7 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
         )
         return _answer(s, event.rid, refusal)
     if left > most:
-        again = f"Keep it for {format_seconds(most)}, and repeat that before the time is over."
+        again = f"Ask for {format_seconds(most)}, and ask again before that time is over."
         refusal = Refusal(
             Code.OVER_KEEP,
             f"{format_seconds(left)} was asked for; an idle slice is kept for at most "
@@ -443,7 +446,7 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
     note = f"The slice stays for {format_seconds(left)}, even when idle."
     if facts.now < s.recall_at < event.until:
         left = s.recall_at - facts.now
-        note += f" An administrator still takes it back in {format_seconds(left)}."
+        note += f" Even so, an administrator takes it back in {format_seconds(left)}."
     return _answer(s, event.rid, note)
 
 

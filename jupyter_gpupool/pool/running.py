@@ -91,7 +91,7 @@ RECALLED = 6
 RULES: Mapping[int, PreemptRule] = {1: "burst", 2: "guarantee", 3: "class", 4: "turns"}
 REASONS = {
     "burst": (
-        "it has more memory than is guaranteed to it, and another kernel needs its own guaranteed "
+        "it has more memory than its guarantee covers, and another kernel needs its own guaranteed "
         "memory"
     ),
     "guarantee": "another kernel needs memory that is guaranteed to its group",
@@ -102,11 +102,15 @@ REASONS = {
 
 #: For each rule of preemption: a sentence on what the owner of the preempted session can do.
 REMEDIES = {
-    REASONS["burst"]: "What you ask for with %gpu is guaranteed: ask for as much as it needs.",
+    REASONS["burst"]: (
+        "Memory that you ask for with %gpu is guaranteed, so ask for as much as the kernel needs."
+    ),
     REASONS["guarantee"]: "With a smaller request (%gpu) both kernels may fit.",
-    REASONS["budget"]: "%gpu why says when there are GPU-seconds again.",
+    REASONS["budget"]: "%gpu why shows when there are GPU-seconds again.",
     REASONS["class"]: "With a smaller request (%gpu) both kernels may fit.",
-    REASONS["turns"]: "Kernels that fit together take no turns: a smaller request (%gpu) may help.",
+    REASONS["turns"]: (
+        "Kernels do not take turns if all of them fit, so a smaller request (%gpu) may help."
+    ),
 }
 
 

@@ -276,7 +276,7 @@ TRANSITIONS: Mapping[tuple[State, State], Step] = {
         "a hold is taken and needs a slice, or host memory is short", _join
     ),
     ("queued", "detached"): Step(
-        "the last waiting hold is cancelled, refused or waited too long", _stop_waiting
+        "the last waiting hold is cancelled or refused, or has waited too long", _stop_waiting
     ),
     ("queued", "attaching"): Step(
         "a plan gives it a slice; the driver is asked to attach", _begin_attach
@@ -288,7 +288,7 @@ TRANSITIONS: Mapping[tuple[State, State], Step] = {
     ),
     ("attaching", "detached"): Step("not attached (nothing lost), and no hold is left", _give_up),
     ("active", "detached"): Step(
-        "nothing of it is on the slice, and it cannot be moved there", _not_landed
+        "its processes are not on the GPU of the slice, and cannot be moved there", _not_landed
     ),
     ("active", "idle"): Step("the last hold is dropped", _rest),
     ("active", "detaching"): Step(

@@ -136,7 +136,7 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
     if stage == STAGES["end"]:
         text = (
             f"Another kernel waited for {waited} for {what}, and this kernel could not "
-            f"be suspended ({why}). So the pool ends it now (c.GPUPool.unsuspendable)."
+            f"be suspended ({why}). So the pool ends this kernel now (c.GPUPool.unsuspendable)."
         )
         s.holds = {}
         return [
@@ -154,5 +154,7 @@ def _stage(facts: Facts, s: Session, waiter: Session) -> Actions:
         return [Warn(session=s.id, stage="warn", message=text, ends_at=at)]
     text += "Please free the GPU memory or restart the kernel now."
     if at is not None:
-        text += f" The pool ends it in {format_seconds(max(0.0, at - facts.now))}."
+        text += (
+            f" Otherwise the pool ends this kernel in {format_seconds(max(0.0, at - facts.now))}."
+        )
     return [Warn(session=s.id, stage="ask", message=text, ends_at=at)]

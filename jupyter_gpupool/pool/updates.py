@@ -58,7 +58,7 @@ def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
             text = f"{kind.__name__} of epoch {epoch} came for a session that is {s.state}, epoch "
             # LandingRefused may come just after the last hold was dropped: this is no error.
             level = "debug" if kind is ev.LandingRefused else "warning"
-            return _log(name, level, Code.STALE_COMPLETION, f"{text}{s.epoch}; dropped.")
+            return _log(name, level, Code.STALE_COMPLETION, f"{text}{s.epoch}; it is ignored.")
         return act(facts, s, event)
     if kind in _PEOPLE:
         return _PEOPLE[kind](facts, s, event, plan)
@@ -82,7 +82,7 @@ def _gone(name: str, s: Session | None, event: ev.Event) -> Actions:
         step = "`jupyter gpupool status` lists the sessions."
         refusal = Refusal(Code.UNKNOWN_SESSION, refusal.message, step, {"session": name})
         return [ev.Answer(session=name, rid=rid, refusal=refusal)]
-    text = f"{type(event).__name__} came for a session that is gone; dropped."
+    text = f"{type(event).__name__} came for a session that is gone; it is ignored."
     return _log(name, "debug", Code.UNKNOWN_SESSION, text)
 
 
@@ -168,7 +168,7 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
         actions = resize(facts, s, slices)
     held = held_on(s, uuid)
     if size > held >= before:
-        text = f"It uses {format_bytes(size)} of a slice of {format_bytes(held)} on {uuid}."
+        text = f"It uses {format_bytes(size)} on {uuid}, where its slice is {format_bytes(held)}."
         actions += _log(s.id, "warning", Code.OVERUSE, text)
     return actions
 
@@ -214,7 +214,8 @@ def _recovered(facts: Facts, event: ev.Recovered) -> Actions:
     actions: Actions = []
     for record in event.records:
         if record.id in facts.sessions:
-            actions += _log(record.id, "warning", Code.SESSION_EXISTS, "Recovered twice; ignored.")
+            text = "The session was already recovered, so the pool ignores this second record."
+            actions += _log(record.id, "warning", Code.SESSION_EXISTS, text)
             continue
         for x in (*record.slices, *record.suspended):
             facts.device(x.device)

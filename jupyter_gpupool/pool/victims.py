@@ -46,7 +46,7 @@ WIDTH = 4
 LACKS: tuple[HostLack, ...] = ("room", "quota", "size")
 
 WAITS = "another kernel waits for memory"
-OWN = "another kernel of the same owner waits and the owner's quota is in use"
+OWN = "another kernel of the same owner waits, and the owner's quota is in use"
 
 
 class Trial:

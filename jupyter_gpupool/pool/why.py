@@ -59,7 +59,7 @@ def told(facts: Facts, plan: Plan, s: Session) -> Told:
     if size is not None:
         each = " on each GPU" if s.request.devices > 1 else ""
         asked = format_bytes(s.request.memory)
-        lines.append(f"With {format_bytes(size)}{each} instead of {asked} it would start now.")
+        lines.append(f"With {format_bytes(size)}{each} instead of {asked}, it would start now.")
     if found.reason is not None:
         lines += _holder_lines(facts, found)
         lines += _host_lines(found)
@@ -67,7 +67,9 @@ def told(facts: Facts, plan: Plan, s: Session) -> Told:
     elif s.lease.slices and s.state != "detaching":
         if s.recall_at:
             until = format_seconds(max(0.0, s.recall_at - facts.now))
-            lines.append(f"An administrator takes its slice back in {until}, in use or not.")
+            lines.append(
+                f"An administrator takes its slice back in {until}, even if the slice is in use."
+            )
         lines += _exposed_lines(facts, s, found)
     standing = tuple(standing_lines(found.standing, facts.now))
     time = about_time[0] if about_time else ""
@@ -91,11 +93,11 @@ def _state_lines(
             yield from _beyond_lines(found)
         yield from _ahead_lines(facts, s, found)
     elif s.state == "detaching":
-        yield f"It gives back {sizes}" + (f": {found.preempted}." if found.preempted else ".")
+        yield f"It is giving back {sizes}" + (f": {found.preempted}." if found.preempted else ".")
     elif found.reason is not None:
-        yield f"It has {sizes}, and waits for more of its guaranteed memory."
+        yield f"It has {sizes} and waits for the rest of its guaranteed memory."
     elif s.lease.slices:
-        use = {"active": "uses", "idle": "keeps, without using it,"}.get(s.state, "has")
+        use = {"active": "uses", "idle": "is idle and keeps"}.get(s.state, "has")
         yield f"It {use} {sizes}." + (f" {found.text}" if found.text else "")
     else:
         yield "It has no slice and waits for none."
@@ -115,10 +117,11 @@ def _expected_lines(facts: Facts, s: Session, explained: Explanation) -> Iterabl
             yield "There is no estimate yet of how long it will wait."
         return
     yield f"It will probably wait for another {format_range(*left)}."
-    what = "suspends take" if s.wait.figures[-1].moving else "the cells ahead of it usually run"
+    moving = s.wait.figures[-1].moving
+    what = "suspends take" if moving else "the cells ahead of this kernel usually run"
     yield (
-        f"The pool computes the range from how long {what}, and from how far its forecasts of the "
-        f"last {found.waits} waits were off."
+        f"The pool computes this range from two facts: how long {what}, and how wrong its "
+        f"forecasts of the last {found.waits} waits were."
     )
 
 
@@ -139,7 +142,7 @@ def _where(found: GroupGuarantee) -> str:
     """Return on which machine a guarantee counts, if several machines share it."""
     if found.of_all is None:
         return ""
-    return f" on this machine, of the {format_bytes(found.of_all)} on all machines"
+    return f" on this machine ({format_bytes(found.of_all)} on all machines)"
 
 
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
@@ -221,7 +224,6 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
     """Return when the waiting session may first preempt a lease, as the end of a sentence."""
     if h.use == "leaving":
         return ""
-    it = "it" if number == 1 else "them"
     if h.covered:
         its = "its group protects it" if number == 1 else "their group protects each"
         return f"; a guarantee of {its}"
@@ -231,25 +233,29 @@ def _taken(facts: Facts, h: HeldLease, number: int = 1) -> str:
         return f"; {who} cannot be suspended: {_UNMOVED[h.unmoved]}"
     ends = f"; the pool ends it {_when(h.ends_at, facts.now)}" if h.ends_at is not None else ""
     if at == math.inf:
-        return ends or f"; no rule lets this kernel take {it}"
-    rule = f" ({_rule_words(h.rule, at > facts.now)})" if h.rule and at == h.rule_at else ""
+        return ends or "; no rule lets this kernel take that memory"
+    its = "that kernel's" if number == 1 else "their"
+    rule = f" ({_rule_words(h.rule, its, at > facts.now)})" if h.rule and at == h.rule_at else ""
     if facts.sessions[h.session].refused and at > facts.now:
-        return f"; its suspend failed, and is tried again {_when(at, facts.now)}{ends}"
+        who = "it" if number == 1 else "them"
+        tries = f"and tries again {_when(at, facts.now)}"
+        return f"; the pool could not suspend {who}, {tries}{ends}"
     enough = ", if that makes enough room" if at <= facts.now else ""
-    return f"; this kernel may take {it} {_when(at, facts.now)}{rule}{enough}"
+    return f"; this kernel may take that memory {_when(at, facts.now)}{rule}{enough}"
 
 
 _RULE_WORDS = {
-    "burst": "it has more than its guarantee",
+    "burst": "it is more than {its} guarantee",
     "guarantee": "by the guarantee of your group",
-    "budget": "its GPU-seconds of today are used up",
+    "budget": "{its} GPU-seconds of today are used up",
     "class": "this kernel's class is higher",
-    "turns": "its time slice is over",
+    "turns": "{its} time slice is over",
 }
 
 
-def _rule_words(rule: str, later: bool) -> str:
-    return "when " * (later and rule == "turns") + _RULE_WORDS[rule]
+def _rule_words(rule: str, its: str, later: bool) -> str:
+    """Return why a holder must give way. ``its``: the holder in words, in the genitive."""
+    return "when " * (later and rule == "turns") + _RULE_WORDS[rule].format(its=its)
 
 
 _UNMOVED = {
@@ -308,7 +314,7 @@ _CHANGE_WORDS = {
 _TIME_WORDS = {
     "idle-lease-yields": "it may take the slice of an idle kernel",
     "busy-lease-yields": "it may take the slice of a running kernel",
-    "kernel-ends": "the pool ends a kernel that is in its way",
+    "kernel-ends": "the pool ends a blocking kernel",
     "ageing": "its long wait raises its priority",
     "budget-renews": "there are GPU-seconds again",
     "settings": "the schedule lets its class run",
@@ -336,7 +342,7 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
         who = "A waiting kernel" if asker.name != s.owner.name else "Another kernel of yours"
         later = rule == "turns" and at > facts.now
         words = _turn_words(facts, s, asker, later) if rule == "turns" else _CLAIM_WORDS[rule]
-        yield f"{who} may take it {_when(at, facts.now)}{',' if later else ':'} {words}."
+        yield f"{who} may take this slice {_when(at, facts.now)}{',' if later else ':'} {words}."
     elif found.takers and found.obstacle:
         yield f"Other kernels wait for {here}."
     elif found.takers and s.state == "idle" and found.taken_from is not None:
@@ -347,8 +353,8 @@ def _exposed_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str
         yield f"Other kernels wait for {here}, and no rule lets them take this slice."
     elif not found.obstacle and s.state == "idle" and (found.taken_from or 0) < math.inf:
         yield (
-            f"No kernel waits for {here}. If another kernel asks for a slice, it may take this one "
-            f"{_when(found.taken_from or 0, facts.now)}, while this one is idle."
+            f"No kernel waits for {here}. Another kernel that asks for a slice may take this one "
+            f"{_when(found.taken_from or 0, facts.now)}, if this kernel is still idle."
         )
     else:
         yield f"No kernel waits for {here}."
@@ -363,10 +369,10 @@ _CLAIM_WORDS = {
 
 
 def _turn_words(facts: Facts, s: Session, asker: Owner, later: bool) -> str:
-    over = _rule_words("turns", later)
+    over = _rule_words("turns", "this kernel's", later)
     if asker == s.owner or facts.settings.half_life <= 0:
         return over
-    return f"{over}, and the other kernel's user has used less of its share"
+    return f"{over}, and the other kernel's user has used less, relative to that user's weight"
 
 
 def standing_lines(found: Standing, now: float) -> Iterable[str]:
@@ -376,11 +382,11 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         yield f"Your group is {inner}" + (f", a part of {outer[-1]}." if outer else ".")
     for row in found.guarantees:
         held, guaranteed = row.held, row.guaranteed
-        where = "below" if held < guaranteed else "above" if held > guaranteed else "just"
+        where = "below" if held < guaranteed else "above" if held > guaranteed else "exactly"
         size = format_bytes(guaranteed)
         yield (
-            f"Group {row.group} has {format_bytes(held)}, {where} the {size} that is guaranteed to "
-            f"it{_where(row)}."
+            f"Group {row.group} has {format_bytes(held)}, {where} its guaranteed {size}"
+            f"{_where(row)}."
         )
     whole = "the pool"
     for name, used, due in found.shares:
@@ -400,8 +406,8 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         line = f"{whose} {left:.0f} of {seconds:.0f} GPU-seconds left today"
         if budget.daily.more_elsewhere:
             line = (
-                f"{whose} {left:.0f} GPU-seconds left today on this machine, "
-                f"of the {seconds:.0f} of all machines"
+                f"{whose} {left:.0f} GPU-seconds left today on this machine "
+                f"(the budget for all machines is {seconds:.0f})"
             )
         whose = "its" if budget.group else "your"
         if budget.spent or budget.until < math.inf:
@@ -410,7 +416,7 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
             at = _when(budget.until, now)
             if budget.until == math.inf:
                 soonest = budget.soonest(now)
-                at = "when other machines give up some of theirs"
+                at = "when other machines give up some of their GPU-seconds"
                 if soonest < math.inf:
                     soon = _when(soonest, now)
                     at = f"when {whose} kernels use less, {soon} at the earliest"

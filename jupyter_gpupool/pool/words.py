@@ -60,8 +60,8 @@ def reason(facts: Facts, plan: Plan, s: Session, scene: Scene | None = None) -> 
         ago = format_seconds(facts.now - v.lease.resumed_at)
         left = format_seconds(stays_until(v, facts) - facts.now)
         return (
-            f"an idle kernel was restored to its GPU {ago} ago; moving that kernel takes "
-            f"{v.measured.moving:.2g} s, so it keeps its slice for {left} more"
+            f"an idle kernel got its slice back {ago} ago and keeps it for {left} more, because "
+            f"moving that kernel takes {v.measured.moving:.2g} s"
         )
     if why.rule == "planned":
         return _planned(facts, why.devices)
@@ -85,7 +85,7 @@ def _behind(why: Reason, facts: Facts) -> str:
             return ""
         if why.at == math.inf:
             return " when other kernels of the same budget stop"
-        return f" when there are more, {_clock(facts, why.at)}"
+        return f" when there are GPU-seconds again, {_clock(facts, why.at)}"
     if why.rule == "class-closed" and why.at:
         return f" when the schedule lets its class run, {_clock(facts, why.at)}"
     if why.rule == "busy":
@@ -103,8 +103,10 @@ def in_words(facts: Facts, why: Reason) -> str:
         most, limit = why.most, why.limit
         size = format_bytes(most) if limit == "memory" else _count(most, nouns[limit])
         if why.text:
-            here = f"{_others(why.count)} here" if why.count else "no kernel of yours here"
-            return f"your quota of {size} is in use by {here}, and {why.text}"
+            if not why.count:
+                none = f"your kernels on this machine use none of your quota of {size}"
+                return f"{none}, and {why.text}"
+            return f"your quota of {size} is in use by {_others(why.count)} here, and {why.text}"
         if not why.count:
             return f"another waiting kernel of yours has reserved your quota of {size}"
         return f"your quota of {size} is in use by {_others(why.count)}"
@@ -113,19 +115,23 @@ def in_words(facts: Facts, why: Reason) -> str:
         return f"its GPU ({name}) is out of service: {why.text}"
     if why.rule == "foreign":
         size = format_bytes(why.bytes)
-        return f"{size} is not free while processes outside the pool use the GPUs"
+        return f"{size} is not free, because processes outside the pool use the GPUs"
     if why.rule == "cap":
         size = format_bytes(why.most)
         cap = f"the cap of your group {why.group} ({size})"
         if why.text:
-            here = _count(why.count, "kernel") if why.count else "no kernel"
-            return f"{cap} is in use by {here} here, and {why.text}"
+            if not why.count:
+                return f"kernels on this machine use none of {cap}, and {why.text}"
+            return f"{cap} is in use by {_count(why.count, 'kernel')} here, and {why.text}"
         if not why.count:
-            return f"another waiting kernel has reserved the {size} of your group {why.group}"
+            return f"another waiting kernel has reserved {cap}"
         kernels = _count(why.count, "kernel")
         return f"{cap} is in use by {kernels}"
     if why.rule == "behind-group":
-        return f"another kernel of your group {why.group} is ahead and waits for the group's cap"
+        return (
+            f"another kernel of your group {why.group} is ahead in the queue and waits for room in "
+            "the group's cap"
+        )
     if why.rule == "class-closed":
         closed = f"kernels of the priority class {why.limit!r} get no GPU at this time"
         opens = f"; the schedule lets them run {_clock(facts, why.at)}" if why.at else ""
@@ -151,7 +157,7 @@ def _host(facts: Facts, why: Reason) -> str:
     sessions.
     """
     if why.lacks == "size":
-        return "the state of each is larger than the host memory that it may use"
+        return "the state of each of these kernels is larger than the host memory that it may use"
     if why.lacks == "quota":
         return "the users of these kernels have too little quota of suspended state left"
     used, budget = facts.host_used + facts.host_going, facts.settings.host_memory
@@ -161,7 +167,11 @@ def _host(facts: Facts, why: Reason) -> str:
     left = max(0, budget - used)
     text = f"only {format_bytes(left)} of the {format_bytes(budget)} for suspended state is free"
     kept = left - max(0, why.most)
-    head = f", {format_bytes(kept)} of it reserved for the head of the queue" if kept > 0 else ""
+    head = (
+        f", and {format_bytes(kept)} of this is reserved for the next kernel in the queue"
+        if kept > 0
+        else ""
+    )
     return text + head
 
 
@@ -190,7 +200,7 @@ def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
     if spent.none:
         option = "groups" if spent.group else "quotas"
         text = f"{whose} get{s} no GPU-seconds: the daily budget is 0 (c.GPUPool.{option})."
-        step = "Ask the administrator of the pool for some."
+        step = "Ask the administrator of the pool for a daily budget."
     elif spent.until == math.inf:
         kernels = f"Kernels of the group {spent.group}" if spent.group else "Your other kernels"
         step = "Try again later: this budget now refills on other machines only."
@@ -200,7 +210,7 @@ def budget_refusal(spent: Budget, facts: Facts) -> Refusal:
                 f"now, there are more GPU-seconds {_clock(facts, soonest)}."
             )
     else:
-        step = f"Try again later: there are more {_clock(facts, soonest)}."
+        step = f"Try again later: there are more GPU-seconds {_clock(facts, soonest)}."
     ahead = facts.meters.ahead
     return Refusal(
         Code.BUDGET,
@@ -230,10 +240,10 @@ _SENTENCES = {
 _LIMIT = "a limit of its user or group"
 _SERVICE = "a GPU to come back into service"
 FOR_OTHERS: Mapping[Rule, str] = {
-    "planned": "GPU memory that other kernels are leaving",
+    "planned": "GPU memory that other kernels are giving back",
     "busy": "GPU memory that is in use",
     "behind-head": "the kernel ahead of it, for which the free memory is reserved",
-    "host": "room in host memory for kernels that could leave their GPU",
+    "host": "room in host memory to suspend other kernels",
     "quota": _LIMIT,
     "quota-host": _LIMIT,
     "behind-own": _LIMIT,
@@ -320,7 +330,8 @@ def _users(facts: Facts) -> str:
         kernels = _count(roomless, "idle kernel")
         users.append(f"{kernels} that cannot be suspended, because host memory is short")
     if failed:
-        users.append(f"{_count(failed, 'idle kernel')} whose suspend failed and is tried again")
+        kernels = _count(failed, "idle kernel")
+        users.append(f"{kernels} that could not be suspended (the pool tries again)")
     return " and ".join(users)
 
 
@@ -339,14 +350,14 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
         if len(counts) > 1:
             kinds = " and ".join(f"{n} of the model {model}" for model, n in counts.items())
             return (
-                f"{size} is needed on each of {len(s.bound)} GPUs, {kinds}, because the kernel "
-                "initialised CUDA on these models; fewer such GPUs have that much free"
+                f"{size} is needed on each of {len(s.bound)} GPUs ({kinds}), because the kernel "
+                "initialised CUDA on these models; too few such GPUs have that much free"
             )
         names = models[0]
         if len(s.bound) > 1:
             return (
                 f"{size} is needed on each of {len(s.bound)} GPUs of the model {names}, because "
-                "the kernel initialised CUDA on this model; fewer such GPUs have that much free"
+                "the kernel initialised CUDA on this model; too few such GPUs have that much free"
             )
         return (
             f"{size} is needed on a GPU of the model {names}, because the kernel initialised CUDA "
@@ -357,14 +368,15 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
     if len(ledgers) == 1:
         where, here, other = f"GPU {names}", "this GPU", "another GPU"
     else:
-        where, here, other = f"each of GPUs {names}", "these GPUs", "other GPUs"
+        where, here, other = f"each of the GPUs {names}", "these GPUs", "other GPUs"
     needed = max([s.request.memory, *(need.bytes for need in needs)])
     why = (
         f"was suspended from {here}, and the driver cannot move its state to {other}"
         if s.suspended
         else f"initialised CUDA on {here}, and the driver could not move it to {other}"
         if s.immovable
-        else f"initialised CUDA on {here}, and the pool can move it only after its first slice"
+        else f"initialised CUDA on {here}, and the pool cannot move it to {other} before its first "
+        "slice"
     )
     size = format_bytes(needed)
     return f"{size} is needed on {where}, and {free} is free there; the kernel {why}"
@@ -427,7 +439,9 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
         return s.roomless
     if s.failures and now < s.retry_at and (s.failures > 1 or due < s.retry_at):
         why = f": {s.refused.rstrip('.')}" if s.refused else ""
-        return f"The last attempt to suspend it failed{why}. The pool tries again by itself."
+        return (
+            f"The last attempt to suspend the kernel failed{why}. The pool tries again by itself."
+        )
     if max(due, s.retry_at) > now:
         return ""
     bound, budget = s.state_bound, facts.settings.host_memory
@@ -435,8 +449,8 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
     if bound > budget:
         return (
             f"Its state may need {format_bytes(bound)}, and this machine keeps at most "
-            f"{format_bytes(budget)} in host memory; the slice stays until the kernel frees memory "
-            "or ends."
+            f"{format_bytes(budget)} of state in host memory; the slice stays until the kernel "
+            "frees memory or ends."
         )
     own = facts.settings.quota_of(s.owner.name).suspended
     usage = facts.usage.get(s.owner.name)
@@ -445,7 +459,7 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
         return f"Your quota of {size} of suspended state is full; the slice goes back {_ROOM}."
     if bound > free:
         return (
-            f"Its state may need {format_bytes(bound)}, and {format_bytes(free)} of the "
+            f"Its state may need {format_bytes(bound)}, and only {format_bytes(free)} of the "
             f"{format_bytes(budget)} of host memory for suspended kernels is free; the slice "
             f"goes back {_ROOM}."
         )
@@ -470,7 +484,8 @@ _ROOM = "as soon as there is room"
 
 _STAYS = {
     "fixed": (
-        "This GPU cannot be suspended; the slice stays until the kernel frees its memory or ends."
+        "State on this GPU cannot be moved to host memory; the slice stays until the kernel frees "
+        "its memory or ends."
     ),
     "pressed": (
         "The host memory that this kernel may use is nearly full, so its state stays on the GPU. "

@@ -135,7 +135,7 @@ def _supervise(command: Sequence[str], options: RunOptions, report: int) -> NoRe
     try:
         code = run.run()
     except Exception as error:
-        pump.say(f"[gpupool] The supervisor failed, and no longer keeps the output: {error!r}\n")
+        pump.say(f"[gpupool] The supervisor failed and saves no more output: {error!r}\n")
     finally:
         pump.finish()
         keeper.ended(code, run.refused)

@@ -100,7 +100,10 @@ class HeldSlice:
 
     def __enter__(self) -> HeldSlice:
         if self._place is not None:
-            raise RefusedError("This slice is held already.", code=Code.DUPLICATE)
+            raise RefusedError(
+                "A block already uses this slice object. Each block needs its own object.",
+                code=Code.DUPLICATE,
+            )
         place = _place(self._asked, self._name or _script())
         hold = f"slice-{os.getpid()}-{next(_COUNT)}"
         with place.changing:
@@ -214,7 +217,7 @@ def _open(asked: Asked, name: str) -> _OwnSession:
     probe = CudaProbe()
     if probe() is not False:
         raise RefusedError(
-            "This program has called CUDA already, so it would keep the GPU that CUDA found then, "
+            "This program has called CUDA already. It would stay on the GPU that CUDA found first, "
             "even if its slice is on another GPU.",
             code=Code.DEVICES_BOUND,
             next_step="Ask for the slice before the first CUDA call, or start the program with: "
@@ -276,10 +279,11 @@ def _check_same(link: SessionLink, asked: Asked) -> None:
         if name in ("memory", "limit"):
             have, want = (format_bytes(int(size or 0)) for size in (have, want))
         raise RefusedError(
-            f"This program holds a slice with another {name} ({have}) already, and a second block "
-            f"asks for {want}.",
+            f"This program already holds a slice with {name}={have}, and a second block asks for "
+            f"{name}={want}.",
             code=Code.IN_USE,
-            next_step="Ask for enough in the outer block, or end the outer block first.",
+            next_step="Ask in the outer block for what both blocks need, or end the outer block "
+            "before the second one begins.",
         )
 
 
@@ -317,7 +321,7 @@ def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
         # waits for a slice of the new size.
         link.call("release")
         if not _has_left(link):
-            why = link.pinned_reason or link.reason or "the program uses it"
+            why = link.pinned_reason or link.reason or "the program uses the slice"
             _put_back(link, given)
             raise RefusedError(
                 f"The slice of this program is smaller than {format_bytes(asked.memory)}, and the "

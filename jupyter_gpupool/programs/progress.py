@@ -120,7 +120,7 @@ class Progress:
         """Note that the wait is over, if there was one."""
         self.clear()
         if self._told and say and self._since is not None:
-            self.say(f"It has its GPU slice, after {format_seconds(self.waited)}.")
+            self.say(f"The program has its GPU slice after {format_seconds(self.waited)}.")
         self._since, self._told = None, False
 
     def clear(self) -> None:

@@ -141,7 +141,8 @@ def check_name(name: str) -> str:
         raise RefusedError(
             f"{name!r} cannot be the name of a program.",
             code=Code.BAD_REQUEST,
-            next_step="Use letters, digits, '-', '_' and '.', 63 at most, first a letter or digit.",
+            next_step="Use at most 63 letters, digits, '-', '_' and '.', and begin with a letter "
+            "or digit.",
         )
     return name
 
@@ -186,7 +187,7 @@ def _taken(name: str) -> RefusedError:
     return RefusedError(
         f"A program with the name {name!r} runs already.",
         code=Code.NAME_TAKEN,
-        next_step=f"Choose another name, or end it: jupyter gpupool stop {name}",
+        next_step=f"Choose another name, or end that program: jupyter gpupool stop {name}",
     )
 
 
@@ -251,7 +252,7 @@ def find(name: str) -> RunRecord:
         raise RefusedError(
             f"No detached program of yours has the name {name!r}.",
             code=Code.UNKNOWN_PROGRAM,
-            next_step=near or "`jupyter gpupool ps` lists them.",
+            next_step=near or "`jupyter gpupool ps` lists your programs.",
         )
     return record.now()
 

@@ -116,7 +116,7 @@ class PriorityRoute(OrderRoute):
         check_fields(body, "priority")
         name = body.get("priority")
         if not isinstance(name, str) or not 0 < len(name) <= MAX_REASON:
-            raise BadRequest("priority must be the name of a class.")
+            raise BadRequest("priority must be the name of a priority class.")
         await self.order("prioritise", session, body, priority=name)
 
 

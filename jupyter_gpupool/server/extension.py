@@ -75,9 +75,9 @@ class GPUPoolExtension(ExtensionApp):  # type: ignore[misc]
     slow_resume = Float(
         2.0,
         min=0.0,
-        help="""A resume of at least this many seconds counts as slow. The server warns users
-        only before a slow resume, or if no speed was measured yet. Example:
-        c.GPUPoolExtension.slow_resume = 0""",
+        help="""A resume of at least this many seconds counts as slow. Before an idle slice goes
+        back to the pool, the server warns users only if the later resume will be slow, or if no
+        speed was measured yet. Example: c.GPUPoolExtension.slow_resume = 0""",
     ).tag(config=True)
 
     _watch: Watch | None = None

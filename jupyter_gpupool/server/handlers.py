@@ -103,7 +103,7 @@ class Route(APIHandler):  # type: ignore[misc]
             raise RefusedError(
                 f"The kernel {kernel_id[:80]!r} has no session of yours in the GPU pool.",
                 code=Code.UNKNOWN_SESSION,
-                next_step="Choose the kernel Pooled GPU, or restart it.",
+                next_step="Choose the kernel Pooled GPU, or restart this kernel.",
             )
         return view, found
 
@@ -249,7 +249,7 @@ def read_changes(body: dict[str, Any]) -> dict[str, Any]:
             wanted[name] = _number(name, body[name], is_size)
     if "priority" in body:
         if not isinstance(body["priority"], str):
-            raise BadRequest("priority must be the name of a class.")
+            raise BadRequest("priority must be the name of a priority class.")
         wanted["priority"] = body["priority"]
     return wanted
 
@@ -264,7 +264,7 @@ def _number(name: str, value: Any, is_size: bool) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if type(value) is not int or not 0 < value < 1 << 60:
-        what = "bytes or text like '12GiB'" if is_size else "a whole number above zero"
+        what = "a number of bytes or text like '12GiB'" if is_size else "a whole number above zero"
         raise BadRequest(f"{name} must be {what}, not {str(value)[:40]!r}.")
     return value
 

@@ -19,7 +19,7 @@ View = dict[str, Any]
 
 _NAME = "gpupool"
 
-_NEXT_STEP = "`jupyter gpupool doctor` says more."
+_NEXT_STEP = "Run `jupyter gpupool doctor` for details."
 
 
 def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -> View:

@@ -29,7 +29,7 @@ USED = Gauge(
 )
 SUSPENDED = Gauge(
     "jupyter_gpupool_suspended_bytes",
-    "Device state of this server's kernels that is kept in host memory",
+    "Suspended GPU state of this server's kernels in host memory",
     ["state"],
 )
 DURATIONS = Durations("jupyter_gpupool_")

@@ -17,7 +17,7 @@ export async function attachNow(
   if (info.language_info.name !== 'python') {
     throw new Error(
       trans.__(
-        'This kernel gets its GPU at its first CUDA call: only Python kernels have %gpu.'
+        'This kernel gets its GPU at its first CUDA call. Only Python kernels can get a GPU earlier.'
       )
     );
   }
@@ -37,7 +37,11 @@ export async function attachNow(
       return { note: note.trim() || trans.__('The kernel has its GPU.') };
     }
     const said = content as { readonly evalue?: string };
-    throw new Error(said.evalue || note.trim() || trans.__('The wait was stopped.'));
+    throw new Error(
+      said.evalue ||
+        note.trim() ||
+        trans.__('The kernel stopped waiting and has no GPU.')
+    );
   } finally {
     future.dispose();
   }

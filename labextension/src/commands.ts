@@ -100,7 +100,7 @@ export function addCommands(options: IOptions): void {
             kernelId: {
               type: 'string',
               description: trans.__(
-                'The kernel; by default that of the document in front'
+                'Id of the kernel. The default is the kernel of the active document.'
               )
             },
             ...more
@@ -112,7 +112,7 @@ export function addCommands(options: IOptions): void {
   add(
     CommandIDs.ask,
     () => trans.__('Ask for GPU Memory…'),
-    trans.__('Ask the GPU pool for another size of this kernel’s slice'),
+    trans.__('Ask the GPU pool to change the size of this kernel’s slice'),
     async kernelId => {
       const { open } = CommandIDs;
       // The popover can open only beside a visible chip or status item of this kernel.
@@ -132,7 +132,7 @@ export function addCommands(options: IOptions): void {
   add(
     CommandIDs.get,
     () => trans.__('Get a GPU Now'),
-    trans.__('Get this kernel’s slice before a cell needs it'),
+    trans.__('Get a slice for this kernel before a cell needs one'),
     async kernelId => {
       for (const { kernel: found } of options.sessions.running()) {
         if (found?.id === kernelId) {
@@ -150,7 +150,7 @@ export function addCommands(options: IOptions): void {
     CommandIDs.release,
     () => trans.__('Release the GPU Now'),
     trans.__(
-      'Give this kernel’s slice back to the pool; its data stays in host memory'
+      'Give this kernel’s slice back to the pool, and keep the kernel’s data in host memory'
     ),
     kernelId => tell(trans, kernelId, client.release(kernelId))
   );
@@ -171,7 +171,9 @@ export function addCommands(options: IOptions): void {
           trans,
           new Error(
             model.view?.limits.max_keep === 0
-              ? trans.__('The pool keeps no idle slice (c.GPUPool.max_keep).')
+              ? trans.__(
+                  'This pool does not let a kernel keep an idle slice (c.GPUPool.max_keep is 0).'
+                )
               : trans.__('Give a number of minutes above zero.')
           )
         );
@@ -180,13 +182,18 @@ export function addCommands(options: IOptions): void {
       return tell(trans, kernelId, client.keep(kernelId, time));
     },
     has,
-    { minutes: { type: 'number', description: trans.__('For how long') } }
+    {
+      minutes: {
+        type: 'number',
+        description: trans.__('For how many minutes the kernel keeps its slice')
+      }
+    }
   );
   add(
     CommandIDs.why,
     () => trans.__('Why Does This Kernel Wait or Keep Its GPU?'),
     trans.__(
-      'Show the reason, the rule, the shares, and what would change it and when'
+      'Show the reason, your share of the pool, and what would change the answer'
     ),
     async kernelId => {
       try {
@@ -209,7 +216,9 @@ export function addCommands(options: IOptions): void {
       if (status === 'away' && !model.live && noBroker(code)) {
         // An absent broker is normal here, because a broker ends when no kernel needs
         // it.
-        tellCalmly(trans.__('The pool starts with the first Pooled GPU kernel.'));
+        tellCalmly(
+          trans.__('The pool starts when the first Pooled GPU kernel starts.')
+        );
       } else if (status === 'away') {
         tellRefusal(trans, new Error([message, nextStep].filter(Boolean).join(' ')));
       }

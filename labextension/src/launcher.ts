@@ -44,9 +44,11 @@ export function explanation(trans: TranslationBundle, reason: string): string[] 
     why.includes('gpupool doctor') ? why : `${why} ${doctor}`,
     trans.__('If this machine should have a GPU, ask its administrator.'),
     trans.__(
-      'To try the pool without one, start the server with emulated GPUs: `GPUPOOL_EMULATE=2x8GiB` in its environment.'
+      'To try the pool without a real GPU, start the Jupyter server with emulated GPUs: set `GPUPOOL_EMULATE=2x8GiB` in the environment of the server.'
     ),
-    trans.__('Until then, kernels of the pool do not start here; others do.')
+    trans.__(
+      'Without a real or emulated GPU, kernels of the pool cannot start on this machine, but other kernels can.'
+    )
   ];
 }
 
@@ -58,9 +60,9 @@ type Pool = Pick<IPoolModel, 'found' | 'view' | 'broker'>;
  */
 export function tile(trans: TranslationBundle, name: string, model: Pool): string {
   if (!model.found.found) {
-    return trans.__('%1: no GPU found. Choose it to see what to do.', name);
+    return trans.__('%1: no GPU found. Choose this kernel to see what to do.', name);
   }
-  const what = trans.__('a GPU while cells use CUDA');
+  const what = trans.__('gets a GPU when cells use CUDA');
   // The tile shows the first line, the tooltip also shows the others.
   const first = [trans.__('%1: %2.', name, what)];
   const more: string[] = [];
@@ -194,14 +196,17 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
         args: {
           type: 'object',
           properties: {
-            cwd: { type: 'string', description: trans.__('Where a notebook is made') },
+            cwd: {
+              type: 'string',
+              description: trans.__('The folder of the new notebook')
+            },
             gpupoolKernel: {
               type: 'string',
-              description: trans.__('The kernel, by its name')
+              description: trans.__('Name of the kernelspec')
             },
             gpupoolCommand: {
               type: 'string',
-              description: trans.__('The command that makes the document')
+              description: trans.__('The command that creates the document')
             }
           }
         }

@@ -22,13 +22,13 @@ export function pauseOf(view: IPool | null): IOrder | null {
   return (all && orders[0]) || null;
 }
 
-/** `paused by the administrator: new driver`, as a part of a sentence. */
+/** `the administrator has paused all GPUs (new driver)`, as a part of a sentence. */
 export function byAdmin(trans: TranslationBundle, order: IOrder): string {
   const done =
     order.kind === 'pause'
-      ? trans.__('paused by the administrator')
-      : trans.__('drained by the administrator');
-  return order.reason ? trans.__('%1: %2', done, order.reason) : done;
+      ? trans.__('the administrator has paused all GPUs')
+      : trans.__('the administrator has drained all GPUs');
+  return order.reason ? trans.__('%1 (%2)', done, order.reason) : done;
 }
 
 /**

@@ -268,13 +268,13 @@ export class PoolModel implements IPoolModel {
     const trans = this._trans;
     if (error instanceof PoolError && DENIED.has(error.status)) {
       return [
-        trans.__('The Jupyter server refuses this page access to the GPU pool.'),
+        trans.__('The Jupyter server does not let this page use the GPU pool.'),
         error.nextStep || trans.__('Log in again, and reload the page.')
       ];
     }
     if (error instanceof PoolError && error.status === 404) {
       return [
-        trans.__('The GPU pool’s part of the Jupyter server is switched off.'),
+        trans.__('The GPU pool’s extension of the Jupyter server is switched off.'),
         trans.__(
           'Switch it on with `jupyter server extension enable jupyter_gpupool.server`, and restart the server.'
         )
@@ -286,8 +286,8 @@ export class PoolModel implements IPoolModel {
     return [
       trans.__('The Jupyter server does not answer.'),
       this.live
-        ? trans.__('The pool tries again by itself.')
-        : trans.__('Refresh to try again.')
+        ? trans.__('This page tries again by itself.')
+        : trans.__('Choose Refresh to try again.')
     ];
   }
 

@@ -40,13 +40,13 @@ export function warning(
   const size = warned.bytes === null ? trans.__('its data') : bytes(warned.bytes);
   return warned.resume_seconds === null
     ? trans.__(
-        '%1: its GPU slice goes back to the pool at %2. How long it takes to bring %3 back is not known yet.',
+        '%1: its GPU slice goes back to the pool at %2. The time to restore %3 is not known yet.',
         short,
         at,
         size
       )
     : trans.__(
-        '%1: its GPU slice goes back to the pool at %2. It takes %4 to bring %3 back.',
+        '%1: its GPU slice goes back to the pool at %2. It takes %4 to restore %3.',
         short,
         at,
         size,

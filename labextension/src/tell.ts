@@ -44,7 +44,7 @@ export function nextStep(trans: TranslationBundle, code: string, next: string): 
   return code === 'broker-unavailable'
     ? [
         trans.__(
-          'If the broker has ended, it starts again by itself, unless your admin runs it. Kernels keep their GPU state meanwhile.'
+          'If the broker has ended, it starts again by itself. Only a broker that your admin runs may need help from your admin. Kernels keep their GPU state until then.'
         ),
         next
       ]

@@ -301,7 +301,7 @@ export function say(
     return plain(
       trans.__('%1 does not answer', session.machine),
       'away',
-      trans.__('Away')
+      trans.__('No answer')
     );
   }
   const where = place(trans, session, devices);
@@ -385,7 +385,7 @@ export function say(
     default:
       return session.suspended_bytes > 0
         ? plain(
-            trans.__('In host memory %1', bytes(session.suspended_bytes)),
+            trans.__('In host memory: %1', bytes(session.suspended_bytes)),
             'host',
             trans.__('Host %1', bytes(session.suspended_bytes))
           )

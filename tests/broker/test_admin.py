@@ -74,7 +74,7 @@ def test_invalid_recall_is_refused_and_takes_no_slice(broker, busy, fields, word
     assert broker.rows("admin") == []
 
 
-def test_next_broker_keeps_a_recall_after_a_kill(broker, busy):
+def test_recall_is_kept_after_the_broker_is_killed(broker, busy):
     broker.disturbed = True
     with broker.client() as client:
         client.call("recall", session=busy.session, minutes=60)
@@ -111,7 +111,7 @@ def test_admin_ends_a_kernel_and_its_slice_becomes_free(broker, busy):
     assert all(device["memory_granted"] == 0 for device in broker.status()["devices"])
 
 
-def test_last_hour_includes_a_granted_slice(broker, busy):
+def test_figures_of_the_last_hour_include_a_granted_slice(broker, busy):
     uuid = broker.session(busy.session)["device"]
 
     def shown():

@@ -53,7 +53,7 @@ def process():
         process.kill()
 
 
-def test_session_opened_before_a_kill_can_launch_after_the_kill(client, process):
+def test_session_can_launch_after_its_broker_was_killed(client, process):
     opened = client.call("open", kernel_id="k", label="k")
     kill(client.broker)
     client.call("launched", session=opened["session"], pid=process.pid)
@@ -77,7 +77,7 @@ def test_launch_is_repeated_when_its_answer_was_lost(client, process):
     client.call("launched", session=opened["session"], pid=process.pid)
 
 
-def test_broker_that_cannot_be_started_is_an_error(tmp_path):
+def test_client_raises_an_error_if_no_broker_can_be_started(tmp_path):
     def find():
         raise BrokerUnavailable("No GPU pool broker could be started.", code="start-failed")
 

@@ -124,7 +124,7 @@ def test_options_of_a_command_line_reach_the_broker(clean):
     assert found["emulated"]
 
 
-def test_configuration_may_be_an_object(clean):
+def test_broker_starts_with_a_configuration_object(clean):
     config = Config(settings(clean, idle_timeout=55))
     assert status(ensure_broker(config))["settings"]["idle_timeout"] == 55
 
@@ -156,7 +156,7 @@ def test_broker_that_hangs_at_its_start_is_ended(clean):
     assert status(path)["pid"] == pid
 
 
-def test_program_that_hangs_before_it_runs_the_broker_is_ended(clean, monkeypatch):
+def test_launch_ends_a_program_that_never_runs_the_broker(clean, monkeypatch):
     """A file system that does not answer blocks ``exec``: the caller's time limit covers this."""
     stuck, pid = clean / "stuck", clean / "pid"
     stuck.write_text(f"#!/bin/sh\necho $$ > {pid}\nsleep 600\n")
@@ -171,7 +171,7 @@ def test_program_that_hangs_before_it_runs_the_broker_is_ended(clean, monkeypatc
 
 
 def test_settings_that_json_cannot_hold_are_refused(clean):
-    with pytest.raises(BrokerUnavailable, match="cannot be handed"):
+    with pytest.raises(BrokerUnavailable, match="has a value that cannot be passed"):
         ensure_broker(settings(clean, quotas={"ada": object()}))
 
 
@@ -211,7 +211,7 @@ def test_a_broker_without_sessions_ends_itself(make_broker):
     # The broker's kernel is gone, and no client sends requests.
     assert broker.process.wait(60) == 0
     assert not broker.socket.exists()
-    assert "No session for" in broker.tail()
+    assert "because it had no session for" in broker.tail()
 
 
 def test_second_broker_is_refused_and_the_first_continues(broker):
@@ -309,7 +309,7 @@ def fill(file):
         file.write(b"x" * 4096)
 
 
-def test_journal_that_cannot_be_made_is_a_one_sentence_error(make_broker, folder):
+def test_broker_names_state_dir_if_it_cannot_make_its_journal(make_broker, folder):
     (folder / "file").write_text("")
     answer = make_broker(state_dir=str(folder / "file" / "state")).start()
     assert answer["ok"] is False

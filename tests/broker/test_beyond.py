@@ -52,7 +52,7 @@ def used(program, size):
     wait_until(lambda: program.status()["used_bytes"] == size, f"{size >> 20} MiB in use", 60)
 
 
-def test_lazily_loaded_code_is_not_overuse(begun):
+def test_lazily_loaded_code_does_not_count_as_overuse(begun):
     broker, program = begun(600 * MiB, "loaded-code", CODE, overuse="end")
     program.begin(560 * MiB)  # data and context nearly fill the slice; the code exceeds it
     used(program, 560 * MiB + CONTEXT + CODE)
@@ -62,7 +62,7 @@ def test_lazily_loaded_code_is_not_overuse(begun):
     assert program.do("check") == 560 * MiB
 
 
-def test_lazily_loaded_code_is_part_of_the_slice(begun):
+def test_lazily_loaded_code_is_charged_to_the_slice(begun):
     _broker, program = begun(600 * MiB, "loaded-code", CODE)
     program.begin(64 * MiB)
     used(program, 64 * MiB + CONTEXT + CODE)
@@ -71,7 +71,7 @@ def test_lazily_loaded_code_is_part_of_the_slice(begun):
     assert program.do("alloc", bytes=280 * MiB, byte=8) is None
 
 
-def test_expensive_context_is_charged_its_real_size(begun):
+def test_slice_is_charged_the_real_size_of_a_large_context(begun):
     _broker, program = begun(600 * MiB, "context-more", 100 * MiB)
     program.begin()
     used(program, CONTEXT + 100 * MiB)
@@ -79,7 +79,7 @@ def test_expensive_context_is_charged_its_real_size(begun):
     used(program, CONTEXT + 400 * MiB)
 
 
-def test_learnt_overhead_counts_again_after_a_resume(begun):
+def test_learnt_overhead_is_charged_again_after_a_resume(begun):
     broker, program = begun(600 * MiB, "loaded-code", CODE)
     program.begin(64 * MiB)
     used(program, 64 * MiB + CONTEXT + CODE)
@@ -139,19 +139,19 @@ def test_memory_freed_between_two_samples_is_not_learnt(rule):
         assert look(*rule, 200, 100, before=200) == 0
 
 
-def test_cheap_context_is_charged_less_if_the_list_is_complete(rule):
+def test_small_context_costs_less_if_nvmls_list_is_complete(rule):
     for _ in range(AGREE):
         cheaper = look(*rule, 20, 32)
     assert cheaper == -12
     assert look(*rule, 84, 96) == -12, "of the context, whatever is allocated beside it"
 
 
-def test_context_costs_its_full_size_if_the_list_is_incomplete(rule):
+def test_context_costs_full_size_if_nvmls_list_is_incomplete(rule):
     for _ in range(AGREE):
         assert look(*rule, 20, 32, listed=32) == 0
 
 
-def test_explained_memory_of_a_process_is_bounded(rule):
+def test_driver_memory_that_is_not_overuse_is_bounded(rule):
     look(*rule, 1000, 100)
     assert rule[1].use.explained == {"G": excused(2048 * MiB)}
     assert excused(80 << 30) == 1 << 30

@@ -9,13 +9,13 @@ import pytest
 from .kit import CAPACITY, MiB
 
 
-def test_default_larger_than_a_device_gives_all_of_it_and_warns(make_broker):
+def test_too_large_default_gives_a_whole_device_and_warns(make_broker):
     broker = make_broker(default_memory="4GiB").started
     with broker.client() as client:
         for _ in range(2):
             answer = client.call("open", kernel_id="k", label="", request={})
             assert answer["request"]["memory"] == answer["request"]["limit"] == CAPACITY
-    assert broker.log.read_text().count("c.GPUPool.default_memory is 4 GiB and the largest") == 1
+    assert broker.log.read_text().count("c.GPUPool.default_memory is 4 GiB, but the largest") == 1
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_kernel_without_a_limit_may_grow_to_the_whole_device(make_broker, asked,
     assert (answer["request"]["memory"], answer["request"]["limit"]) == want
 
 
-def test_slice_without_the_guard_is_the_guaranteed_size(make_broker):
+def test_slice_cannot_grow_without_the_guard(make_broker):
     """Only the guard can measure growth, and only the guard can reclaim grown bytes in use."""
     broker = make_broker(default_memory="100MiB", default_limit=None, allow_unguarded=True).started
     with broker.client() as client:

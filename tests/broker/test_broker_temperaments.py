@@ -202,7 +202,7 @@ def test_kernel_that_grew_in_a_restore_is_suspended_again(ready, made):
 # ------------------------------------------------------------------ time
 
 
-def test_slow_nvml_during_a_copy_ends_no_kernel(ready, made):
+def test_no_kernel_ends_if_nvml_waits_for_a_copy(ready, made):
     """nvml-waits: no device is lost, no kernel ends, and a new kernel gets its slice meanwhile."""
     broker = ready(("nvml-waits", {}))
     one, two = made(broker, "one"), made(broker, "two")
@@ -255,7 +255,9 @@ def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
     broker.faults.set("restore-failed", pid=one.process.pid)
     one.do("ask", hold="cell")
     reason = wait_until(
-        lambda: (q := one.link()["queue"]) and "still has its state" in q["reason"] and q["reason"],
+        lambda: (
+            (q := one.link()["queue"]) and "still has the GPU state" in q["reason"] and q["reason"]
+        ),
         "the reason",
     )
     assert "CUDA_ERROR_OPERATING_SYSTEM" in reason
@@ -302,7 +304,7 @@ def test_kernel_that_cannot_move_waits_for_its_gpu(ready, made):
         away(other)
     broker.faults.set("migration-refused")
     one.do("ask", hold="cell")
-    wait_until(lambda: (q := one.link()["queue"]) and "does not move" in q["reason"], "the reason")
+    wait_until(lambda: (q := one.link()["queue"]) and "did not move" in q["reason"], "the reason")
     away(busy)
     one.do("got", hold="cell")
     assert device_of(broker, one) == first

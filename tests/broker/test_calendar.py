@@ -215,7 +215,7 @@ def test_budgets_follow_a_changed_clock(at):
         kernel.close()
 
 
-def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
+def test_request_after_a_machine_sleep_gets_the_new_budget(at, monkeypatch):
     """The broker must read the clock at the request: its next regular reading is an hour later."""
     monkeypatch.setenv("TEST_LOOK", "3600")
     daily = {"seconds": 1, "renews": "20:00", "then": "refuse"}
@@ -237,7 +237,7 @@ def test_a_request_after_a_sleep_has_the_new_budget(at, monkeypatch):
         kernel.close()
 
 
-def test_restart_after_a_sleep_charges_no_lease_for_the_sleep(at):
+def test_machine_sleep_before_a_restart_is_not_charged(at):
     daily = {"seconds": 100_000, "renews": "03:00"}
     broker = at(EVENING, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
     kernel = Kernel(broker, "first")

@@ -271,7 +271,7 @@ def test_broker_does_not_read_a_flood_beyond_the_budget(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-def test_bucket_may_be_overdrawn_once_and_fills_again():
+def test_token_bucket_can_be_overdrawn_and_refills():
     bucket = TokenBucket(10.0, 20.0, now=0.0)
     bucket.pay(50.0, now=0.0)
     assert bucket.left(0.0) == -30.0
@@ -436,7 +436,7 @@ class HalfClosed(asyncio.Transport):
             protocol.connection_lost(None)
 
 
-def test_bytes_for_silent_peers_that_read_nothing_are_bounded(monkeypatch):
+def test_unread_bytes_of_closing_connections_are_bounded(monkeypatch):
     """The broker closes the connections; unread bytes count until the broker discards them."""
     monkeypatch.setattr(module, "peer_of", lambda _socket, _named: Peer(1, ADA, 0))
     monkeypatch.setattr(dispatch, "USER_UNREAD", 300_000)
@@ -538,7 +538,7 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
 # --------------------------------------------------------------------------- garbage
 
 
-def test_replaced_objects_are_collected_in_small_parts(folder, monkeypatch):
+def test_garbage_is_collected_often_and_in_small_parts(folder, monkeypatch):
     """Python counts few new objects here, so it once scanned all objects during a request."""
     young = []
 

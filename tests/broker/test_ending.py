@@ -77,7 +77,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("point", "number"), CASES)
-def test_signal_during_the_start_ends_the_broker_and_frees_lock(make_broker, point, number):
+def test_broker_ends_at_a_signal_during_its_start(make_broker, point, number):
     broker = make_broker()
     broker.start(wait=False)
     wait_until(lambda: POINTS[point](broker) or broker.process.poll() is not None, point, 60)
@@ -89,7 +89,7 @@ def test_signal_during_the_start_ends_the_broker_and_frees_lock(make_broker, poi
 
 
 @pytest.mark.long
-def test_signals_at_any_time_of_the_start_end_the_broker(make_broker):
+def test_broker_ends_at_a_signal_at_any_time_of_its_start(make_broker):
     for step in range(60):
         broker = make_broker()
         broker.start(wait=False)
@@ -97,7 +97,7 @@ def test_signals_at_any_time_of_the_start_end_the_broker(make_broker):
         ends(broker, signal.SIGTERM if step % 2 else signal.SIGINT)
 
 
-def test_signal_at_the_request_for_a_sample_is_not_lost(make_broker):
+def test_signal_is_not_lost_while_a_sample_is_requested(make_broker):
     """The monitor's wait once lost a cancellation that came at the same moment as the event."""
     broker = make_broker(sample_interval=0.05).started
     kernels = [kit.Kernel(broker, str(n), memory=64 * kit.MiB) for n in range(2)]

@@ -44,7 +44,7 @@ def children(broker, module):
     return found
 
 
-def test_kill_of_idle_workers_and_monitor_does_no_harm(broker, three):
+def test_killed_idle_workers_and_monitor_do_no_harm(broker, three):
     one, _two, heir = three
     for pid in children(broker, "worker") + children(broker, "monitor"):
         os.kill(pid, signal.SIGKILL)
@@ -155,7 +155,7 @@ def test_session_of_a_lost_device_resumes_on_another_device(broker, three):
     assert one.do("check") == 64 * MiB
 
 
-def test_memory_accounts_are_right_without_process_lists(broker, kernel):
+def test_memory_counts_are_right_without_nvmls_process_list(broker, kernel):
     broker.faults.set("nvml-missing-pids")
     one, two = kernel("one", memory=400 * MiB), kernel("two", memory=400 * MiB)
     three = kernel("three", memory=400 * MiB)

@@ -26,7 +26,7 @@ def run(folder, code):
         )  # fmt: skip
 
 
-def test_dropped_process_does_not_end_the_server(tmp_path):
+def test_server_survives_the_deletion_of_a_process_object(tmp_path):
     os.mkfifo(tmp_path / "end")
     process = run(tmp_path, f"open({str(tmp_path / 'end')!r}).read()")
     ended = os.pidfd_open(process.pid)
@@ -90,7 +90,7 @@ def alone():
         yield
 
 
-def test_end_of_the_server_fails_one_test_and_is_explained(tmp_path, alone):
+def test_only_one_start_fails_after_the_death_of_the_server(tmp_path, alone):
     run(tmp_path, "pass").wait(60)
     os.kill(forks.parent(), signal.SIGKILL)
     with pytest.raises(EOFError, match="has ended"):

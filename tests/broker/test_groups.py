@@ -64,7 +64,7 @@ def test_why_shows_the_owners_groups_and_budgets(broker):
     assert why["groups"] == ["lab", "thesis"]
     assert [g["group"] for g in why["guarantees"]] == ["lab", "thesis"]
     assert why["standing"][0] == "Your group is thesis, a part of lab."
-    assert why["standing"][1].startswith("Group lab has 0 B, below the ")
+    assert why["standing"][1].startswith("Group lab has 0 B, below its guaranteed ")
     (budget,) = why["budgets"]
     assert (budget["group"], budget["seconds"], budget["left"]) == ("lab", 3600, 3600)
     assert why["standing"][-1] == "Group lab has 3600 of 3600 GPU-seconds left today."
@@ -128,7 +128,7 @@ def test_sessions_leave_a_group_that_their_user_has_left(make_broker):
         broker.process.send_signal(signal.SIGHUP)
         wait_until(lambda: groups() == ["lab", "lab", "rest"], "the groups after SIGHUP")
         (row,) = broker.rows("group")
-        assert row["reason"] == "It uses the share of the group 'lab' now."
+        assert row["reason"] == "The kernel now uses the share of the group 'lab'."
         broker.configure(groups={})
         broker.process.send_signal(signal.SIGHUP)
         wait_until(lambda: groups() == ["", "", ""], "no groups")
@@ -155,7 +155,7 @@ def test_start_is_refused_if_groups_exceed_the_machine(make_broker):
     assert answer["code"] == Code.CONFIG
     assert answer["message"] == (
         f"c.GPUPool.groups['a']['guarantee'] in {broker.config_file}, line 1: 'a' is guaranteed "
-        "1.4 GiB, and the GPUs of this machine have 960 MiB."
+        "1.4 GiB, but the GPUs of this machine have 960 MiB."
     )
 
 
@@ -177,7 +177,7 @@ def test_broker_starts_with_a_warning_if_a_device_is_missing(make_broker):
     broker.configure(groups=groups, emulate="1x512MiB,context=32MiB")
     assert broker.started.status()["devices"]
     assert (
-        "The GPUs that are here now cannot keep all of the configuration: c.GPUPool"
+        "The GPUs that are here now cannot satisfy the whole configuration: c.GPUPool"
         in broker.tail()
     )
     broker.stop()
@@ -186,7 +186,7 @@ def test_broker_starts_with_a_warning_if_a_device_is_missing(make_broker):
     assert not broker.start()["ok"]
 
 
-def test_broker_warns_of_names_that_do_not_exist(make_broker):
+def test_broker_warns_of_unknown_users_and_unix_groups(make_broker):
     groups = {"a": {"users": [ME, "no-such-user"], "unix_groups": ["no-such-group"]}}
     broker = make_broker(groups=groups).started
     wait_until(lambda: "no-such-group" in broker.tail(), "the warnings")
@@ -260,7 +260,7 @@ def test_a_session_is_opened_while_nss_hangs(monkeypatch, caplog):
     asyncio.run(run())
 
 
-def test_a_module_of_nss_that_fails_is_logged(caplog):
+def test_failure_of_an_nss_module_is_logged(caplog):
     nss = Nss()
     nss.go.set()
 
@@ -289,7 +289,7 @@ def test_nss_is_asked_only_if_a_rule_names_a_unix_group():
 # ------------------------------------------------------------------ groups of a Hub
 
 
-def test_groups_of_the_hub_count_while_the_hub_is_down(caplog):
+def test_last_known_hub_groups_apply_while_the_hub_is_down(caplog):
     nss, hub = Nss("x"), {"root": ["night"]}
     nss.go.set()
     groups = {"night": {"hub_groups": ["night"]}, "all": {"users": "*"}}
@@ -326,7 +326,7 @@ def test_hub_answer_that_is_no_list_of_names_is_ignored(wrong, caplog):
     asyncio.run(run())
 
 
-def test_hub_groups_function_decides_the_group_of_a_session(make_broker):
+def test_answer_of_hub_groups_decides_the_group_of_a_session(make_broker):
     broker = make_broker()
     values = json.loads(broker.config_file.read_text())["GPUPool"]
     groups = {"night": {"hub_groups": ["night-shift"]}, "rest": {"users": "*"}}

@@ -311,7 +311,7 @@ def test_calls_that_race_with_a_release_do_not_fail(broker, program):
     assert p.do("check") == 16 * MiB
 
 
-def test_manual_kernel_gets_an_error_and_continues(program):
+def test_program_in_manual_mode_gets_an_error_without_a_slice(program):
     p = program(attach="manual")
     assert p.do("init") == 1
     assert p.do("context") == NOT_READY
@@ -360,7 +360,7 @@ def test_memory_allocated_past_the_guard_is_reported(make_broker):
     p.close()
 
 
-def test_slice_is_free_if_its_use_ends_without_a_broker(make_broker):
+def test_next_broker_frees_a_slice_that_is_no_longer_used(make_broker):
     """The use of the slice ends after one broker has died and before the next broker starts.
 
     The next broker once counted the slice as in use for two more seconds. If this broker was also
@@ -377,7 +377,7 @@ def test_slice_is_free_if_its_use_ends_without_a_broker(make_broker):
         assert holder.do("calm")["error"] == 0
         assert broker.started
         assert waiting.answer() is None
-        assert "did not come back" not in broker.tail(1 << 20)
+        assert "did not reconnect" not in broker.tail(1 << 20)
         assert holder.do("check") == 16 * MiB
     finally:
         holder.close()

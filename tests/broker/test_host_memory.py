@@ -63,7 +63,7 @@ def tree(tmp_path):
 # ---------------------------------------------------------------------- reading
 
 
-def test_each_cgroup_v2_level_counts_its_lower_limit(tree):
+def test_lower_of_two_limits_counts_at_each_cgroup_v2_level(tree):
     tree.process(7, "0::/user/job")
     tree.group("user", memory__max="max", memory__high=8 * GiB, memory__current=3 * GiB)
     tree.group("user/job", memory__max=2 * GiB, memory__high="max", memory__current=GiB,
@@ -88,7 +88,7 @@ def test_cgroup_v1_limit_above_machine_memory_is_no_limit(tree):
     ["0::/docker/4f2", "0::/../other", "4:memory:/docker/4f2"],
     ids=["of the host's namespace", "outside this namespace", "version 1, of the host's"],
 )
-def test_mounted_group_counts_in_a_container(tree, line):
+def test_limit_of_the_mounted_cgroup_counts_in_a_container(tree, line):
     tree.process(7, line)
     names = ("memory__max", "memory__current")
     base = "."
@@ -98,7 +98,7 @@ def test_mounted_group_counts_in_a_container(tree, line):
     assert tree.free(7)[1:] == [("control group /", 4 * GiB, 3 * GiB)]
 
 
-def test_limit_of_a_group_above_a_threaded_group_counts(tree):
+def test_threaded_group_has_the_limit_of_its_parent(tree):
     tree.process(7, "0::/job/threads")
     tree.group("job", memory__max=GiB, memory__current=0)
     tree.group("job/threads", cgroup__type="threaded")
@@ -202,13 +202,13 @@ def test_container_with_2_gib_can_suspend_1_gib_of_state(tree):
         why, lasts = await room.take("a", 7, 2 * GiB)
         assert lasts
         assert "cannot be moved to host memory here: control group /job may use 2 GiB" in why
-        assert "512 MiB stays free (c.GPUPool.host_reserve)" in why
+        assert "512 MiB must stay free (c.GPUPool.host_reserve)" in why
         room.close()
 
     asyncio.run(scenario())
 
 
-def test_suspends_under_way_count_in_all_shared_cgroup_levels(tree):
+def test_two_suspends_share_the_room_of_their_common_cgroup(tree):
     for pid, name in ((7, "one"), (8, "two")):
         tree.process(pid, f"0::/pod/{name}")
     tree.process(9, "0::/other")
@@ -230,7 +230,7 @@ def test_suspends_under_way_count_in_all_shared_cgroup_levels(tree):
     asyncio.run(scenario())
 
 
-def test_host_memory_for_plans_excludes_the_reserve(tree):
+def test_room_for_suspended_state_excludes_the_reserve(tree):
     tree.process("self", "0::/job")
     tree.group("job", memory__max=8 * GiB, memory__current=2 * GiB)
     room = HostRoom(tree.host, lambda: HostReserve(size=GiB))
@@ -298,7 +298,7 @@ def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
     one.wait_state("idle")
     one.server.call("release", session=one.session)
     row = wait_until(lambda: broker.rows("refuse"), "the refusal")[-1]
-    assert "control group /job has 650 MiB left, of which 512 MiB stays free" in row["reason"]
+    assert "control group /job has 650 MiB left, and 512 MiB must stay free" in row["reason"]
     assert one.state() == "idle"
     assert "The pool tries again by itself" in one.status()["stays_reason"]
     in_group(broker, 700 * MiB)
@@ -306,13 +306,13 @@ def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
     assert one.do("check") == 64 * MiB
 
 
-def test_note_names_a_low_limit_before_another_kernel_waits(broker, program):
+def test_host_note_names_a_low_limit_before_any_kernel_waits(broker, program):
     in_group(broker, 150 * MiB, limit=256 * MiB)
     one = program("one", "job")
     one.begin(64 * MiB)
     note = wait_until(lambda: one.status()["host_note"], "the note")
     assert note.startswith("400 MiB of GPU state cannot be moved to host memory here: control ")
-    assert "have the memory limit raised" in note
+    assert "ask your administrator to raise the memory limit" in note
     two, three = program("two"), program("three")
     two.begin(MiB)
     assert two.do("storm") is None
@@ -364,7 +364,7 @@ def test_largest_state_returns_to_a_gpu_if_host_memory_is_low(broker, program):
     in_group(broker, 400 * MiB)
     large.wait_state("idle")
     assert large.status()["host_note"].startswith(
-        "Host memory is short: control group /job has 400 MiB of 2 GiB left, so the GPU state of "
+        "Host memory is short: control group /job has 400 MiB of 2 GiB left. So the GPU state of "
         "this kernel (160 MiB) goes back to a GPU."
     )
     note = wait_until(lambda: small.status()["host_note"], "what there is no room for")
@@ -383,7 +383,7 @@ def test_largest_state_returns_to_a_gpu_if_host_memory_is_low(broker, program):
     assert small.do("check") == 16 * MiB
 
 
-def test_cgroup_events_near_the_reserve_bring_state_back(broker, program):
+def test_new_cgroup_memory_events_bring_state_back_to_a_gpu(broker, program):
     in_group(broker, 700 * MiB)
     one = program("one", "job")
     suspended(broker, one)

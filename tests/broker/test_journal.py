@@ -79,7 +79,7 @@ def test_committed_rows_remain_after_a_kill(path):
     last.close()
 
 
-def test_only_its_user_can_read_the_journal(path):
+def test_journal_is_readable_only_by_its_user(path):
     journal = Journal(path, LOG)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -145,7 +145,7 @@ def test_damaged_pages_in_the_middle_are_noticed(path):
     after.close()
 
 
-def test_folder_that_cannot_be_made_is_an_error_with_a_next_step(folder):
+def test_error_names_state_dir_if_the_folder_cannot_be_made(folder):
     (folder / "file").write_text("")
     with pytest.raises(JournalUnusable, match=r"c\.GPUPool\.state_dir"):
         Journal(folder / "file" / "journal.sqlite", LOG)
@@ -194,7 +194,7 @@ def test_memory_is_bounded_while_the_disk_takes_no_rows(path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_at_the_lock_is_an_error_that_asks_for_room(folder, monkeypatch, number):
+def test_lock_on_a_full_disk_fails_and_asks_for_room(folder, monkeypatch, number):
     def full(lock):
         raise OSError(number, os.strerror(number))
 

@@ -364,7 +364,7 @@ def test_living_broker_is_found_without_a_runtime_folder(clean, monkeypatch):  #
     assert endpoint.find_socket() == clean / f"gpupool-{os.geteuid()}" / "broker.sock"
 
 
-def test_folder_of_a_login_is_not_used_for_sockets(monkeypatch, tmp_path):
+def test_sockets_are_not_in_a_folder_that_a_logout_deletes(monkeypatch, tmp_path):
     monkeypatch.setattr(local_machine, "LOGIN_FOLDERS", tmp_path)
     (tmp_path / "1000").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "1000"))
@@ -389,7 +389,7 @@ def test_write_ahead_log_is_bounded_under_steady_commits(folder):
     journal.close()
 
 
-def test_journal_above_its_size_drops_the_oldest_rows(folder):
+def test_journal_over_its_size_limit_drops_the_oldest_rows(folder):
     path = folder / "journal.sqlite"
     journal = Journal(path, LOG, max_bytes=lambda: 2 << 20)
     for n in range(60):
@@ -432,7 +432,7 @@ def test_deleted_journal_is_written_again(folder):
     after.close()
 
 
-def test_long_log_is_moved_once_and_not_at_each_check(folder):
+def test_long_log_is_reported_once_and_not_at_each_check(folder):
     """SQLite writes the log again from the begin of its file, but the file keeps its length."""
     long = []
     journal = Journal(folder / "journal.sqlite", LOG, on_long=lambda: long.append(written))
@@ -466,7 +466,7 @@ def test_log_is_overwritten_and_not_truncated(folder):
     journal.close()
 
 
-def test_commit_that_starts_a_long_log_again_is_not_synced(folder):
+def test_commit_that_overwrites_a_long_log_is_not_synced(folder):
     """A sync would not help: SQLite has not synced the data that it moved from log to file."""
     journal = Journal(folder / "journal.sqlite", LOG)
     unsynced = []

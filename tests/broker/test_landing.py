@@ -61,7 +61,7 @@ def kernel(kernel, broker):
     return kernel
 
 
-def test_asking_process_gets_its_slice_on_a_gpu_with_room(broker, kernel):
+def test_process_that_asked_about_a_gpu_can_get_another_gpu(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     assert k.state() == "detached"
@@ -138,7 +138,7 @@ def test_landed_session_can_move_again_with_its_bytes(broker, kernel):
     assert len(broker.rows("land")) == 1
 
 
-def test_threads_that_make_the_first_context_together_land_once(broker, kernel):
+def test_process_lands_once_if_eight_threads_make_a_context(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("ask")
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -147,7 +147,7 @@ def test_threads_that_make_the_first_context_together_land_once(broker, kernel):
     assert len(broker.rows("land")) == 1
 
 
-def test_child_that_asked_before_the_slice_lands_alone(broker, kernel):
+def test_child_that_asked_about_a_gpu_lands_without_its_parent(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.do("sub", command={"do": "ask"})
     occupy(kernel, but=[u for u in devices(broker) if u != home])
@@ -181,7 +181,7 @@ def test_session_with_two_gpus_lands_on_two_other_gpus(make_broker, kernels):
     assert len(broker.rows("land")) == 1
 
 
-def test_eight_kernels_that_asked_share_the_only_free_gpu(make_broker, kernels):
+def test_eight_kernels_can_land_on_the_only_free_gpu(make_broker, kernels):
     # Seven other programs compute and must keep their GPUs. ``quiet_after`` is long because a busy
     # machine delays their calls. ``preempt`` is empty so that no turn ends while the pool serves
     # the eight kernels.
@@ -241,7 +241,7 @@ def maker(kernels, broker):
 # ---------------------------------------------------------------------- the cost of landing
 
 
-def test_sole_gpu_keeps_no_room_for_a_context(make_broker):
+def test_pool_with_one_gpu_reserves_no_room_for_a_context(make_broker):
     broker = make_broker(emulate="1x512MiB,context=32MiB").started
     (device,) = devices(broker).values()
     assert device["memory_capacity"] == 512 * MiB
@@ -538,7 +538,7 @@ def landing(broker, kernel, fault, **params):
 
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
-def test_next_broker_ends_the_landing_of_a_killed_broker(broker, kernel, op):
+def test_next_broker_completes_a_landing_after_a_kill(broker, kernel, op):
     k, _home = landing(broker, kernel, "hang", op=op)
     wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
     if op == "restore":
@@ -553,7 +553,7 @@ def test_next_broker_ends_the_landing_of_a_killed_broker(broker, kernel, op):
     assert k.status()["used_bytes"] == 16 * MiB + CONTEXT
 
 
-def test_next_broker_ends_a_landing_after_logout_and_kill(broker, kernel):
+def test_next_broker_completes_a_landing_after_logout_and_kill(broker, kernel):
     k, _home = landing(broker, kernel, "hang", op="checkpoint")
     wait_until(lambda: k.mark() >= 2, "the driver is asked", PATIENCE)
     page = Path(k.env["GPUPOOL_PAGE"])
@@ -569,15 +569,17 @@ def test_next_broker_ends_a_landing_after_logout_and_kill(broker, kernel):
     assert len(broker.rows("land")) == 1
 
 
-def test_page_that_no_process_has_open_is_reported(broker, kernel):
+def test_deleted_page_that_no_process_has_open_is_reported(broker, kernel):
     k = kernel(memory=BIG)
     page = Path(k.env["GPUPOOL_PAGE"])
     kit.remove(page.parent)
     wait_until(page.is_symlink, "the page is back as a link", PATIENCE)
     broker.kill()  # only the broker had the page open: the program has not called CUDA
     assert broker.started
-    assert f"The page of session {k.session} was deleted and no process has it" in broker.tail()
-    assert "that was moving to its GPU" in broker.tail()
+    assert (
+        f"The page of session {k.session} was deleted, and no process has it open" in broker.tail()
+    )
+    assert "A process that was moving to its GPU" in broker.tail()
 
 
 def test_process_killed_while_landing_frees_its_room(broker, kernel):

@@ -137,7 +137,7 @@ def test_rubbish_and_floods_do_not_reach_the_pool(broker, kernel, data):
     one.wait_state("active")
 
 
-def test_other_protocol_version_gets_an_error_that_says_so(broker):
+def test_message_of_another_version_gets_a_version_error(broker):
     with Raw(broker.socket) as raw:
         raw.send(b'{"v":99,"type":"ping","id":1}\n')
         answer = raw.read()
@@ -369,6 +369,6 @@ def test_invalid_text_does_not_stop_the_journal(broker, kernel):
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1, 1e300], ids=str)
-def test_keep_for_an_invalid_time_is_refused(broker, kernel, seconds):
+def test_keep_request_with_an_invalid_time_is_refused(broker, kernel, seconds):
     one = kernel("one", agent=False)
     assert refusal(one.server, "keep", session=one.session, seconds=seconds) == "bad-request"

@@ -212,7 +212,7 @@ def test_close_ends_a_session_and_may_be_repeated(broker, kernel):
     assert all(d["memory_granted"] == 0 for d in broker.status()["devices"])
 
 
-def test_client_that_opens_and_disconnects_leaves_nothing(broker, kernel):
+def test_session_ends_if_its_client_leaves_before_the_launch(broker, kernel):
     one = kernel("one", launch=False)
     assert len(broker.status()["sessions"]) == 1
     one.server.close()

@@ -114,7 +114,7 @@ def test_folder_that_is_a_symbolic_link_is_refused(folder):
 def test_folder_that_others_may_write_is_refused(folder):
     (folder / "open").mkdir()
     (folder / "open").chmod(0o777)
-    assert "other users may write" in refused(folder / "open" / "broker.sock").message
+    assert "to which other users may write" in refused(folder / "open" / "broker.sock").message
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -139,7 +139,7 @@ def test_path_that_is_too_long_names_the_limit(folder):
     assert "107" in error.message
 
 
-def test_only_a_socket_of_root_below_run_is_machine_wide(folder):
+def test_socket_is_machine_wide_only_for_root_and_below_run(folder):
     assert not is_machine_wide(folder / "broker.sock")
     assert not is_machine_wide(type(folder)("/run/user/1000/gpupool/broker.sock"))
     assert is_machine_wide(type(folder)("/run/gpupool/broker.sock")) == (os.geteuid() == 0)

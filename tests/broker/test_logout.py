@@ -241,7 +241,7 @@ def test_copy_of_the_start_record_is_removed_with_the_broker(broker):
 
 
 @pytest.mark.parametrize("name", ["broker.sock", "broker.sock.lock", "broker.sock.start.json"])
-def test_file_beside_the_socket_is_back_within_two_seconds(broker, name):
+def test_deleted_file_of_a_broker_is_back_within_two_seconds(broker, name):
     path = broker.socket.with_name(name)
     wait_until(path.exists, "the broker has written it")
     pid = broker.status()["pid"]
@@ -255,7 +255,7 @@ def test_file_beside_the_socket_is_back_within_two_seconds(broker, name):
     assert broker.status()["pid"] == pid
 
 
-def test_deleted_log_continues_at_its_path(broker):
+def test_deleted_log_is_made_again_at_the_same_path(broker):
     kit.remove(broker.socket.parent)
     wait_until(lambda: "was deleted and is back" in broker.tail(), "the log's line")
 
@@ -304,7 +304,7 @@ def test_page_of_an_ended_session_is_not_put_back(guarded):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has a machine's broker")
-def test_pages_of_the_machines_broker_avoid_shared_memory(make_broker):
+def test_machine_wide_broker_keeps_pages_beside_its_socket(make_broker):
     broker = make_broker(attach="lazy")
     broker.module = GuardedBroker.module
     folder = Path("/run") / f"gpb-{os.getpid()}-pages"

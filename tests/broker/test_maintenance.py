@@ -212,12 +212,17 @@ def test_pool_closes_a_paused_gpus_file_and_names_other_users(broker, kernel, on
         }
         assert not order(broker, uuid)["closed"]
         lines = progress(order(broker, uuid))
-        assert lines[0] == "No kernel has a slice there; these still have its device file open:"
+        assert lines[0] == (
+            "No kernel has a slice on this GPU any more, but these processes still have its device "
+            "file open:"
+        )
         assert lines[1].startswith(f"  process {inside.pid} (session {idler.session}): ")
         inside.stdin.close()
         closed(broker, uuid)
         text = order(broker, uuid)["text"]
-        assert text == f"GPU {index} is {WHY}; no process of the pool has its device file open."
+        assert (
+            text == f"GPU {index} is {WHY}; no process of the pool has this GPU's device file open."
+        )
         assert [f["pid"] for f in order(broker, uuid)["files"]] == [outside.pid]
         # The pool uses and samples the other GPU as before, in processes that do not see this GPU.
         elsewhere.attach()
@@ -276,7 +281,7 @@ def test_pause_names_a_pinned_kernel_and_asks_for_its_restart(broker, one):
     wait_until(lambda: one.link()["notice"], "the notice in its notebook", 60)
     notice = one.link()["notice"]
     assert notice.startswith(f"The GPUs are being {WHY}. The GPU state of this kernel cannot be")
-    assert "restart the kernel" in notice
+    assert "restart this kernel" in notice
     (wait,) = order(broker)["waits"]
     assert wait["pinned"]
     assert wait["why"].startswith("cannot be suspended: ")
@@ -346,7 +351,7 @@ def test_resume_without_a_driver_is_refused(broker, one):
 @pytest.mark.parametrize(
     ("action", "device", "said"),
     [
-        ("drain", "", "Draining is for one GPU."),
+        ("drain", "", "A drain order is for one GPU."),
         ("pause", "7", "'7' is no GPU of this pool"),
         ("stop", "", "There is no maintenance action 'stop'"),
     ],
@@ -376,7 +381,7 @@ def test_interrupted_pause_command_leaves_the_pause_in_force(broker, one):
     assert lines[2].startswith("  one.ipynb (")
     assert lines[2].endswith(": a cell runs\n")
     assert command.returncode == 130
-    assert "Not finished, and the pause stays in force" in err
+    assert "The pause is not finished, but it stays in force" in err
     assert "jupyter gpupool resume" in err
     one.do("drop", hold="cell")
     closed(broker)
@@ -412,7 +417,7 @@ def test_gpu_with_an_xid_is_retested_and_comes_back(make_broker):
         assert broker.rows("device-seen")[-1]["reason"] == "passed its self-test"
 
 
-def test_doctor_retest_brings_a_sound_gpu_back(make_broker):
+def test_doctor_brings_back_a_gpu_that_passes_the_retest(make_broker):
     broker = make_broker(retest_after=0).started
     with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
         one.attach()
@@ -423,11 +428,11 @@ def test_doctor_retest_brings_a_sound_gpu_back(make_broker):
         broker.faults.clear()
         assert "GPU 1 is back." in doctor(broker)
         assert not device_of(broker, lost)["drained_reason"]
-        assert "No GPU is out of service for a failure." in doctor(broker)
+        assert "No GPU is out of service because of a failure." in doctor(broker)
 
 
 @pytest.mark.parametrize("readable", [True, False])
-def test_resume_of_one_gpu_leaves_a_failed_one_out_of_service(make_broker, readable):
+def test_failed_gpu_stays_out_of_service_if_another_is_resumed(make_broker, readable):
     broker = make_broker(retest_after=0).started
     with closing(Kernel(broker, "one", memory=400 * MiB)) as one:
         one.attach()
@@ -514,7 +519,7 @@ def test_status_warns_of_a_driver_that_hangs_after_a_kill(hanging):
     assert warning in " ".join(done.stdout.split())
 
 
-def test_retire_suspends_first_if_the_driver_hangs_at_a_kill(hanging, restored):
+def test_retire_suspends_a_restored_kernel_on_a_hanging_driver(hanging, restored):
     with hanging.client() as client:
         assert client.call("retire", session=restored.session, timeout=60)["safe"]
     assert suspended_now(hanging, restored)
@@ -531,7 +536,7 @@ def test_gpu_is_tested_after_the_kill_of_a_restored_kernel(hanging, restored):
     wait_until(lambda: hanging.session(restored.session) is None, "its end", 60)
     (lost,) = wait_until(lambda: hanging.rows("device-lost"), "the suspicion", 60)
     assert lost["device"] == uuid
-    assert "suspended and resumed ended on this GPU before the pool" in lost["reason"]
+    assert "A resumed kernel ended on this GPU before the pool" in lost["reason"]
     wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
     kinds = [row["kind"] for row in hanging.rows("close", "device-lost", "device-seen")]
     assert kinds[-3:] == ["device-lost", "close", "device-seen"], "first nobody gets it"
@@ -553,9 +558,9 @@ def test_restored_kernel_that_exits_is_not_reported_as_killed(hanging, restored)
 @pytest.mark.parametrize(
     ("code", "told"),
     [
-        ("paused", "It has not been tested yet"),
-        ("no-room", "It has not been tested yet"),
-        ("lost", "Its test failed"),
+        ("paused", "The GPU has not been tested yet"),
+        ("no-room", "The GPU has not been tested yet"),
+        ("lost", "The GPU's test failed"),
     ],
 )
 def test_untested_suspect_gpu_does_not_count_as_failed(code, told):
@@ -585,7 +590,9 @@ def test_gpu_that_hangs_after_a_kill_stays_out_of_service(hanging, restored):
     uuid = hanging.session(restored.session)["device"]
     hanging.faults.set("hang", op="checkpoint")
     restored.kill()
-    wait_until(lambda: "Its test failed" in device_of(hanging, uuid)["drained_reason"], "it", 90)
+    wait_until(
+        lambda: "The GPU's test failed" in device_of(hanging, uuid)["drained_reason"], "it", 90
+    )
     assert "known to hang this driver" in device_of(hanging, uuid)["drained_reason"]
     with closing(Kernel(hanging, "other", memory=400 * MiB)) as other:
         other.attach()
@@ -595,7 +602,7 @@ def test_gpu_that_hangs_after_a_kill_stays_out_of_service(hanging, restored):
     assert not device_of(hanging, uuid)["drained_reason"]
 
 
-def test_next_broker_notices_a_kill_while_no_broker_ran(hanging, restored):
+def test_next_broker_notices_a_kernel_killed_without_a_broker(hanging, restored):
     uuid = hanging.session(restored.session)["device"]
     hanging.disturbed = True
     hanging.kill()
@@ -605,7 +612,7 @@ def test_next_broker_notices_a_kill_while_no_broker_ran(hanging, restored):
     wait_until(lambda: not device_of(hanging, uuid)["drained_reason"], "the test has passed", 60)
 
 
-def test_kernel_without_a_restore_ends_without_a_suspend(hanging):
+def test_retire_does_not_suspend_a_kernel_without_a_restore(hanging):
     with closing(Kernel(hanging, "fresh", memory=400 * MiB)) as one:
         one.attach()
         one.do("alloc", bytes=64 * MiB, byte=1)
@@ -615,7 +622,7 @@ def test_kernel_without_a_restore_ends_without_a_suspend(hanging):
         assert one.do("check") == 64 * MiB
 
 
-def test_other_drivers_do_not_delay_the_end_of_a_kernel(broker, one):
+def test_drivers_that_do_not_hang_need_no_retire_request(broker, one):
     with broker.client() as client:
         assert client.call("open", kernel_id="k")["retire"] is False
         assert client.call("retire", session=one.session)["safe"]

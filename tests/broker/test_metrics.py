@@ -219,7 +219,7 @@ def test_metrics_contain_no_personal_data(broker, port, kernel):
     assert not any(word in text for word in secret[:4])
 
 
-def test_sighup_switches_metrics_on_to_another_port_and_off(make_broker, port):
+def test_sighup_starts_moves_and_stops_the_metrics_port(make_broker, port):
     broker = make_broker().started
     hangup(broker, port)
     wait_until(lambda: listening(broker.process.pid), "on")

@@ -359,7 +359,7 @@ def test_dashboard_of_a_cluster_has_all_figures_by_machine():
         (f"histogram_quantile(0.5, sum(rate({WAITS}[$__rate_interval])))", "needs the label le"),
     ],
 )
-def test_query_check_finds_queries_with_empty_results(query, wrong):
+def test_check_of_dashboards_finds_each_wrong_query(query, wrong):
     with pytest.raises(AssertionError, match=re.escape(wrong)):
         promql.labels_of(query, exported(node="gpu1"))
 

@@ -71,7 +71,7 @@ def a_monitor():
         room.close()
 
 
-def test_unchanged_host_memory_allows_any_number_of_suspends(monkeypatch, a_monitor):
+def test_monitor_reports_host_memory_again_after_each_resume(monkeypatch, a_monitor):
     """After each resume, the monitor must report host memory again.
 
     The pool subtracts each suspended state from the last report. Without a report after a resume,
@@ -149,7 +149,7 @@ ATTACHED, SUSPENDED, LANDING, STRANGER = 11, 12, 13, 14
         "one that is about to be moved to its slice",
     ],
 )
-def test_sample_is_attributed_by_the_brokers_accounts(
+def test_sampled_memory_is_attributed_to_its_sessions(
     monkeypatch, used, listed, granted, want, a_monitor
 ):
     monkeypatch.setattr(monitoring, "identify", lambda pid: ProcessId(pid, 1))

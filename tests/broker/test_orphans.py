@@ -55,7 +55,7 @@ def test_suspended_child_of_a_dead_kernel_is_ended(broker, family):
     assert identify(child) is not None
     one.kill()
     wait_until(lambda: identify(child) is None, "the child's end", 60)
-    line = f"process {child} of session {one.session}, which was suspended"
+    line = f"process {child} of session {one.session}: this process was still suspended"
     wait_until(lambda: line in broker.tail(), "the log's line")
 
 
@@ -99,7 +99,7 @@ def test_no_process_counts_as_dead_when_descriptors_run_out(broker):
         # The broker has no descriptor to accept these connections.
         for _ in range(5):
             raws.append(kit.Raw(broker.socket))
-        wait_until(lambda: "No connection can be accepted now" in broker.tail(), "the log")
+        wait_until(lambda: "The broker can accept no connection now" in broker.tail(), "the log")
         one.server.call("release", session=one.session)
 
         def looked():

@@ -175,7 +175,7 @@ def taker_of(device, kernel):
     return found
 
 
-def test_kernel_after_cuinit_gets_a_device_of_the_model_it_sees(broker, kernel):
+def test_kernel_gets_a_device_of_the_same_model_after_cuinit(broker, kernel):
     k = kernel(memory=BIG)
     (home,) = k.devices()
     k.set(FLAGS, layout.SLOT_CUDA)
@@ -184,7 +184,7 @@ def test_kernel_after_cuinit_gets_a_device_of_the_model_it_sees(broker, kernel):
     assert k.devices() == k.status()["devices"] != [home]
 
 
-def test_home_before_cuinit_is_a_device_with_an_idle_lease(broker, kernel):
+def test_home_moves_to_a_device_with_an_idle_lease(broker, kernel):
     """No device has room. On the busy device, the kernel would wait although a lease is idle."""
     k = kernel(memory=BIG)
     (home,) = k.devices()
@@ -220,7 +220,7 @@ def test_home_stays_once_a_process_has_seen_it(kernel):
     assert k.devices() == [home]
 
 
-def test_home_is_a_device_with_room_until_cuinit(kernel):
+def test_home_moves_to_a_device_with_room_until_cuinit(kernel):
     settled, moving = kernel(memory=BIG), kernel(memory=BIG)
     settled.set(FLAGS, layout.SLOT_CUDA)
     full = settled.devices()
@@ -273,7 +273,7 @@ def test_client_cannot_change_the_flags_of_the_brokers_page(kernel):
         os.close(passed)
 
 
-def test_connection_that_reads_nothing_gets_its_page_once(kernel):
+def test_page_is_sent_once_to_a_client_that_does_not_read(kernel):
     """Linux limits how many files of a user may be sent through sockets and not yet received.
 
     Each unread copy of a page counts. After a client had used up the limit, new kernels in all
@@ -325,7 +325,7 @@ def test_file_lease_on_a_page_does_not_delay_a_new_broker(tmp_path):
 # ---------------------------------------------------------------------- samples of pages
 
 
-def test_process_that_a_page_names_often_is_checked_once(tmp_path, monkeypatch):
+def test_process_in_many_slots_of_a_page_is_checked_once(tmp_path, monkeypatch):
     page = layout.Page.create(tmp_path / "s.page", "s", os.getuid())
     start = identify(os.getpid()).start_time
     with (tmp_path / "s.page").open("r+b") as file:

@@ -69,7 +69,7 @@ def test_lease_is_in_the_page_before_the_answer(broker, kernel):
     wait_until(lambda: k.touch() and holds(k) == ["device"], "its use")
 
 
-def test_call_of_an_idle_kernel_is_use_without_a_message(broker, kernel):
+def test_call_makes_an_idle_kernel_active_without_a_message(broker, kernel):
     k = kernel()
     k.lease()
     k.wait_state("idle")
@@ -99,7 +99,7 @@ def test_end_of_a_cell_ends_the_use_in_cell_mode(make_broker, inside):
     k.close()
 
 
-def test_kernel_without_a_cell_is_idle_at_once_under_demand(make_broker):
+def test_kernel_without_a_cell_yields_its_slice_at_once(make_broker):
     """``quiet_after`` has no effect: after a call at the gate, the agent reports that it rests."""
     broker = make_broker(quiet_after=600, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
@@ -114,7 +114,7 @@ def test_kernel_without_a_cell_is_idle_at_once_under_demand(make_broker):
         k.close()
 
 
-def test_call_inside_the_driver_is_use_under_demand(make_broker):
+def test_call_in_the_driver_keeps_a_slice_that_others_need(make_broker):
     broker = make_broker(quiet_after=QUIET, attach="lazy").started
     kernels = [Guarded(broker, memory=BIG, agent=True) for _ in range(3)]
     *holders, late = kernels
@@ -201,7 +201,7 @@ def test_abandoned_recording_keeps_no_slice(make_broker, monkeypatch):
     k.close()
 
 
-def test_call_ends_with_its_killed_process(broker, kernel):
+def test_call_counts_as_ended_after_its_process_is_killed(broker, kernel):
     k = kernel()
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     slot = k.slot(child.pid)
@@ -234,7 +234,7 @@ def test_waiting_threads_share_one_hold_and_one_answer(broker, kernel):
     assert first.granted() == 0
 
 
-def test_last_thread_that_gives_up_ends_the_wait(broker, kernel):
+def test_wait_ends_when_the_last_thread_gives_up(broker, kernel):
     first, second, third = kernel(memory=BIG), kernel(memory=BIG), kernel(memory=BIG)
     for k in (first, second):
         k.lease()
@@ -351,7 +351,7 @@ def vain(k, device=0):
     return struct.unpack_from("<Q", k.map, layout.VAIN_AT + 8 * device)[0]
 
 
-def test_refused_growth_stays_in_the_page_until_a_change(make_broker):
+def test_page_shows_a_refused_growth_until_memory_is_free(make_broker):
     broker = make_broker(quiet_after=600).started
     first = Guarded(broker, memory=BIG, devices=2)
     second = Guarded(broker, memory=100 * MiB, limit=450 * MiB)
@@ -533,11 +533,11 @@ def test_overuse_is_reported(make_broker):
     assert row["detail"]["granted"] == 100 * MiB
     assert row["bytes"] >= 220 * MiB
     assert k.status()["overuse_bytes"] >= 120 * MiB
-    assert "allocated without the guard" in row["reason"]
+    assert "allocated some memory without the guard" in row["reason"]
     k.close()
 
 
-def test_kernel_ended_by_a_rule_is_suspended_first_if_needed(make_broker):
+def test_kernel_with_overuse_is_suspended_before_it_is_ended(make_broker):
     broker = make_broker(overuse="end")
     state = broker.folder / "broker.sock.emulated"
     state.mkdir()

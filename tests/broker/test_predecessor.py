@@ -81,7 +81,7 @@ def test_broker_takes_over_sessions_of_an_unusable_socket(orphaned, clean, caplo
         path = ensure_broker(settings(clean))
     assert path == clean / "cron" / "gpupool" / "broker.sock"
     assert [s["id"] for s in status(path)["sessions"]] == [one.session]
-    assert "restart those kernels" in caplog.text
+    assert "Restart each of these kernels" in caplog.text
 
 
 def test_broker_starts_anywhere_once_the_kernels_have_ended(orphaned, clean):  # noqa: F811
@@ -189,5 +189,8 @@ def test_missing_page_is_reported_in_the_log(moved):
     kit.remove(page.parent)
     one.map.close()  # the map keeps the file open
     assert broker.started
-    assert f"The page of session {one.session} was deleted and no process has it" in broker.tail()
+    assert (
+        f"The page of session {one.session} was deleted, and no process has it open"
+        in broker.tail()
+    )
     assert f"Session {one.session} goes on unguarded: no page at {page}" in broker.tail()

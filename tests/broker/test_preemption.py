@@ -270,7 +270,7 @@ QUEUE = {"count": 400, "seconds": 0.01}
 
 
 @pytest.mark.parametrize("contended", [False, True])
-def test_queue_of_a_contended_program_drains_in_time(make_broker, contended):
+def test_queue_drains_in_time_only_under_contention(make_broker, contended):
     broker = make_broker(lock_timeout=1.0).started
     worker = Worker(broker, "worker", memory=BIG)
     try:

@@ -68,7 +68,7 @@ def test_ended_process_is_quiet_at_once(process):
     assert asyncio.run(quiesce.quiesce([pid]))
 
 
-def test_ticks_count_where_schedstat_is_missing(process, monkeypatch):
+def test_cpu_ticks_are_read_if_schedstat_is_missing(process, monkeypatch):
     """Without schedstat, every thread once looked like a thread that had ended."""
     real = procfs._read
 
@@ -85,7 +85,7 @@ def test_ticks_count_where_schedstat_is_missing(process, monkeypatch):
     assert procfs.thread_time(pid, pid)[1] - before >= quiesce.PASSED
 
 
-def test_process_that_a_page_repeats_is_checked_once(process, monkeypatch):
+def test_repeated_pid_is_checked_once(process, monkeypatch):
     pid, looked = process(SLEEPS), []
     monkeypatch.setattr(procfs, "thread_time", lambda *of: (looked.append(of), ("S", 0))[1])
     assert asyncio.run(quiesce.quiesce([pid] * 256))

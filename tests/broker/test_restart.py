@@ -154,7 +154,10 @@ def test_broker_without_the_kernels_devices_ends_no_kernel(broker, kernels, emul
     broker.configure(emulate=emulate)
     answer = broker.start()
     assert (answer["ok"], answer["code"]) == (False, "out-of-reach")
-    assert answer["message"].startswith("2 kernels of the previous broker would be lost")
+    assert answer["message"].startswith(
+        "This broker cannot reach the GPUs of 2 kernels of the previous broker, so they would be "
+        "lost."
+    )
     assert answer["message"].endswith(". Nothing was changed.")
     assert repr(right) in answer["next_step"]
     for kernel in (one, two):

@@ -58,7 +58,7 @@ def test_killed_broker_is_restarted_with_its_configuration(dead):
     before = startrecord.read_record(dead.socket).pid
     assert starting.revive(dead.socket)
     found = dead.status()
-    assert f"The broker before this one (process {before}) died" in dead.tail()
+    assert f"The previous broker (process {before}) died" in dead.tail()
     assert found["settings"]["idle_timeout"] == 77
     assert found["machine"] == f"EMULATED {ONE}"
     environ = Path(f"/proc/{found['pid']}/environ").read_text().split("\0")
@@ -112,7 +112,7 @@ def test_third_failed_start_says_why_and_names_the_log(dead):
     assert startfailures.read_failures(dead.socket).count == 0
 
 
-def test_launcher_stops_after_brokers_that_died_before_use(dead, monkeypatch):
+def test_launcher_pauses_after_three_brokers_died_before_use(dead, monkeypatch):
     monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
     monkeypatch.setattr(startfailures, "MOST_DEATHS", 3)
     for _ in range(2):
@@ -220,7 +220,7 @@ def test_missing_program_of_the_broker_is_named(dead):
         starting.revive(dead.socket)
 
 
-def test_record_that_another_user_wrote_starts_nothing(dead):
+def test_start_record_that_others_may_write_is_refused(dead):
     startrecord.record_path(dead.socket).chmod(0o666)
     with pytest.raises(BrokerUnavailable) as caught:
         starting.revive(dead.socket)

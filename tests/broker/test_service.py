@@ -156,7 +156,7 @@ class Own(kit.Broker):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root's socket is the machine's service")
-def test_own_broker_takes_no_new_kernels_beside_the_service(folder):
+def test_users_own_broker_refuses_new_kernels_beside_a_service(folder):
     broker = Own(folder, emulate=kit.ONE).started
     one = None
     try:

@@ -51,7 +51,7 @@ def test_status_shows_the_limits_that_apply_to_requests(make):
         kernel.close()
 
 
-def test_broker_grants_the_most_bytes_that_the_status_shows(make):
+def test_status_shows_the_largest_request_that_is_granted(make):
     """On each of its two devices, a session may have half of the quota or of host memory."""
     broker = make(
         emulate=MACHINE, host_memory="400MiB", quotas={"*": {"memory": "600MiB", "devices": 2}}
@@ -127,7 +127,7 @@ def test_idle_kernel_needs_room_for_its_use_not_its_slice(make):
             assert broker.session(kernel.session)["suspended_bytes"] == use
 
 
-def test_device_is_read_until_its_sessions_memory_is_gone(make):
+def test_device_is_sampled_until_a_sessions_memory_is_free(make):
     """The last sample must not show a process that is about to end."""
     broker = make(emulate=MACHINE, sample_interval=0.1)
 

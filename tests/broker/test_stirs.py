@@ -62,7 +62,7 @@ def queue_told(readers):
 
 
 @pytest.mark.parametrize(("readers", "pause"), [(1, SETTLED), (32, 0.5), (1000, LONGEST_PAUSE)])
-def test_every_reader_hears_of_the_queue_after_a_pause(readers, pause):
+def test_pause_between_queue_notices_grows_with_the_readers(readers, pause):
     """Each reader requests a status after a notice, so the broker waits before the next notice.
 
     If the queue changes during this pause, the readers get a notice when the pause ends.
@@ -71,7 +71,7 @@ def test_every_reader_hears_of_the_queue_after_a_pause(readers, pause):
     assert second - first > pause - 0.01
 
 
-def test_readers_hear_once_of_changes_in_a_row():
+def test_readers_get_one_notice_for_many_changes_of_a_session():
     assert told() == ["b", "a", "last"]
 
 

@@ -110,7 +110,7 @@ def test_status_shows_group_use_and_share(make_broker):
         kernel.close()
 
 
-def test_stored_usage_is_bounded_to_the_users_with_the_most():
+def test_usage_is_stored_only_for_the_users_with_the_most_usage():
     users = {f"u{n}": Usage(memory=float(n), at=5.0) for n in range(MOST + 50)}
     found, groups = read_usage(
         usage_text(users, {"lab": Usage(compute=2.0, today=1.5, spent=True)})

@@ -70,7 +70,7 @@ def test_help_names_every_command(capsys):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c != "broker"])
 def test_every_command_has_help(command, capsys):
     assert main([command, "--help"]) == 0
-    codes = "that of" if command in ("run", "wait") else "0 done"
+    codes = "the code of" if command in ("run", "wait") else "0 done"
     assert f"Exit codes: {codes}" in capsys.readouterr().out
 
 

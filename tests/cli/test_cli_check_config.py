@@ -74,7 +74,7 @@ GROUP     GUARANTEE  CAP      WEIGHT    GPU TIME PER DAY
 research  768 GiB    -        3 (75%)   -
   vision  160 GiB    -        1 (100%)  -
 students  -          640 GiB  1 (25%)   8 h, then borrow
-Guaranteed: 768 GiB. By weight: 512 GiB and what is unused.
+Guaranteed: 768 GiB. Shared by weight: 512 GiB and unused guaranteed memory.
 
 MEMBERS
   vision: {ME}
@@ -99,8 +99,8 @@ def test_report_says_that_cluster_sizes_are_for_all_machines(config, capsys):
     assert (
         """\
 CLUSTER OF 2
-  gpu1, gpu2: caps, GPU time, and guarantees written as sizes are for all
-    machines together. Other guarantees are for each machine.
+  gpu1, gpu2: caps, GPU time, and guarantees that are sizes are for all machines
+    together. Guarantees in per cent or devices are for each machine.
 """
         in found
     )
@@ -121,8 +121,9 @@ def test_guarantee_above_the_machines_memory_is_a_mistake(config, capsys):
         == f"""\
 c.GPUPool.groups['vision']['guarantee']
   {config}, line 3
-  'vision' is guaranteed 160 GiB, and its parent group 'research' is guaranteed
-  96 GiB. Lower these guarantees or raise the guarantee of the parent.
+  'vision' is guaranteed 160 GiB, but the guarantee of the parent group
+  'research' is 96 GiB. Lower these guarantees or raise the guarantee of
+  'research'.
 
 The configuration has 1 mistake.
 """
@@ -161,7 +162,7 @@ def test_unknown_user_is_a_mistake_if_all_users_are_known(config, capsys, monkey
     monkeypatch.setattr(check_config, "knows_everybody", lambda: False)
     found = report(capsys)
     assert found["ok"]
-    assert "It may exist in a directory service" in found["warnings"][0]
+    assert "The name may exist in a directory service" in found["warnings"][0]
     assert report(capsys, "--devices", "1x80GiB")["ok"]
 
 
@@ -179,7 +180,7 @@ def test_empty_group_gets_a_warning(config, capsys):
     assert report(capsys)["warnings"] == []
     config.write_text("c.GPUPool.groups = {'a': {}}")
     assert report(capsys)["warnings"] == [
-        "The group 'a' has no users and no groups in it: nobody can be in it."
+        "The group 'a' contains no users and no groups, so nobody can use it."
     ]
 
 
@@ -191,7 +192,10 @@ def test_empty_group_gets_a_warning(config, capsys):
         ("groups = {'g': {'users': '*', 'cap': '2GiB'}}", "The cap of the group 'g' is 2 GiB, and"),
         (
             "groups = {'g': {'users': '*', 'gpu_seconds_per_day': '49h'}}",
-            "The group 'g' can never use its gpu_seconds_per_day: these GPUs have 48 h in a day.",
+            (
+                "The group 'g' can never use all of its gpu_seconds_per_day: all GPUs together "
+                "provide 48 h of GPU time in a day."
+            ),
         ),
         (
             "quotas = {}; c.GPUPool.groups = {'g': {'users': '*', 'gpu_seconds_per_day': REFILL}}",
@@ -199,7 +203,10 @@ def test_empty_group_gets_a_warning(config, capsys):
         ),
         (
             "quotas = {'ada': {'gpu_seconds_per_day': '49h'}}",
-            "The user 'ada' can never use its gpu_seconds_per_day: these GPUs have 48 h in a day.",
+            (
+                "The user 'ada' can never use all of its gpu_seconds_per_day: all GPUs together "
+                "provide 48 h of GPU time in a day."
+            ),
         ),
         (
             "quotas = {'*': {'gpu_seconds_per_day': REFILL}}",
@@ -207,7 +214,7 @@ def test_empty_group_gets_a_warning(config, capsys):
         ),
         (
             "quotas = {'*': {'gpu_seconds_per_day': {'seconds': 0, 'then': 'refuse'}}}",
-            "kernels under it never get a slice.",
+            "kernels with this budget never get a slice.",
         ),
         (
             "default_memory = '100GiB'",
@@ -215,7 +222,7 @@ def test_empty_group_gets_a_warning(config, capsys):
         ),
     ],
 )
-def test_option_without_effect_or_users_gets_a_warning(no_configuration, capsys, options, warning):
+def test_probable_mistake_in_an_option_gets_a_warning(no_configuration, capsys, options, warning):
     """Earlier versions of the check accepted each of these configurations without a warning."""
     path = no_configuration / "jupyter_server_config.py"
     refill = "REFILL = {'seconds': '1h', 'rule': 'refill', 'renews': '05:00'}"
@@ -225,7 +232,7 @@ def test_option_without_effect_or_users_gets_a_warning(no_configuration, capsys,
     assert report(capsys)["warnings"] == []
 
 
-def test_the_quota_is_compared_with_a_default_cut_to_the_gpu(no_configuration, capsys):
+def test_check_compares_the_quota_with_the_reduced_default_size(no_configuration, capsys):
     path = no_configuration / "jupyter_server_config.py"
     quota = "{'*': {'memory': '%s'}}"
     path.write_text(f"c.GPUPool.default_memory = '100GiB'\nc.GPUPool.quotas = {quota % '90GiB'}\n")
@@ -273,7 +280,9 @@ def test_options_that_only_admins_see_are_not_compared(config, broker, capsys):
     in_force = shown(load_settings(), private=False)
     broker.answers["status"] = pool(config=in_force, devices=[device()] * 16)
     found = " ".join(text(capsys).split())
-    assert "Not compared, because only admins of the broker see them: quotas, admins" in found
+    assert (
+        "Not compared, because only admins of the broker see these options: quotas, admins" in found
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,10 +290,10 @@ def test_options_that_only_admins_see_are_not_compared(config, broker, capsys):
     [
         (
             ["--devices", "16"],
-            "'16' in --devices names no GPUs. Write a count and a size, such as ",
+            "'16' in --devices does not describe GPUs. Write a count and a size, such as ",
         ),
-        (["--devices", "0x80GiB"], "'0x80GiB' in --devices names no GPUs."),
-        (["--devices", "2x80GiB,x"], "'x' in --devices names no GPUs."),
+        (["--devices", "0x80GiB"], "'0x80GiB' in --devices does not describe GPUs."),
+        (["--devices", "2x80GiB,x"], "'x' in --devices does not describe GPUs."),
         (["--at", "tonight"], "'tonight' in --at is not a time. Write a date and a time, such as "),
     ],
 )
@@ -315,5 +324,5 @@ def test_half_life_below_four_time_slices_is_a_warning(config, capsys, rules, wa
     about = [text for text in found["warnings"] if "fair_share_half_life" in text]
     assert bool(about) is warned
     if warned:
-        assert "one time slice of a state of 80 GiB may last 27 min" in about[0]
-        assert "Set the option to 1.8 h or more" in about[0]
+        assert "one time slice of a kernel with 80 GiB of state may last 27 min" in about[0]
+        assert "Set this option to 1.8 h or more" in about[0]

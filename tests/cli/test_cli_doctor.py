@@ -83,7 +83,7 @@ def test_doctor_tests_the_guard_as_a_broker_does(monkeypatch, capsys):
     assert found["guard's limits"]["verdict"] == "ok"
 
 
-def test_doctor_warns_of_a_missing_guard_and_of_attach_by_cell(monkeypatch, tmp_path, capsys):
+def test_doctor_warns_if_the_guard_is_not_compiled(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(install, "_LIB", tmp_path)
     monkeypatch.setenv("GPUPOOL_EMULATE", "1x256MiB,context=16MiB")
     _, found = doctor(capsys)
@@ -119,7 +119,10 @@ def test_doctor_shows_the_policy_and_limits_of_a_guarded_broker(broker, capsys):
 
 
 def test_doctor_says_why_a_broker_does_not_attach_lazily(broker, capsys):
-    reason = "The guard did not pass its self-test on GPU 0: it did not come to the closed gate."
+    reason = (
+        "The guard did not pass its self-test on GPU 0: "
+        "the test program did not reach the closed gate."
+    )
     broker.answers["status"] = pool(settings={"attach": "cell", "attach_reason": reason})
     _, found = doctor(capsys)
     assert (found["attach"]["verdict"], found["attach"]["todo"]) == ("warn", reason)
@@ -206,7 +209,7 @@ def test_socket_without_a_broker_is_a_failure(broker):
         "fail",
         "socket",
         f"nothing answers at {path}",
-        "Open a Pooled GPU kernel, which starts it, or run `jupyter gpupool broker`.",
+        "Open a Pooled GPU kernel, which starts a broker, or run `jupyter gpupool broker`.",
     )
 
 
@@ -277,8 +280,8 @@ def test_control_group_smaller_than_a_slice_is_a_warning(tmp_path):
     (found,) = checks.memory_limits(load_settings(), [device(memory_capacity=80 * GiB)], here)
     assert (found.verdict, found.name) == ("warn", "memory limit")
     assert found.message == (
-        "control group /job may use 4 GiB, of which 1 GiB stays free (host_reserve): a slice of "
-        "4 GiB can never be suspended here"
+        "control group /job may use 4 GiB, and 1 GiB of this must stay free (host_reserve), so a "
+        "slice of 4 GiB can never be suspended here"
     )
     assert checks.memory_limits(load_settings(), [device(memory_capacity=2 * GiB)], here) == []
 
@@ -299,7 +302,7 @@ def test_missing_package_is_a_failure(monkeypatch):
             "fail",
             "no-such-package",
             "not installed",
-            "It is needed for nothing: pip install no-such-package",
+            "This package is needed for nothing: pip install no-such-package",
         )
     ]
 

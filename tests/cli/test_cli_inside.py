@@ -107,7 +107,7 @@ def test_doctor_inside_defaults_to_the_machines_socket(monkeypatch):
 
 
 @root_only
-def test_user_namespace_without_the_machines_root_is_refused(outside, tmp_path, monkeypatch):
+def test_socket_that_belongs_to_the_overflow_user_is_refused(outside, tmp_path, monkeypatch):
     """In this user namespace every file of an unmapped user belongs to the overflow uid."""
     os.chown(outside.path, 65534, -1)
     table = tmp_path / "uid_map"
@@ -129,7 +129,7 @@ def test_check_fails_if_the_broker_ends_during_the_check(outside, monkeypatch):
     assert "Connection refused" in found.message
 
 
-def test_translated_user_ids_are_shown_as_the_machine_sees_them(tmp_path):
+def test_report_shows_which_user_id_the_machine_sees(tmp_path):
     table = tmp_path / "uid_map"
     table.write_text(f"         0     100000  65536\n   {os.geteuid() + 70000}  5 1\n")
     assert f"is {100000 + os.geteuid()} on the machine" in inside.users(table).message

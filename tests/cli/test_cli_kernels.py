@@ -43,17 +43,17 @@ def test_wrapped_kernel_is_listed_until_it_is_unwrapped(kernels, capsys):
     assert row.split() == ["mine", "Mine", "python3", str(twin)]
 
     assert main(["unwrap", "mine"]) == 0
-    assert capsys.readouterr().out == "Removed 'mine'. Kernels that run keep running.\n"
+    assert capsys.readouterr().out == "Removed 'mine'. Open kernels keep running.\n"
     assert not twin.exists()
 
 
-def test_wrap_of_an_r_kernel_says_when_it_gets_a_slice(kernels, capsys):
+def test_wrap_says_when_an_r_kernel_gets_a_slice(kernels, capsys):
     assert main(["wrap", "ir", "--user", "--name", "pooled-r"]) == 0
     assert capsys.readouterr().out == (
         f"Kernel 'pooled-r' uses the pool: {kernels / 'pooled-r'}\n"
-        "Note: it is not an IPython kernel. It has no %gpu; the guard gives it its slice at its "
-        "first CUDA call.\n`jupyter gpupool doctor` says whether this pool has the guard; "
-        "without it the kernel runs without a GPU.\n"
+        "Note: this is not an IPython kernel, so it has no %gpu. The guard asks for a slice at the "
+        "kernel's first CUDA call.\n`jupyter gpupool doctor` says whether this pool has the guard. "
+        "In a pool without the guard, this kernel runs without a GPU.\n"
     )
 
 
@@ -86,12 +86,12 @@ def test_wrap_for_a_cluster_says_each_machine_needs_the_kernel(kernels, capsys):
             ["wrap", "gpupool-python3"],
             (
                 "The kernelspec 'gpupool-python3' uses the GPU pool already. "
-                "`jupyter gpupool list` shows all that do."
+                "`jupyter gpupool list` shows all pooled kernelspecs."
             ),
         ),
         (
             ["unwrap", "ir"],
-            "The kernelspec 'ir' was not made by `jupyter gpupool wrap`, so it stays.",
+            "`jupyter gpupool wrap` did not make the kernelspec 'ir', so it is not removed.",
         ),
     ],
 )

@@ -78,7 +78,7 @@ def test_picture_shows_devices_kernels_and_host_memory():
     assert "\n".join(draw(BUSY, Style(width=100))) == WIDE
 
 
-def test_groups_preemption_and_growth_are_in_the_table():
+def test_table_shows_group_preemption_and_guaranteed_size():
     sessions = [
         attached("3f2a1b", "active", 9 * GiB, label="", group="bio",
                  slices=[{"device": "GPU-5d1c", "granted_bytes": 9 * GiB}]),
@@ -175,12 +175,12 @@ def test_real_devices_are_not_called_emulated():
     assert not [line for line in lines if "EMULATED" in line]
 
 
-def test_emulated_device_is_labelled_despite_its_name():
+def test_emulated_device_with_a_real_name_is_labelled_emulated():
     lines = draw(pool(devices=[device(name="NVIDIA H200")]), Style(width=80))
     assert lines[2] == "GPU 0  NVIDIA H200  GPU-5d1c0000-…  EMULATED  unguarded"
 
 
-def test_journal_that_cannot_be_written_is_on_the_first_line():
+def test_picture_shows_that_the_journal_cannot_be_written():
     snapshot = pool(broker={"journal_problem": "No space left on device."})
     assert draw(snapshot, Style(width=80))[1] == "Journal: No space left on device."
 
@@ -219,7 +219,7 @@ def test_overuse_of_a_session_is_shown_with_its_bytes():
     assert "3f2a has 700 MiB more than its slice, allocated without the guard" in text
 
 
-def test_a_column_has_all_budgets_and_a_line_has_your_own():
+def test_table_has_a_budget_column_and_a_line_has_your_budget():
     use = {"counts": 1.0, "today": 88.6, "daily": 100.0, "spent": False}
     group = {"counts": 1.0, "today": 20.0, "daily": 3600.0, "spent": False}
     spent = {**use, "spent": True}

@@ -80,7 +80,7 @@ def test_status_shows_the_gpus_and_the_session(opened, capsys):
     assert re.search(rf"^ +{opened[:12]} +\S+ +no GPU +- +train\.ipynb$", out, re.MULTILINE)
 
 
-def test_check_config_names_the_brokers_different_values(opened, tmp_path, monkeypatch, capsys):
+def test_check_config_lists_differences_from_the_broker(opened, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JUPYTER_CONFIG_DIR", str(tmp_path))
     monkeypatch.setenv("JUPYTER_NO_CONFIG", "1")
     new = tmp_path / "new.py"
@@ -100,7 +100,7 @@ def test_check_config_names_the_brokers_different_values(opened, tmp_path, monke
     ]  # fmt: skip
     new.write_text("c.GPUPool.groups = {'a': {'users': '*', 'guarantee': '2GiB'}}")
     assert main(["check-config", str(new)]) == 1
-    assert "'a' is guaranteed 2 GiB, and the GPUs of this machine have" in capsys.readouterr().out
+    assert "'a' is guaranteed 2 GiB, but the GPUs of this machine have" in capsys.readouterr().out
 
 
 def documented(kind: str) -> set[str]:
@@ -143,7 +143,7 @@ def test_release_of_an_unknown_session_is_refused(opened, capsys):
 def test_pause_is_shown_until_resume(opened, capsys):
     assert main(["pause", "--reason", "new driver"]) == 0
     out = capsys.readouterr().out
-    assert "new driver; no process of it has a device file open.\n" in out
+    assert "new driver; no process of the pool has a device file open.\n" in out
     # A second pause prints one line; doctor shows the pause as a warning, not as a failure.
     assert main(["pause", "--reason", "new driver"]) == 0
     assert capsys.readouterr().out.count("paused by the administrator") == 1
@@ -163,7 +163,7 @@ def test_pause_is_shown_until_resume(opened, capsys):
     assert captured.err == "jupyter gpupool: Nothing is paused or drained.\n"
 
 
-def test_resume_of_an_unknown_gpu_is_refused_before_a_gpu_test(opened, capsys):
+def test_resume_of_an_unknown_gpu_is_refused_and_tests_no_gpu(opened, capsys):
     assert main(["resume", "--device", "7"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -207,7 +207,7 @@ def test_a_second_broker_on_the_socket_is_refused(real_broker):
     [
         ("--GPUPool.idle_timout=3", "Did you mean 'idle_timeout'?"),
         ("--GPUPool.emulate=2x", "is not a size of device memory"),
-        ("--GPUPool.devices=7", "names '7', and this machine has"),
+        ("--GPUPool.devices=7", "names '7', but the GPUs of this machine are: "),
         ("--GPUPool.attach=lasy", "Allowed: 'lazy', 'cell' or 'manual'."),
     ],
 )

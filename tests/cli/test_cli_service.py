@@ -117,7 +117,7 @@ def test_failed_installation_can_be_finished_or_undone(call, manager, tmp_path, 
     broken.write_text("{")
     assert "rm -f /run/gpupool/broker.sock" in call(manager, undo=True, config=[broken])
     assert files_in(call.machine) == set()
-    assert "This failed with exit code 1" in capsys.readouterr().out
+    assert "This command failed with exit code 1" in capsys.readouterr().out
 
 
 @root_only
@@ -155,7 +155,7 @@ def test_upgrade_keeps_the_configuration_files(call, manager, tmp_path, capsys):
     other.write_text("")
     call(manager, config=[other])
     assert "Keep" not in capsys.readouterr().out
-    assert not any("100" in (call.machine / path).read_text() for path in before)
+    assert not any("100%" in (call.machine / path).read_text() for path in before)
 
 
 @root_only
@@ -211,7 +211,7 @@ def test_failed_command_is_named_with_its_exit_code(call):
 def test_installation_into_an_image_runs_no_command(call, tmp_path, capsys):
     assert call(root=tmp_path / "image") == []
     assert "etc/systemd/system/gpupool.socket" in files_in(tmp_path / "image")
-    assert "Not run here: systemctl enable" in capsys.readouterr().out
+    assert "Not run, because of --root: systemctl enable" in capsys.readouterr().out
 
 
 def test_user_who_is_not_root_is_refused(call, monkeypatch):
@@ -224,7 +224,7 @@ def test_user_who_is_not_root_is_refused(call, monkeypatch):
 def refused_programs(layout):
     with pytest.raises(ServiceError) as refused:
         module._check_programs(layout)
-    assert "a user who is not root may change it" in refused.value.message
+    assert "as root, but a user who is not root can change /" in refused.value.message
     return refused.value.message
 
 
@@ -270,10 +270,10 @@ def test_socket_of_a_broker_without_a_service_manager_is_refused(call, monkeypat
     assert files_in(call.machine) == set()
 
 
-def test_socket_where_no_kernel_looks_is_refused(call, tmp_path):
+def test_socket_path_that_kernels_do_not_search_is_refused(call, tmp_path):
     config = tmp_path / "config.json"
     config.write_text('{"GPUPool": {"socket": "/run/other/broker.sock"}}')
-    with pytest.raises(ServiceError, match="every user's kernels look"):
+    with pytest.raises(ServiceError, match="where the kernels of all users look"):
         call(config=[config], dry_run=True)
 
 

@@ -51,7 +51,7 @@ def test_status_without_a_broker_says_how_to_start_one(tmp_path, capsys):
 def test_status_names_the_service_manager_of_an_absent_broker(capsys):
     assert main(["status", "--socket", "/run/no-such-pool/broker.sock"]) == 1
     err = capsys.readouterr().err
-    assert "/run/no-such-pool/broker.sock. It is the machine's broker: the service manager" in err
+    assert "/run/no-such-pool/broker.sock. This is the machine's broker. The service manager" in err
     assert "systemctl status gpupool" in err
 
 

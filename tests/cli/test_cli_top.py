@@ -85,7 +85,7 @@ def test_unknown_values_stay_last_when_the_order_is_inverted():
 
 
 @pytest.mark.parametrize("key", ["d", "n", "k"])
-def test_keys_give_no_order_before_the_first_status(key):
+def test_keys_do_nothing_before_the_first_status(key):
     top = Top()
     assert press(top, key) is None
     assert top.question is None
@@ -133,7 +133,7 @@ def test_minutes_must_be_a_number_above_zero(top, text):
     assert top.question is not None, "it asks again"
 
 
-def test_other_orders_need_a_confirmation_too(top):
+def test_end_prioritise_drain_and_recall_need_a_confirmation(top):
     assert press(top, "k", "y") == TopOrder("end", {"session": "bbbb"})
     assert press(top, "f9", "enter") is None
     assert press(top, "n", *typed("batch"), "y") == TopOrder(

@@ -39,11 +39,11 @@ def test_a_machine_that_cannot_join_says_why(no_ray, words, message, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fence", "--address", "x"], "fence needs the name of a machine"),
-        (["drain", "--address", "x"], "drain needs the name of a machine"),
-        (["status", "m1", "--address", "x"], "status takes no name of a machine"),
-        (["leave", "m1"], "leave takes no name of a machine"),
-        (["status"], "Give it with --address"),
+        (["fence", "--address", "x"], "cluster fence needs the name of a machine"),
+        (["drain", "--address", "x"], "cluster drain needs the name of a machine"),
+        (["status", "m1", "--address", "x"], "cluster status does not take the name of a machine"),
+        (["leave", "m1"], "cluster leave does not take the name of a machine"),
+        (["status"], "Add --address with the address"),
     ],
 )
 def test_an_incomplete_or_wrong_order_is_explained(monkeypatch, words, message, capsys):
@@ -202,13 +202,15 @@ def test_a_ledger_without_an_answer_is_an_error(monkeypatch, head, calls, method
     child = calls._child
     with pytest.raises(RefusedError) as caught:
         calls.call("to drain m1", method)
-    assert caught.value.message == f"The cluster's head at {head} was asked to drain m1, and {how}"
+    assert caught.value.message == (
+        f"The cluster's head at {head} {how} The request was to drain m1."
+    )
     assert caught.value.code == Code.NO_HEAD
     assert child.returncode is not None  # the process has ended
     assert calls.call("for it", "view") == ["view"]
 
 
-def test_a_stopped_head_is_noticed_without_ray(tmp_path, monkeypatch, capsys):
+def test_a_command_says_that_the_head_cannot_be_reached(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node, "check_ray", lambda: None)
     token = tmp_path / "token"
     token.write_text("x")
@@ -219,8 +221,9 @@ def test_a_stopped_head_is_noticed_without_ray(tmp_path, monkeypatch, capsys):
             where = ["--address", address, "--token", str(token)]
             assert main(["cluster", *words, *where]) == 1
             error = capsys.readouterr().err
-            assert f"{address} was asked" in error
-            assert "cannot be reached: Connection refused. Check there" in error
+            assert (
+                f"The cluster's head at {address} cannot be reached: Connection refused." in error
+            )
 
 
 def test_an_address_without_a_port_is_refused(calls):
@@ -239,7 +242,7 @@ def test_the_picture_names_each_machine_and_what_it_may_use():
         ],
     }  # fmt: skip
     assert picture(found).splitlines() == [
-        "The ledger lends nothing until all of them have reported.",
+        "The ledger lends nothing until all machines have reported.",
         "m0: present, last report 1 s ago",
         "  user ada may use 4 GiB, 2 leases",
         "m1: unheard",

@@ -131,7 +131,7 @@ def test_a_too_long_request_does_not_end_the_connection(tmp_path):
         path = tmp_path / "broker.sock"
         async with await asyncio.start_unix_server(echo, str(path), limit=1 << 20):
             async with broker_calls(path) as link:
-                with pytest.raises(RefusedError, match="is not sent") as error:
+                with pytest.raises(RefusedError, match="was not sent") as error:
                     await link.call("performed", 30, name="n", result="x" * MAX_REQUEST)
                 found = error.value.code, (await link.call("ping", 30))["type"]
             await ended.wait()

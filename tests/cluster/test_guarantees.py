@@ -27,8 +27,8 @@ FIRST = (
     "a guarantee."
 )
 BEYOND = (
-    "With this request, group lab would have more than its guarantee of 0 B on this machine, of "
-    "the 300 MiB on all machines, so the guarantee does not put the kernel first in the queue."
+    "With this request, group lab would have more than its guarantee of 0 B on this machine "
+    "(300 MiB on all machines), so the guarantee does not put the kernel first in the queue."
 )
 
 
@@ -70,7 +70,7 @@ def fill(cluster, machine):
     Member(cluster, machine, "rest", 300).wait()
 
 
-def test_machines_together_guarantee_a_group_its_size_once(cluster):
+def test_a_groups_guarantee_counts_once_for_all_machines(cluster):
     for machine in ("m0", "m1"):
         fill(cluster, machine)
     first = Member(cluster, "m0", "lab", 300).wait()

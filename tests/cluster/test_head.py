@@ -71,7 +71,7 @@ def cluster(request):
         remove(folder)
 
 
-def test_the_loss_of_the_head_exceeds_no_quota(cluster):
+def test_no_quota_is_exceeded_when_the_head_is_lost(cluster):
     first, _, third = two_and_a_third(cluster)
     head, losses = cluster.agents["m0"], cluster.losses()
     for pid in family(head.process.pid):

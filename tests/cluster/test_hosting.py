@@ -99,7 +99,7 @@ async def perform(broker, *orders):
     return await asyncio.wait_for(asyncio.gather(*map(broker.perform, orders)), 60)
 
 
-def test_a_program_that_answers_and_stops_is_killed(broker, runs):
+def test_a_program_that_hangs_after_its_answer_is_killed(broker, runs):
     for kind in ("ok", "error"):
         runs(STOPS.replace("%s", kind))
         (answer,) = asyncio.run(perform(broker, order("log")))
@@ -108,7 +108,7 @@ def test_a_program_that_answers_and_stops_is_killed(broker, runs):
             assert not is_alive(int(answer["log"]))
 
 
-def test_a_child_with_the_open_output_delays_no_answer(broker, runs, monkeypatch, tmp_path):
+def test_a_child_that_keeps_the_output_open_delays_no_answer(broker, runs, monkeypatch, tmp_path):
     monkeypatch.setattr(hosting, "PATIENCE", 1.0)
     runs(LEAVES_A_CHILD.replace("PATH", repr(str(tmp_path / "child"))))
     (answer,) = asyncio.run(perform(broker, order("start")))
@@ -117,7 +117,7 @@ def test_a_child_with_the_open_output_delays_no_answer(broker, runs, monkeypatch
     wait_until(lambda: not is_alive(child), "the end of the child")
 
 
-def test_an_order_to_a_silent_program_counts_for_its_user(broker, runs, monkeypatch):
+def test_orders_to_silent_programs_count_for_the_users_limit(broker, runs, monkeypatch):
     monkeypatch.setattr(hosting, "PATIENCE", 1.0)
     runs(SILENT)
     orders = [order("log", str(number)) for number in range(hosting.MOST_OF_USER + 1)]
@@ -234,7 +234,9 @@ def test_the_refusal_names_the_rights_that_the_service_lacks(monkeypatch, tmp_pa
     hosting.check_rights("m1", status)
     # The capabilities in the unit that install-service writes.
     status.write_text("Name:\tpython\nCapEff:\t000000000008002b\n")
-    with pytest.raises(hosting.RefusedError, match="give it CAP_SETGID and CAP_SETUID") as error:
+    with pytest.raises(
+        hosting.RefusedError, match="give the broker CAP_SETGID and CAP_SETUID"
+    ) as error:
         hosting.check_rights("m1", status)
     assert error.value.code == "not-there"
 
@@ -290,7 +292,7 @@ def test_orders_of_closed_connections_still_count_for_their_user():
     assert other is None
 
 
-def test_a_user_may_have_few_orders_in_progress_on_this_machine():
+def test_a_user_with_too_many_orders_in_progress_is_refused():
     class Slow:
         def close(self):
             pass
@@ -312,7 +314,7 @@ def test_a_user_may_have_few_orders_in_progress_on_this_machine():
     assert asyncio.run(run()) == [None] * MOST_HERE + ["too-many", None]
 
 
-def test_the_agent_gets_orders_in_several_short_answers():
+def test_many_long_orders_reach_the_agent_in_several_answers():
     async def run():
         found = messages()
         agent = Peer(0)

@@ -68,7 +68,7 @@ def test_a_credential_is_refused_on_another_machine(daemons):
     sealed = here(daemons["m0"]).seal(order_text("m1", {"do": "poll"}))
     found = refusal(read_order, here(daemons["m0"]).check(sealed), "m0")
     assert found.code == Code.BAD_CREDENTIAL
-    assert "it is for the machine m1, and this is m0" in str(found)
+    assert "it is for the machine m1, but this machine is m0" in str(found)
 
 
 @root_only

@@ -140,11 +140,11 @@ def test_a_node_that_stops_waiting_does_not_block_the_others(world):
     assert sizes(world)["n2"] == 2
 
 
-def test_gpu_seconds_of_a_day_are_used_only_once(world):
+def test_all_nodes_together_use_exactly_one_daily_budget(world):
     assert world.use_all(3) == 20
 
 
-def test_nodes_learn_when_the_budget_of_a_day_is_used_up(world):
+def test_nodes_learn_that_the_daily_budget_is_used_up(world):
     while sum(node.consumed for node in world.nodes.values()) < 20:
         assert not any(node.budgets.used_up for node in world.nodes.values())
         for node in world.nodes.values():
@@ -157,7 +157,7 @@ def test_nodes_learn_when_the_budget_of_a_day_is_used_up(world):
     assert not any(node.budgets.used_up for node in world.nodes.values())
 
 
-def test_a_node_without_the_ledger_can_use_its_part_of_a_day(world):
+def test_a_node_without_the_ledger_uses_only_its_daily_part(world):
     node = world.nodes["n0"]
     world.settle(2)
     part = node.budgets.ceilings[SECONDS]
@@ -214,7 +214,7 @@ def test_a_fenced_node_is_freed_after_its_time_out(world):
     assert sizes(world)["n1"] == 8
 
 
-def test_a_fenced_node_that_still_runs_begins_a_new_life(world):
+def test_a_fenced_node_that_still_runs_gets_a_new_life_number(world):
     world.ask("n0", "ada", 4)
     world.settle(1)
     world.do(world.current, ev.Fenced(now=world.now, node="n0"))
@@ -428,7 +428,7 @@ def test_a_ceiling_does_not_fall_below_the_use(budgets):
     assert budgets.ceilings == {ADA: 3}
 
 
-def test_use_of_a_restarted_broker_counts_without_a_ceiling():
+def test_memory_in_use_counts_even_without_a_ceiling():
     ledger = Ledger("a", LIMITS, ["n0"], 0.0)
     for number, epoch in ((1, Epoch()), (2, Epoch(1, "a"))):
         report = Report("n0", 7, number, epoch, 0, {ADA: Holding(0, 5)}, (), -1, {})
@@ -514,7 +514,7 @@ def wait(nodes):
     return handle(world)[0]
 
 
-def test_cost_depends_on_the_free_memory_not_on_the_queue():
+def test_work_per_report_does_not_grow_with_the_queue():
     assert free(60) == free(8)
     assert free(8)[1] == ["n0", "n1", "n2", "n3", "n4"]
     assert wait(60) == wait(8)
@@ -561,7 +561,7 @@ def test_the_only_node_that_used_a_budget_gets_its_whole_refill(world):
     assert world.nodes["n1"].level < level - 5.9
 
 
-def test_the_use_of_a_dead_node_refills_as_fast_as_before(world):
+def test_gpu_seconds_of_a_dead_node_refill_as_fast_as_before(world):
     for _ in range(7):
         world.use_bucket("n0", 2)
         world.settle(1)
@@ -612,7 +612,7 @@ def test_a_report_names_the_journal_of_its_broker(tmp_path):
     "values", [None, [], [1], ["1", "l1"], [1, 2], [-1, "l1"], [1 << 60, "l1"], [float("inf"), ""]]
 )
 def test_a_wrong_fencing_token_is_refused_and_forgotten(values):
-    with pytest.raises(ValueError, match="is no fencing token"):
+    with pytest.raises(ValueError, match="is not a fencing token"):
         epoch_from_json(values)
     assert token_from(json.dumps(values)) == token_from("rubbish") == token_from("") == Epoch()
     assert token_from('[3, "l1"]') == Epoch(3, "l1")
@@ -627,7 +627,7 @@ def test_a_wrong_amount_is_refused(amount):
     assert report_from_json(json.loads(text)).holdings == {ADA: Holding(7, 7, 7)}
     for place in re.finditer(r"\b7\b", text):
         spoilt = f"{text[: place.start()]}{json.dumps(amount)}{text[place.end() :]}"
-        with pytest.raises(ValueError, match="is no amount"):
+        with pytest.raises(ValueError, match="is not an amount"):
             report_from_json(json.loads(spoilt))
 
 
@@ -638,7 +638,7 @@ def claims(world):
     return {n: node.budgets.most(GUARANTEE, world.now) for n, node in world.nodes.items()}
 
 
-def test_the_node_with_the_groups_sessions_has_its_guarantee(world):
+def test_a_guarantee_goes_to_the_node_of_the_groups_sessions(world):
     world.ask("n1", "ada", 4)
     world.settle(2)
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 0}
@@ -868,12 +868,12 @@ QUIET = {"suppress_health_check": list(HealthCheck), "deadline": None, "database
 SHORT = {**QUIET, "phases": [Phase.generate]}
 
 
-def test_no_order_of_failures_exceeds_a_quota():
+def test_failures_in_any_order_exceed_no_quota():
     options = settings(max_examples=40, stateful_step_count=30, derandomize=True, **SHORT)
     run_state_machine_as_test(Cluster, settings=options)
 
 
 @pytest.mark.long
-def test_no_order_of_failures_exceeds_a_quota_long():
+def test_failures_in_any_order_exceed_no_quota_long():
     options = settings(max_examples=5_000, stateful_step_count=80, **QUIET)
     run_state_machine_as_test(Cluster, settings=options)

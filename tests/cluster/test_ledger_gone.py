@@ -54,7 +54,7 @@ def test_the_use_of_a_day_counts_once_if_a_node_returns(world):
     assert sum(node.consumed for node in world.nodes.values()) == 20
 
 
-def test_the_use_in_a_lost_journal_counts_with_later_use(world):
+def test_use_before_a_lost_journal_is_added_to_later_use(world):
     node = world.nodes["n0"]
     for _ in range(3):
         world.use_bucket("n0", 2)
@@ -96,7 +96,7 @@ def test_new_ledgers_count_the_use_of_a_gone_node_once(world):
     assert world.use_all() == 20
 
 
-def test_the_use_of_one_gone_node_hides_no_use_of_another(world):
+def test_a_new_ledger_counts_the_use_of_both_gone_nodes(world):
     """A new ledger learns of the use of n1 only after n0 has left."""
     for name in ("n0", "n1"):
         world.settle(1)
@@ -167,7 +167,7 @@ def test_an_uncounted_report_frees_nothing(world):
     world.audit()
 
 
-def test_a_lost_journal_counts_once_until_its_answer_arrives(world):
+def test_repeated_reports_of_a_lost_journal_count_use_once(world):
     node = world.nodes["n0"]
     world.settle(1)
     node.consume(5, world.clock(node))
@@ -182,7 +182,7 @@ def test_a_lost_journal_counts_once_until_its_answer_arrives(world):
     assert world.ledger._gone.amount(SECONDS) <= 7
 
 
-def test_rounds_of_fence_and_return_count_no_part_twice(world):
+def test_repeated_fencing_of_a_node_counts_its_use_only_once(world):
     node = world.nodes["n0"]
     world.settle(1)
     node.consume(3, world.clock(node))
@@ -204,7 +204,7 @@ def test_rounds_of_fence_and_return_count_no_part_twice(world):
     assert world.use_all() == 20
 
 
-def test_the_use_of_a_dead_node_refills_completely(world):
+def test_gpu_seconds_of_a_dead_node_refill_completely(world):
     for name in ("n0", "n1"):
         for _ in range(3):
             world.use_bucket(name, 2)

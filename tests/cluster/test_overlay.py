@@ -26,7 +26,7 @@ RULES = PoolSettings(
 )
 
 
-def test_the_part_of_a_limit_not_lent_here_counts_elsewhere():
+def test_the_unlent_part_of_a_limit_counts_as_used_elsewhere():
     lent = {Key("user", "ada", "memory"): 5, Key("user", "bob", "leases"): 1}
     found = overlay(RULES, ["bob"], lambda key: lent.get(key, 0), connected=True, drains=False)
     assert found.elsewhere.get("ada") == (3, 4, 0)
@@ -40,7 +40,7 @@ def test_a_user_without_a_request_has_no_part_yet():
     assert found.elsewhere.get("root") is None
 
 
-def test_a_limit_lent_as_a_whole_has_no_part_elsewhere():
+def test_a_limit_lent_here_completely_has_no_part_elsewhere():
     found = overlay(RULES, ["bob"], lambda key: 100, connected=True, drains=False)
     assert found.elsewhere.get("bob") is None
     assert found.elsewhere_groups == {}
@@ -144,7 +144,7 @@ SIZED = PoolSettings(
 )
 
 
-def test_machines_share_a_guarantee_that_is_a_size():
+def test_guarantee_in_bytes_is_shared_but_a_percentage_is_not():
     key = Key("group", "lab", "guarantee")
     assert limits_of(SIZED)["group"] == {"lab": {"guarantee": 8}}
     assert guarantees_of(SIZED, Owner("ada", "bio")) == [key]

@@ -74,9 +74,11 @@ def test_each_unsuitable_machine_is_named_with_its_reason():
     )  # fmt: skip
     assert found.node == "f"
     assert found.reasons == (
-        "a: it is silent; b: it has 1 GPU in service, and the kernel needs 2 GPUs; "
-        "c: its GPUs are not known yet; d: it has 0 GPUs in service, and the kernel needs 2 GPUs; "
-        "e: its GPUs have 3 GiB, and 4 GiB is needed"
+        "a: it is silent; "
+        "b: the kernel needs 2 GPUs, and the machine has 1 GPU in service; "
+        "c: its GPUs are not known yet; "
+        "d: the kernel needs 2 GPUs, and the machine has 0 GPUs in service; "
+        "e: the kernel needs 4 GiB on a GPU, and the machine's GPUs have 3 GiB each"
     )
 
 
@@ -94,15 +96,15 @@ def test_a_model_matches_whole_words_of_a_gpu_name(name, model, is_it):
     assert is_model(name, model) is is_it
 
 
-def test_a_machine_of_another_model_is_named_with_its_models():
+def test_reason_names_the_gpu_models_of_an_unsuitable_machine():
     found = chosen(
         node("a", gpus=[["A10", 10 * GiB]] * 2), node("b", gpus=[["A100", GiB], ["A10", GiB]]),
         node("c", gpus=None), node("d", free=0, gpus=[["NVIDIA A100", 0]] * 2), model="a100",
     )  # fmt: skip
     assert found.node == "d", "a full machine of the model, not a free one of another"
     assert found.reasons == (
-        "a: its GPUs are A10, and a100 is needed; "
-        "b: it also has A10, and its pool may choose any of its GPUs; "
+        "a: the kernel needs the model a100, and the machine has only A10; "
+        "b: its pool may choose a GPU of another model (A10); "
         "c: the models of its GPUs are not known: the cluster is too large to list them"
     )
 

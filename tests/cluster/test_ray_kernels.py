@@ -94,7 +94,7 @@ def test_ray_carries_refusals_of_another_machine(cluster, user):
     assert again["code"] == "bad-credential"
     elsewhere = user.seal("m2", do="poll", kernel_id="k")
     found = user.call("order", node="m1", credential=elsewhere)
-    assert "it is for the machine m2, and this is m1" in found["message"]
+    assert "it is for the machine m2, but this machine is m1" in found["message"]
 
 
 def test_a_kernel_runs_on_while_the_agent_of_its_machine_is_away(cluster, user):

@@ -117,8 +117,10 @@ def test_why_considers_the_model_and_the_folders_of_a_kernel(cluster, user):
                 wait_until(lambda: client.call("cluster")["view"], "the ledger to answer")
                 ((name, text),) = client.call("elsewhere", session=seen["id"])["considered"]
             assert name == "m0"
-            assert text.startswith("no, its GPUs are ")
-            assert text.endswith("and No Such GPU is needed; /srv/data/images is on a disk there")
+            assert text.startswith(
+                "no, the kernel needs the model No Such GPU, and the machine has only "
+            )
+            assert text.endswith("; /srv/data/images is on a disk there")
             # The model and the folders are in the journal, so the next broker knows them, too.
             cluster.brokers["m1"].kill()
             assert cluster.brokers["m1"].started
@@ -233,7 +235,7 @@ def test_a_credential_is_valid_once_and_on_its_machine_only(user):
     assert again["code"] == "bad-credential"
     elsewhere = user.seal("m0", do="poll", kernel_id="k")
     found = user.call("order", node="m1", credential=elsewhere)
-    assert "it is for the machine m0, and this is m1" in found["message"]
+    assert "it is for the machine m0, but this machine is m1" in found["message"]
     here = user.seal("m0", do="poll", kernel_id="k")
     assert user.call("order", node="m0", credential=here)["result"]["running"] is False
 
@@ -297,7 +299,7 @@ def test_a_machine_with_a_silent_agent_is_unreachable_at_once(cluster, user):
 def test_a_kernel_too_large_for_every_machine_is_refused(user):
     found = user.call("place", memory=1 << 40)
     assert found["code"] == "no-machine"
-    assert "m0: its GPUs have" in found["message"]
+    assert "m0: the kernel needs 1 TiB on a GPU" in found["message"]
 
 
 # ---------------------------------------------------------------------- as a Jupyter server

@@ -55,7 +55,7 @@ def test_a_start_without_an_answer_is_undone(provisioner):
     assert (provisioner.has_process, provisioner._node) == (False, "")
 
 
-def test_a_start_is_refused_until_a_lost_start_has_ended(provisioner):
+def test_a_kernel_starts_only_after_its_lost_start_has_ended(provisioner):
     start(provisioner, *[Code.UNREACHABLE] * 3)
     assert provisioner.has_process
     provisioner.answers = [RUNS]

@@ -65,7 +65,7 @@ def test_machines_together_use_at_most_one_budget(cluster):
     second.attach()
     stopped = (
         "it was preempted: the GPU-seconds of today are used up; it goes on by itself when there "
-        "are more, in "
+        "are GPU-seconds again, in "
     )
     # While GPU-seconds are left, a kernel may continue with seconds that the other machine gives
     # up.
@@ -161,7 +161,7 @@ def test_machines_share_a_budget_that_refills(cluster):
     assert third.refused("got", hold="cell") == "budget"
 
 
-def test_the_use_of_one_machine_gets_the_whole_refill(cluster):
+def test_the_only_machine_with_use_gets_the_whole_refill(cluster):
     cluster = cluster(MANY, rule="refill")
     first, other = cluster.kernel("m0"), cluster.kernel("m1")
     first.attach()

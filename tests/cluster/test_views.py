@@ -119,7 +119,7 @@ def test_a_shortened_view_says_how_many_machines_it_lacks():
     assert 0 < len(view["nodes"]) == 1000 - view["left_out"] < 1000
 
 
-def test_a_too_long_view_first_drops_details_of_summaries():
+def test_a_too_long_view_loses_gpu_details_but_no_machine():
     summary = {**SUMMARY._asdict(), "gpus": [["NVIDIA A100 80GB PCIe", GIB]] * 16}
     nodes = [{"name": f"m{i}", "counted": [], "summary": summary} for i in range(300)]
     view = json.loads(desk.view_text({"serving": True, "nodes": nodes}))["view"]
@@ -158,12 +158,14 @@ def test_the_table_shows_the_age_of_a_silent_machines_figures():
 
 def test_without_a_view_only_this_machine_is_shown():
     told = lines(found(view=None))
-    assert told[0] == "The ledger of the cluster does not answer gpu1. It answered 12 s ago."
+    assert told[0] == (
+        "The ledger of the cluster does not answer gpu1. Its last answer came 12 s ago."
+    )
     assert told[-1].startswith("gpu1     here   2 (1 out of service)")
     assert lines(found(view=None, age=None))[0].endswith("does not answer gpu1.")
 
 
-def test_why_names_the_users_part_of_a_limit_elsewhere():
+def test_why_names_what_the_user_may_use_on_other_machines():
     view = found()["view"]
     told = elsewhere(view, "gpu1", "ada", "")
     assert told == ["On gpu2 (last report 42 s ago) user ada may use 2 leases."]
@@ -204,7 +206,9 @@ def test_why_says_whether_each_other_machine_has_room():
     assert told(9) == "no, at most 8 GiB is free on a GPU (1x A, 1x B)"
     assert told(3, 2) == "yes, it has room (1x A, 1x B) and nobody waits"
     assert told(4, 2) == "no, at most 3 GiB is free on each of 2 GPUs (1x A, 1x B)"
-    assert told(1, 3) == "no, 2 of the 3 GPUs that it asks for are in service (1x A, 1x B)"
+    assert told(1, 3) == (
+        "no, the kernel needs 3 GPUs, and the machine has 2 GPUs in service (1x A, 1x B)"
+    )
     assert told(1, summary={"gpus": []}) == "no, it has no GPU in service"
     assert told(1, summary={"gpus": None}).startswith("unknown, ")
     assert told(1, summary=None).startswith("unknown, ")
@@ -216,8 +220,10 @@ def test_why_says_whether_each_other_machine_has_room():
 
 def test_why_says_which_model_a_machine_lacks():
     only_a, b = {"gpus": [["A", 8 * GIB]]}, {"model": "b"}
-    assert told(1, wanted=b) == "no, it also has A, and its pool may choose any of its GPUs"
-    assert told(1, wanted=b, summary=only_a) == "no, its GPUs are A, and b is needed"
+    assert told(1, wanted=b) == "no, its pool may choose a GPU of another model (A)"
+    assert told(1, wanted=b, summary=only_a) == (
+        "no, the kernel needs the model b, and the machine has only A"
+    )
     assert told(1, wanted={"model": "a"}, summary=only_a) == "yes, it has room (A) and nobody waits"
     assert models([["B", 1], ["A", 2], ["B", 3]]) == "1x A, 2x B"
 
@@ -231,7 +237,9 @@ def test_why_says_whether_the_data_is_on_a_machine():
     many = {"data": tuple(f"/scratch/{i}" for i in range(5))}
     assert told(1, wanted=many).endswith("; /scratch/0, /scratch/1, /scratch/2 and 2 more are on "
                                          "a disk there")  # fmt: skip
-    assert told(1, wanted={"data": ("/home",)}).endswith("; none of its folders is on a disk there")
+    assert told(1, wanted={"data": ("/home",)}).endswith(
+        "; none of the kernel's folders is on a disk there"
+    )
     assert told(1, wanted=folders, summary={"data": []}).endswith("nobody waits")
     assert told(1, wanted=folders, summary={"data": None}).endswith("nobody waits")
 
@@ -248,6 +256,6 @@ def test_why_asks_a_question_and_lists_each_machines_answer():
 
 
 @pytest.mark.parametrize("words", [["--watch"], ["--watch", "--json"]])
-def test_status_of_a_cluster_refuses_to_watch(words, capsys):
+def test_status_of_a_cluster_refuses_the_option_watch(words, capsys):
     assert main(["status", "--cluster", *words]) == 1
-    assert "status --cluster draws once." in capsys.readouterr().err
+    assert "status --cluster does not take --watch." in capsys.readouterr().err

@@ -122,7 +122,7 @@ nightly = st.tuples(st.integers(0, 240), st.integers(0, 240)).filter(lambda s: s
     days=st.frozensets(st.integers(0, 6), min_size=1),
     hours=st.lists(spans | nightly, min_size=1, max_size=2),
 )
-def test_changes_of_a_year_agree_with_a_check_of_its_minutes(place, days, hours):
+def test_changes_in_a_year_agree_with_a_search_of_every_minute(place, days, hours):
     one = RuleTimes("r", days, tuple(hours), ZoneInfo(place[0]))
     assert by_product(one, *place) == brute_force(one, *place)
 
@@ -135,7 +135,7 @@ def test_changes_of_a_year_agree_with_a_check_of_its_minutes(place, days, hours)
     days=st.frozensets(st.integers(0, 6), min_size=1),
     hours=st.lists(spans | nightly, min_size=1, max_size=3),
 )
-def test_any_year_of_any_zone_agrees_with_a_simple_search(zone, year, days, hours):
+def test_changes_in_any_year_and_zone_agree_with_the_search(zone, year, days, hours):
     one = RuleTimes("r", days, tuple(hours), ZoneInfo(zone))
     assert by_product(one, zone, year) == brute_force(one, zone, year)
 
@@ -147,7 +147,7 @@ def test_any_year_of_any_zone_agrees_with_a_simple_search(zone, year, days, hour
     hours=spans | nightly,
     second=st.integers(0, 350 * 86400),
 )
-def test_any_instant_agrees_with_a_simple_search_of_the_year(place, days, hours, second):
+def test_state_and_next_change_at_any_instant_agree_with_search(place, days, hours, second):
     one = RuleTimes("r", days, (hours,), ZoneInfo(place[0]))
     steps = brute_force(one, *place)
     now = steps[0][0] + second
@@ -241,7 +241,7 @@ def test_rule_is_not_in_force_on_a_skipped_day():
     [((2026, 3, 28, 19), 11), ((2026, 10, 24, 18), 13), ((2026, 6, 1, 18), 12)],
     ids=["short", "long", "usual"],
 )
-def test_night_is_in_force_once_if_the_clock_changes(begin, hours):
+def test_night_rule_begins_and_ends_once_if_the_clock_changes(begin, hours):
     night = rule("20:00-08:00")
     start = utc(*begin, 0)
     assert [*changes([night], start - 3600, start + 20 * 3600)] == [
@@ -249,7 +249,7 @@ def test_night_is_in_force_once_if_the_clock_changes(begin, hours):
     ]  # fmt: skip
 
 
-def test_night_that_ends_in_a_repeated_hour_ends_once():
+def test_night_rule_that_ends_in_a_repeated_hour_ends_once():
     night = rule("20:00-02:30", days="sat")
     found = [*changes([night], utc(2026, 10, 24, 12, 0), utc(2026, 10, 26, 0, 0))]
     assert found == [(utc(2026, 10, 24, 18, 0), (0,)), (utc(2026, 10, 25, 0, 30), ())]

@@ -168,12 +168,12 @@ def test_a_size_without_a_unit_is_refused_if_it_is_tiny(folders, text):
 def test_file_that_calls_exit_does_not_end_the_program(folders):
     path = write(folders[0], "raise SystemExit(3)")
     assert str(refusal()) == (
-        f"The configuration file {path} ended the program (3). Remove the call that ends it, "
-        "such as sys.exit()."
+        f"The configuration file {path} ended the program with SystemExit(3). Remove the call "
+        "that ends the program, such as sys.exit()."
     )
 
 
-def test_invalid_json_is_named(folders):
+def test_file_with_invalid_json_is_refused(folders):
     (folders[0] / "jupyter_server_config.json").write_text('{"GPUPool": {,}}')
     assert "cannot be read: JSONDecodeError" in str(refusal())
 

@@ -183,7 +183,7 @@ def test_only_lazy_attach_needs_the_guard(policy):
     assert usable_attach(policy, False, "c.GPUPool.guard is False.") == (policy, "")
 
 
-def test_lazy_without_the_guard_becomes_cell_with_a_reason():
+def test_policy_lazy_becomes_cell_if_the_guard_is_unavailable():
     assert usable_attach("lazy", False, "c.GPUPool.guard is False.") == (
         "cell",
         (
@@ -198,8 +198,8 @@ def test_host_memory_above_the_machines_memory_gets_a_note():
     assert found.pool.host_memory == 200 * GiB
     assert found.notes == (
         (
-            "c.GPUPool.host_memory is 200 GiB and this machine has 100 GiB; "
-            "the pool still starts a suspend only if its copy fits."
+            "c.GPUPool.host_memory is 200 GiB, but this machine has 100 GiB. "
+            "The pool starts a suspend only if the kernel's state fits into host memory."
         ),
     )
 
@@ -239,19 +239,20 @@ def test_state_dir_of_root_differs_from_that_of_other_users(monkeypatch, tmp_pat
         ("turn", 0.001, "0.001 is too small. Write 0.01 or more."),
         ("managed_memory", "deny", "'deny' is not allowed. Allowed: 'refuse' or 'allow'."),
         ("overuse", "kill", "'kill' is not allowed. Allowed: 'report' or 'end'."),
-        ("overuse", "suspend", ("'suspend' is no longer a value: a kernel that goes around the "
-         "guard can take the memory again. Write 'report', or 'end' to end such kernels.")),
+        ("overuse", "suspend", ("'suspend' is no longer allowed: after a suspend, a kernel that "
+         "goes around the guard can take the memory again. Write 'report', or 'end' to end such "
+         "kernels.")),
         ("max_swap_overhead", -1, ("-1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
         ("max_swap_overhead", 1, ("1 is not a share above 0 and below 1. Write 0.1 or '10%'.")),
         ("max_swap_overhead", "lots", ("'lots' is not a share above 0 and below 1. Write 0.1 or "
          "'10%'.")),
         ("devices", [], "The list is empty, so the pool would have no GPU. Use None for all GPUs."),
-        ("devices", ["rtx"], ("'rtx' names no GPU. Write an index such as 0, or the beginning of a "
-         "UUID such as 'GPU-5d1c'; `nvidia-smi -L` shows both.")),
+        ("devices", ["rtx"], ("'rtx' is not an index or a UUID of a GPU. Write an index such as "
+         "0, or the beginning of a UUID such as 'GPU-5d1c'; `nvidia-smi -L` shows both.")),
         ("devices", [0, "0"], "'0' is listed twice."),
         ("devices", 0, "0 is not allowed. Allowed: list of indices or UUIDs."),
-        ("quotas", {"@staff": {}}, ("'@staff' looks like a group, and quotas are per user. Name "
-         "the users, or use '*' for all others; c.GPUPool.groups is for groups.")),
+        ("quotas", {"@staff": {}}, ("'@staff' looks like a group, but quotas are per user. Write "
+         "names of users, or '*' for all others. For groups, use c.GPUPool.groups.")),
         ("quotas", {7: {}}, "7 is not a user name. Write a name, or '*' for all others."),
         ("quotas", "x", "'x' is not allowed. Allowed: dict of user name to dict."),
         ("priority_classes", {}, ("There must be at least one priority class, such as "
@@ -276,8 +277,8 @@ def test_state_dir_of_root_differs_from_that_of_other_users(monkeypatch, tmp_pat
         ("preempt", ["clas"], ("There is no rule 'clas'. Did you mean 'class'? Allowed are "
          "'burst', 'class', 'guarantee' or 'turns'.")),
         ("unsuspendable", "kill", "'kill' is not allowed. Allowed: 'warn', 'ask' or 'end'."),
-        ("unsuspendable_after", ["1m"], ("Write three durations: until the warning, the request "
-         "and the end, such as ['1m', '10m', '1h'].")),
+        ("unsuspendable_after", ["1m"], ("Write three durations: after how long the broker warns "
+         "the user, asks the user to end the kernel, and ends it, such as ['1m', '10m', '1h'].")),
         ("unsuspendable_after", ["1h", "1m", "1d"], ("The warning comes first, then the request, "
          "then the end. Write three durations, each at least as long as the one before.")),
         ("fair_share_half_life", -1, ("'-1' is not a duration. Write one like 90s, 10m or 2h.")),
@@ -287,8 +288,9 @@ def test_state_dir_of_root_differs_from_that_of_other_users(monkeypatch, tmp_pat
         ("cluster_data", ["/a"] * 9, "There are 9 folders. Write at most 8."),
         ("cluster_data", ["/" + "a" * 200], (f"{'/' + 'a' * 39!r}... has 201 characters. Write a "
          "path of at most 200.")),
-        ("cluster_min_uid", 0, "0 is not the id of a user other than root."),
-        ("cluster_identity", "krb5", ("'krb5' names no way to identify users. Write 'munge', "
+        ("cluster_min_uid", 0, ("0 is not allowed. Write a user id, 1 at least: 0, the id of "
+         "root, is refused.")),
+        ("cluster_identity", "krb5", ("'krb5' is not a way to identify users. Write 'munge', "
          "'munge:/path/of/its/socket', or the address of a JupyterHub's API.")),
         ("state_dir", "here", "'here' is not an absolute path. Begin it with '/' or '~'."),
     ],
@@ -305,13 +307,13 @@ def test_wrong_values_are_refused_with_the_reason(name, value, message):
          "Allowed are 'memory', 'devices', 'leases', 'suspended' or 'gpu_seconds_per_day'.")),
         ({"ada": {"memory": "lots"}}, ("['ada']['memory']: 'lots' is not a size. Write a number "
          "and a unit, like 12GiB or 512MiB.")),
-        ({"ada": {"leases": -1}}, ("['ada']['leases']: -1 is no limit. Write a whole number, 0 or "
-         "more.")),
-        ({"ada": {"leases": True}}, ("['ada']['leases']: True is no limit. Write a whole number, 0 "
+        ({"ada": {"leases": -1}}, ("['ada']['leases']: -1 is not a limit. Write a whole number, 0 "
          "or more.")),
-        ({"ada": "16GiB"}, ("['ada']: '16GiB' is no quota. Write a dict such as {'memory': "
+        ({"ada": {"leases": True}}, ("['ada']['leases']: True is not a limit. Write a whole "
+         "number, 0 or more.")),
+        ({"ada": "16GiB"}, ("['ada']: '16GiB' is not a quota. Write a dict such as {'memory': "
          "'16GiB'}.")),
-        ({"ada": {"gpu_seconds_per_day": []}}, ("['ada']['gpu_seconds_per_day']: [] is no daily "
+        ({"ada": {"gpu_seconds_per_day": []}}, ("['ada']['gpu_seconds_per_day']: [] is not a daily "
          "budget. Write GPU-seconds, text like '8h', or a dict such as {'seconds': '8h', 'rule': "
          "'refill', 'then': 'refuse'}.")),
     ],

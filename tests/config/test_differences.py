@@ -99,7 +99,7 @@ def test_no_notice_if_the_broker_reports_no_configuration(folder):
 def test_mistake_in_the_servers_own_configuration_is_named(folder):
     text = notice({"idle_timeoutt": 5}, status(settings()))
     assert "idle_timeoutt" in text
-    assert "not in force" in text
+    assert "the pool does not use this configuration" in text
 
 
 def test_difference_is_logged_once():

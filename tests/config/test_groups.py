@@ -105,7 +105,7 @@ def test_user_name_wins_over_unix_group_and_unix_group_over_star(user, unix_grou
     assert groups_of(settings(groups=MEMBERS).members, user, unix_groups) == found
 
 
-def test_first_configured_of_several_unix_groups_counts():
+def test_groups_of_a_user_have_the_order_of_the_configuration():
     members = settings(groups={"b": {"unix_groups": ["x"]}, "a": {"unix_groups": ["y"]}}).members
     assert groups_of(members, "ada", ["y", "x"]) == ("b", "a")
 
@@ -121,17 +121,17 @@ def test_groups_of_the_hub_count_like_unix_groups():
 def test_hub_groups_without_a_source_are_refused():
     with pytest.raises(WrongConfiguration, match=r"groups\['h'\]\['hub_groups'\].* is not set"):
         settings(groups={"h": {"hub_groups": ["x"]}})
-    with pytest.raises(Exception, match=r"'hub\.py' is no function"):
+    with pytest.raises(Exception, match=r"'hub\.py' is not a function"):
         settings(hub_groups="hub.py")
 
 
-def test_function_has_the_same_origin_in_every_process():
+def test_function_in_the_options_is_shown_by_its_name():
     def hub(user):
         return [user]
 
     chosen = GPUPool(hub_groups=hub).chosen()
     assert chosen == {
-        "hub_groups": "function test_function_has_the_same_origin_in_every_process.<locals>.hub"
+        "hub_groups": "function test_function_in_the_options_is_shown_by_its_name.<locals>.hub"
     }
 
 
@@ -151,14 +151,14 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
          "'guarantee'? Allowed are 'parent', 'users', 'unix_groups', 'hub_groups', 'order', "
           "'guarantee', "
          "'weight', 'cap' or 'gpu_seconds_per_day'.")),
-        ({"guarantee": "lots"}, ("groups['g']['guarantee']: 'lots' is no part of the pool. Write "
-         "'40%' of the pool's memory, '2 devices', or a size like '24GiB'.")),
-        ({"guarantee": "140%"}, ("groups['g']['guarantee']: '140%' is not above 0% and at most "
+        ({"guarantee": "lots"}, ("groups['g']['guarantee']: 'lots' is not a part of the pool. "
+         "Write '40%' of the pool's memory, '2 devices', or a size like '24GiB'.")),
+        ({"guarantee": "140%"}, ("groups['g']['guarantee']: '140%' must be above 0% and at most "
          "100%. Write '40%' of the pool's memory, '2 devices', or a size like '24GiB'.")),
         ({"cap": "0 devices"}, ("groups['g']['cap']: '0 devices' is not above zero. Write '40%' of "
          "the pool's memory, '2 devices', or a size like '24GiB'.")),
-        ({"cap": 0.5}, ("groups['g']['cap']: 0.5 is no part of the pool. Write '40%' of the pool's "
-         "memory, '2 devices', or a size like '24GiB'.")),
+        ({"cap": 0.5}, ("groups['g']['cap']: 0.5 is not a part of the pool. Write '40%' of the "
+         "pool's memory, '2 devices', or a size like '24GiB'.")),
         ({"guarantee": 40}, ("groups['g']['guarantee']: 40 means 40 bytes. Write '40%' of the "
          "pool's memory, '2 devices', or a size like '24GiB'.")),
         ({"weight": 0}, ("groups['g']['weight']: The weight is 0. Write a number above zero; of "
@@ -178,8 +178,8 @@ def test_nobody_is_in_a_group_of_a_pool_without_groups():
         ({"parent": 5}, "groups['g']['parent']: 5 is not the name of a group."),
         ({"parent": "h"}, ("groups['g']['parent']: There is no group 'h'. Without a parent a group "
          "is directly in the pool.")),
-        ({"parent": "g"}, ("groups['g']['parent']: The group is its own parent. Remove one of "
-         "these parents.")),
+        ({"parent": "g"}, ("groups['g']['parent']: The group is its own parent. Write another "
+         "parent, or remove it.")),
         ({"gpu_seconds_per_day": "much"}, ("groups['g']['gpu_seconds_per_day']: 'much' is not a "
          "duration. Write one like 90s, 10m or 2h.")),
         ({"gpu_seconds_per_day": {"seconds": "8h", "then": "kill"}},
@@ -227,7 +227,7 @@ def test_circle_of_parents_is_refused():
                            "d": {"parent": "a"}})  # fmt: skip
     assert found == [
         (
-            "groups['a']['parent']: The parents lead in a circle: a is in c, c is in b, b is in "
+            "groups['a']['parent']: The parents form a circle: a is in c, c is in b, b is in "
             "a. Remove one of these parents."
         )
     ]
@@ -247,11 +247,11 @@ def test_misspelt_parent_is_refused_with_the_nearest_name():
          "groups['b']['unix_groups']: The Unix group 'x' is"),
     ],
 )  # fmt: skip
-def test_two_groups_with_an_equal_claim_need_an_order(first, second, message):
+def test_two_groups_that_list_the_same_member_need_an_order(first, second, message):
     (found,) = faults(groups={"a": first, "b": second})
     assert found == (
-        f"{message} in the groups 'a' and 'b', and nothing says which one counts. Give the one "
-        "that counts a lower 'order', such as 1; a session can choose the other one."
+        f"{message} in the groups 'a' and 'b', and nothing says which group counts. Set a lower "
+        "'order', such as 1, for the group that counts; a session can choose the other group."
     )
     settings(groups={"a": {**first, "order": 1}, "b": second})
     assert faults(groups={"a": {**first, "order": 1}, "b": {**second, "order": 1}})
@@ -262,31 +262,30 @@ def test_two_groups_with_an_equal_claim_need_an_order(first, second, message):
     [
         (
             {"a": {"guarantee": "60%"}, "b": {"guarantee": "50%"}},
-            ("groups['b']['guarantee']: 'a' (60%), 'b' (50%) are guaranteed 110% together, and the "
-            "whole pool is 100%. Lower these guarantees."),
+            ("groups['b']['guarantee']: The guarantees of 'a' (60%), 'b' (50%) add up to 110%, but "
+            "the whole pool is 100%. Lower these guarantees."),
         ),
         (
             {"a": {"guarantee": "2 devices"}, "b": {"parent": "a", "guarantee": "3 devices"}},
-            ("groups['b']['guarantee']: 'b' is guaranteed 3 devices, and its parent group 'a' "
-            "is guaranteed 2 devices. Lower these guarantees or raise the guarantee of the "
-            "parent."),
+            ("groups['b']['guarantee']: 'b' is guaranteed 3 devices, but the guarantee of the "
+            "parent group 'a' is 2 devices. Lower these guarantees or raise the guarantee of 'a'."),
         ),
         (
             {"a": {"cap": "24GiB"}, "b": {"parent": "a", "guarantee": "16GiB"},
              "c": {"parent": "a", "guarantee": "16GiB"}},
-            ("groups['c']['guarantee']: 'b' (16 GiB), 'c' (16 GiB) are guaranteed 32 GiB together, "
-            "and their parent group 'a' is capped at 24 GiB. Lower these guarantees or raise the "
-            "cap of the parent."),
+            ("groups['c']['guarantee']: The guarantees of 'b' (16 GiB), 'c' (16 GiB) add up to "
+            "32 GiB, but the cap of the parent group 'a' is 24 GiB. Lower these guarantees or "
+            "raise the cap of 'a'."),
         ),
         (
             {"a": {"cap": "20%"}, "b": {"parent": "a"}, "c": {"parent": "b", "guarantee": "30%"}},
-            ("groups['c']['guarantee']: The guarantee 30% cannot be reached: the cap of the group "
-            "'a' above it is 20%. Lower this guarantee or raise that cap."),
+            ("groups['c']['guarantee']: The guarantee 30% cannot be reached: this group is inside "
+            "'a', and the cap of 'a' is 20%. Lower this guarantee or raise the cap of 'a'."),
         ),
         (
             {"a": {"cap": "20%"}, "b": {"parent": "a"}, "c": {"parent": "b", "cap": "30%"}},
-            ("groups['c']['cap']: The cap 30% cannot be reached: the cap of the group 'a' above it "
-            "is 20%. Lower this cap or raise that cap."),
+            ("groups['c']['cap']: The cap 30% cannot be reached: this group is inside 'a', and the "
+            "cap of 'a' is 20%. Lower this cap or raise the cap of 'a'."),
         ),
     ],
 )  # fmt: skip
@@ -301,7 +300,7 @@ def test_inner_guarantees_count_if_the_outer_group_has_none():
             "a2": {"parent": "a", "guarantee": "40%"}, "b": {"guarantee": "30%"},
         }
     )  # fmt: skip
-    assert "'a' (80%), 'b' (30%) are guaranteed 110% together" in found
+    assert "The guarantees of 'a' (80%), 'b' (30%) add up to 110%, but" in found
 
 
 def test_cluster_machine_does_not_check_cluster_wide_sizes():
@@ -328,8 +327,8 @@ def test_guarantees_are_compared_with_the_machines_memory():
     assert machine_faults([80 * GiB] * 3, **groups) == []
     assert machine_faults(two, **groups) == [
         (
-            "c.GPUPool.groups['b']['guarantee']: 'a' (80 GiB), 'b' (100 GiB) are guaranteed 180 "
-            "GiB together, and the GPUs of this machine have 160 GiB. Lower these guarantees."
+            "c.GPUPool.groups['b']['guarantee']: The guarantees of 'a' (80 GiB), 'b' (100 GiB) add "
+            "up to 180 GiB, but the GPUs of this machine have 160 GiB. Lower these guarantees."
         )
     ]
 
@@ -342,7 +341,7 @@ def test_cap_above_the_machines_memory_is_found():
     )
 
 
-def test_sizes_in_different_units_are_compared_on_the_machine():
+def test_cap_and_guarantee_in_different_units_are_compared():
     groups = {"a": {"guarantee": "50%", "cap": "30GiB"}}
     assert machine_faults([40 * GiB], **groups) == []
     assert machine_faults([80 * GiB], **groups) == [

@@ -118,9 +118,9 @@ def test_schedule_that_is_always_overruled_is_named():
     night_ = {**NIGHT, "set": {"idle_timeout": 1, "linger": 5}}
     (told,) = timetable(schedules=[night_, week]).overruled(NOON)
     assert told == (
-        "The schedule 'night' sets idle_timeout without effect: whenever it is in force, 'week' "
-        "also sets it, and the schedule that is last in the list wins. 'week' comes later: put "
-        "'night' after it, or remove idle_timeout from it."
+        "The schedule 'night' sets idle_timeout without effect: whenever this schedule is in "
+        "force, 'week' also sets it, and the last of such schedules in the list wins. Put 'night' "
+        "after 'week', or remove idle_timeout from 'week'."
     )
     assert timetable(schedules=[week, night_]).overruled(NOON) == []
     weekend = {**WEEKEND, "set": {"idle_timeout": 2}}
@@ -150,7 +150,7 @@ def test_schedule_changes_values_of_another_file_too(folder):
     assert leases == {"ada": 5, "bob": 2}
 
 
-def test_only_combinations_that_occur_are_checked():
+def test_only_schedules_in_force_together_are_combined():
     day = {"name": "day", "hours": "08:00-20:00", "time_zone": "Europe/Berlin"}
     set_ = {"set": {"linger": 1}}
     times = timetable(schedules=[{**NIGHT, **set_}, {**day, **set_}, {**WEEKEND, **set_}])
@@ -212,13 +212,14 @@ def test_machines_zone_comes_from_etc_localtime(monkeypatch, tmp_path):
         ({"set": {"idle_timout": 1}}, ("[0]['set']['idle_timout']: There is no option "
          "'idle_timout'. Did you mean 'idle_timeout'?")),
         ({"set": {"devices": [0]}}, ("[0]['set']['devices']: A change of 'devices' takes effect "
-         "only when the broker starts. Remove it from the schedule.")),
-        ({"set": {"schedules": []}}, "[0]['set']['schedules']: A schedule cannot set schedules."),
+         "only when the broker starts. Remove 'devices' from the schedule.")),
+        ({"set": {"schedules": []}}, ("[0]['set']['schedules']: A schedule cannot set 'schedules'. "
+         "Remove 'schedules' from the schedule.")),
         ({"set": {"groups": {"b": {"cap": "4%"}}}}, ("[0]['set']['groups']['b']: There is no group "
-         "'b'. Add it to c.GPUPool.groups.")),
+         "'b'. If the group is new, add it to c.GPUPool.groups.")),
         ({"set": {"groups": {"a": {"users": []}}}}, ("[0]['set']['groups']['a']['users']: A "
-         "schedule cannot set 'users' of a group. It can set 'guarantee', 'weight', 'cap' or "
-         "'gpu_seconds_per_day'.")),
+         "schedule cannot set 'users' of a group. A schedule can set 'guarantee', 'weight', 'cap' "
+         "or 'gpu_seconds_per_day'.")),
         ({"set": {"idle_timeout": "soon"}}, ("[0]['set']['idle_timeout']: With 'night' in force: "
          "c.GPUPool.idle_timeout: 'soon' is not a duration. Write one like 90s, 10m or 2h. "
          "Example: c.GPUPool.idle_timeout = 600")),
@@ -241,14 +242,16 @@ def test_schedule_without_a_required_key_is_refused():
     found = faults(schedules=[{}, 5, {**NIGHT, "set": {"linger": 1}}, {**NIGHT, "set": {}}])
     assert [text.partition(".")[0] for text in found] == [
         "[0]: The schedule has no 'name'", "[0]: The schedule has no 'set'",
-        "[1]: 5 is no schedule", "[3]['set']: {} sets nothing",
+        "[1]: 5 is not a schedule", "[3]['set']: {} sets nothing",
     ]  # fmt: skip
 
 
 def test_two_schedules_of_one_name_are_refused():
     rule = {**NIGHT, "set": {"linger": 1}}
     (found,) = faults(schedules=[rule, rule])
-    assert found == "[1]['name']: Another schedule has the name 'night'. Give each its own name."
+    assert found == (
+        "[1]['name']: Another schedule has the name 'night'. Give each schedule its own name."
+    )
 
 
 def test_contradicting_rules_are_refused_before_they_apply():
@@ -259,9 +262,9 @@ def test_contradicting_rules_are_refused_before_they_apply():
     ]
     (found,) = faults(groups=groups, schedules=rules)
     assert found == (
-        "[1]['set']['groups']['b']['guarantee']: With 'night' and 'weekend' in force: 'a' (60%), "
-        "'b' (60%) are guaranteed 120% together, and the whole pool is 100%. Lower these "
-        "guarantees."
+        "[1]['set']['groups']['b']['guarantee']: With 'night' and 'weekend' in force: The "
+        "guarantees of 'a' (60%), 'b' (60%) add up to 120%, but the whole pool is 100%. Lower "
+        "these guarantees."
     )
 
 
@@ -280,7 +283,7 @@ def test_guarantee_that_is_too_large_only_at_night_is_found():
     assert [str(fault) for fault in found] == [
         (
             "c.GPUPool.schedules[0]['set']['groups']['a']['guarantee'] in the command line: With "
-            "'night' in force: 'a' is guaranteed 3 GiB, and the GPUs of this machine have 2 GiB. "
+            "'night' in force: 'a' is guaranteed 3 GiB, but the GPUs of this machine have 2 GiB. "
             "Lower these guarantees."
         )
     ]
@@ -331,7 +334,8 @@ def test_mistake_is_reported_with_its_file(folder):
     low.write_text("\n\nc.GPUPool.groups.update({'a': {'guarantee': '60%'}})")
     high.write_text("\nc.GPUPool.groups.update({'b': {\n'guarantee': '60%'}})")
     (found,) = faults()
-    assert found.startswith(f"c.GPUPool.groups['b']['guarantee'] in {high}, line 3: 'a' (60%), 'b'")
+    where = f"c.GPUPool.groups['b']['guarantee'] in {high}, line 3: "
+    assert found.startswith(where + "The guarantees of 'a' (60%), 'b'")
 
 
 def test_first_mistakes_are_listed_and_the_others_are_counted(folder):

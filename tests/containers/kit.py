@@ -148,8 +148,8 @@ class Box:
     def _launch(self, before, namespace, python, spec, options):
         """Start ``box.py`` in the interpreter ``python``, in new namespaces.
 
-        The command line begins with the words ``before``. ``namespace`` has the options of
-        ``unshare`` for more namespaces.
+        ``before`` is the list of words at the start of the command line. ``namespace`` is the list
+        of options with which ``unshare`` makes more namespaces.
         """
         process = subprocess.Popen(
             [*before, "unshare", *namespace, "--mount", "--ipc", "--net", "--uts", "--cgroup",

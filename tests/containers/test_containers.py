@@ -267,8 +267,8 @@ def test_doctor_says_what_a_container_lacks(machine):
     machine.user("ada")
     box = machine.box("ada")
     text = box.run(DOCTOR)
-    assert "you are its user 'ada'" in text
-    assert "its Python and its C library can load the guard" in text
+    assert "and knows you as 'ada'" in text
+    assert "this image's Python and C library can load the guard" in text
     writable = machine.box("ada", writable=True)
     with pytest.raises(AssertionError, match="Mount it read-only"):
         writable.run(DOCTOR)

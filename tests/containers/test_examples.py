@@ -28,7 +28,7 @@ def hub(monkeypatch):
     return config, found
 
 
-def test_the_brokers_file_enables_sockets_for_users():
+def test_example_file_of_the_broker_enables_user_sockets():
     assert load_settings([EXAMPLES / "user_sockets.py"]).user_sockets
 
 

@@ -102,7 +102,7 @@ async def test_resume_reserves_memory_that_the_list_does_not_show(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_only_the_list_counts_while_other_processes_change(emulated):
+async def test_memory_that_another_process_frees_does_not_count(emulated):
     """nvml-less: memory that another process frees meanwhile does not count for this process."""
     machine = emulated(ONE)
     machine.faults.set("nvml-less", bytes="60MiB")
@@ -149,7 +149,7 @@ async def test_suspend_succeeds_if_nvml_drops_the_process_late(emulated, monkeyp
         assert await target.do("digest", 1) == digest
 
 
-async def test_process_that_nvml_lists_late_counts_by_free_memory(emulated):
+async def test_free_memory_is_used_if_nvml_lists_a_process_late(emulated):
     """nvml-late: the suspend comes before NVML lists the process."""
     machine = emulated(ONE)
     machine.faults.set("nvml-late", ms=3_600_000)
@@ -197,7 +197,7 @@ async def test_sample_waits_while_nvml_waits_for_a_copy(emulated):
         # other session run.
         outcome = await service.suspend(other.root, [second], session="s2")
         assert outcome.status == "drain"
-        assert "copying for another kernel" in outcome.message
+        assert "while the driver copies the memory of another kernel" in outcome.message
         assert await service.driver_state(other.root, session="s2") == "running"
         assert not task.done()
         assert [s.lost for s in await samples] == ["", ""]
@@ -479,7 +479,7 @@ async def test_process_that_cannot_migrate_resumes_on_its_device(emulated, code)
         machine.faults.set("migration-refused", code=code)
         outcome = await back(service, target, second, first, need)
         assert (outcome.status, outcome.stay) == ("refused", True)
-        assert "does not move" in outcome.message
+        assert "did not move" in outcome.message
         await resumed(service, target, first, first, need)
         assert await target.do("digest", 1) == digest
 
@@ -596,7 +596,7 @@ async def test_close_ends_the_watch_on_a_late_lock(emulated):
 
 
 @pytest.mark.parametrize("code", [304, 702, 999])
-async def test_lock_that_fails_at_its_time_out_counts_as_late(emulated, code):
+async def test_lock_error_at_the_time_out_means_work_did_not_drain(emulated, code):
     """lock-timeout with a code other than NOT_READY: the process can still be suspended later."""
     machine = emulated(ONE)
     async with (

@@ -486,7 +486,7 @@ async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
 # ------------------------------------------------------------------ devices and NVML
 
 
-async def test_lost_device_is_reported_once_by_each_sign(emulated, waiting):
+async def test_lost_device_is_reported_at_most_once_by_each_sign(emulated, waiting):
     """One sign is the Xid. The other sign is a failed sample, if NVML cannot read
     the device before the Xid arrives.
     """
@@ -653,7 +653,7 @@ async def test_device_is_set_aside_even_if_nvml_does_not_answer(emulated):
         assert not users_of(machine, away)
 
 
-async def test_device_tested_while_its_peer_was_away_can_migrate(emulated):
+async def test_device_can_migrate_after_a_test_without_its_peer(emulated):
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (service, (away, kept)):
         await service.stand_down("paused", [away.uuid])
@@ -687,7 +687,7 @@ async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, wait
         assert service._sampler.child.generation == processes + 1
 
 
-async def test_process_started_while_a_device_is_set_aside_ends(emulated, waiting):
+async def test_starting_worker_is_replaced_if_a_device_is_set_aside(emulated, waiting):
     _, until_async = waiting
     machine = emulated("2x1GiB,context=16MiB")
     async with machine.started() as (service, (away, kept)):

@@ -58,7 +58,7 @@ async def test_device_is_guarded_if_the_guard_passes_its_test(emulated):
     assert [(sample.used, sample.processes) for sample in samples] == [(0, ()), (0, ())]
 
 
-async def test_service_without_a_guard_does_not_test_one(emulated):
+async def test_devices_are_unguarded_if_the_guard_is_off(emulated):
     async with emulated().started() as (service, devices):
         assert {device.tier for device in devices} == {"unguarded"}
         assert service.guard_problem == "c.GPUPool.guard is False."
@@ -92,7 +92,7 @@ async def test_full_device_is_guarded_only_after_a_test(emulated):
         async with machine.started(guard=True) as (service, (full,)):
             assert service.untested == {full.uuid}
             assert (full.tier, full.can_suspend) == ("unguarded", True)
-            assert "no room" in service.guard_problem
+            assert "too little free memory for the self-test" in service.guard_problem
             await target.end()
             assert (await service.self_test(full.uuid)).tier == "guarded"
             assert service.untested == set()
@@ -102,13 +102,13 @@ async def test_full_device_is_guarded_only_after_a_test(emulated):
 # ------------------------------------------------------------------ each check can fail
 
 
-async def test_driver_is_not_mistaken_for_the_guard(emulated, monkeypatch, tmp_path):
+async def test_guard_fails_its_test_if_calls_go_around_it(emulated, monkeypatch, tmp_path):
     shutil.copytree(library_dir(), tmp_path / "lib")
     monkeypatch.setattr(install, "_LIB", tmp_path / "lib")
     async with emulated().started(guard=True) as (service, devices):
         assert [why(device) for device in devices] == [
             f"The guard did not pass its self-test on GPU {n}: "
-            "its calls did not go through the guard."
+            "the test program's calls did not go through the guard."
             for n in (0, 1)
         ]
         assert service.guard_problem == " ".join(why(device) for device in devices)
@@ -123,7 +123,7 @@ async def test_guard_that_allows_too_much_memory_fails_the_test(emulated, monkey
 async def test_guard_that_counts_too_little_memory_fails_the_test(emulated, monkeypatch):
     monkeypatch.setattr(guard_frame, "SIZE", guard_frame.SIZE * 4)  # this still fits in the grant
     async with emulated().started(guard=True) as (_, (device, _)):
-        assert "it counted 4194304 of 16777216 bytes" in why(device)
+        assert "the guard counted only 4194304 of 16777216 bytes" in why(device)
 
 
 async def test_guard_whose_gate_stays_open_fails_the_test(emulated, monkeypatch):
@@ -150,7 +150,7 @@ async def test_gate_that_stays_closed_ends_the_test_in_bounded_time(emulated, mo
     monkeypatch.setattr(Page, "set_gate", never_again)
     async with emulated("1x1GiB,context=16MiB").started(guard=True) as (_, (device,)):
         assert (device.tier, device.can_suspend) == ("unguarded", True)
-        assert "on GPU 0: it did not run: No answer to 'check' in" in device.tier_reason
+        assert "on GPU 0: the test did not finish: No answer to 'check' in" in device.tier_reason
 
 
 async def test_hanging_worker_ends_the_test_in_bounded_time(emulated):
@@ -228,7 +228,7 @@ async def test_known_device_keeps_its_tier_while_the_guard_exists(emulated, monk
         assert "The guard is not compiled" in service.guard_problem
 
 
-async def test_problem_names_a_device_tested_without_the_guard(emulated):
+async def test_known_device_needs_a_new_test_with_the_guard(emulated):
     machine = emulated("1x1GiB,context=16MiB")
     async with machine.started() as (_, (device,)):
         pass

@@ -113,7 +113,7 @@ def make_numbers(monkeypatch):
     [(True, None, True), (False, None, None), (False, True, True), (True, False, False)],
     ids=["initial namespace", "nothing is known", "found before", "found before to be others'"],
 )
-def test_without_a_self_test_only_the_first_namespace_is_proof(
+def test_namespace_or_known_result_decides_without_a_self_test(
     make_numbers, initial, known, proven
 ):
     judge = make_numbers(initial=initial, known=known)
@@ -123,7 +123,7 @@ def test_without_a_self_test_only_the_first_namespace_is_proof(
     assert listed == (os.getpid() if proven else -os.getpid())
 
 
-def test_a_listed_program_is_a_proof_and_an_empty_list_is_not(make_numbers):
+def test_only_a_new_pid_in_nvmls_list_is_a_proof(make_numbers):
     judge = make_numbers(initial=False)
     judge.learn(sample(), sample(), 5)
     judge.learn(sample(5), sample(5), 5)
@@ -134,7 +134,7 @@ def test_a_listed_program_is_a_proof_and_an_empty_list_is_not(make_numbers):
     assert judge.proven is True
 
 
-def test_pids_without_a_process_revoke_the_proof(make_numbers):
+def test_proof_is_revoked_if_listed_pids_have_no_process(make_numbers):
     gone = (1 << 22) + 1
     judge = make_numbers(initial=False, known=True)
     judge.settle()

@@ -73,7 +73,7 @@ def test_error_text_of_cuda_core_becomes_a_code():
     assert checkpoint.classify(error)[0] == "CUDA_ERROR_NOT_READY"
 
 
-def test_not_supported_is_not_reported_as_an_old_driver():
+def test_not_supported_error_does_not_ask_for_a_newer_driver():
     text = (
         "CUDA checkpointing is not supported by the installed NVIDIA driver. "
         "Upgrade to a driver version with CUDA checkpoint API support."
@@ -92,7 +92,7 @@ def test_freed_bytes_come_from_the_process_list():
     assert freed_bytes([sample(10, (1, 40), (2, 50))], [sample(90)], {1}) == {"a": 40}
 
 
-def test_freed_bytes_come_from_free_memory_without_a_list():
+def test_freed_bytes_come_from_free_memory_if_no_size_is_listed():
     assert freed_bytes([sample(10)], [sample(50)], {1}) == {"a": 40}
     assert freed_bytes([sample(10, (1, None))], [sample(50)], {1}) == {"a": 40}
     assert freed_bytes([sample(10)], [sample(5)], {1}) == {"a": 0}

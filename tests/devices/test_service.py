@@ -93,10 +93,11 @@ async def test_full_device_is_untested_and_trusted_to_suspend(emulated):
         async with machine.started() as (service, (full, free)):
             assert service.untested == {full.uuid}
             assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
-            assert "no room" in full.tier_reason
+            assert "too little free memory for the self-test" in full.tier_reason
             assert (free.can_suspend, free.can_migrate) == (True, False)
             # The service checks for room before the test, on the device that needs the room.
-            assert f"no room on another GPU: Device {full.uuid}" in free.tier_reason
+            other = f"Another GPU had too little free memory for the self-test: Device {full.uuid}"
+            assert other in free.tier_reason
             outcome = await service.suspend(target.root, [full.uuid], session=SESSION)
             assert outcome.status == "suspended", outcome.message
             tested = await service.self_test(full.uuid)
@@ -215,7 +216,7 @@ async def test_suspended_session_resumes_on_another_device(emulated):
         assert await target.do("digest", 1) == digest
 
 
-async def test_outcome_has_the_time_of_waiting_for_the_device(emulated, waiting):
+async def test_outcome_includes_the_time_spent_waiting_for_a_device(emulated, waiting):
     """``residence.move_cost`` needs this time if many sessions move on one device."""
     _, until_async = waiting
     machine = emulated(ONE)
@@ -322,7 +323,7 @@ async def test_background_process_is_suspended_with_its_session(emulated):
 
 
 @pytest.mark.parametrize("victim", ["parent", "child"])
-async def test_one_refusal_undoes_the_whole_session(emulated, victim):
+async def test_refusal_of_one_process_undoes_the_whole_suspend(emulated, victim):
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
@@ -438,7 +439,7 @@ async def test_next_broker_knows_the_cost_of_a_context(emulated):
 
 @pytest.mark.parametrize("guard", [False, True])
 @pytest.mark.parametrize("hazard", [True, False])
-async def test_self_test_retires_its_program_on_a_hanging_driver(
+async def test_self_test_suspends_its_program_on_a_driver_that_hangs(
     emulated, monkeypatch, hazard, guard
 ):
     """If a driver hangs when a restored process ends, the self-test first suspends its program.

@@ -155,7 +155,7 @@ def test_every_benchmark_writes_anonymous_figures(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_people_scripts_and_services_share_devices_within_bounds(name):
+def test_benchmarks_of_shared_devices_meet_their_budgets(name):
     module, *case = SCENARIOS[name]
     done = start(f"benchmarks.{module}", "--quick", *case, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -74,12 +74,12 @@ async def storm(pool, kills):
     await pool.stop_kernels()
 
 
-def test_broker_killed_under_kernels_in_three_states_returns(pool):
+def test_kernels_in_three_states_survive_a_killed_broker(pool):
     play(storm(pool(ONE, default_memory=SLICE), 2))
 
 
 @pytest.mark.long
-def test_the_broker_is_killed_ten_times_in_a_row(pool):
+def test_kernels_survive_ten_kills_of_the_broker_in_a_row(pool):
     play(storm(pool(ONE, default_memory=SLICE), 10))
 
 

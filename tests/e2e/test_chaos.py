@@ -34,10 +34,10 @@ from tests.broker import forks
 from . import cells
 from .kit import LOOK, MiB, Sampler, command_of, reap, until
 
-#: The devices, and the number of notebooks: one more than fits. The short form has one device.
+#: The devices, and the number of notebooks: one more than fits.
 SHORT, LONG = ("1x640MiB,context=32MiB", 3), ("2x640MiB,context=32MiB", 5)
 
-#: MiB of each notebook on its device, in the short and in the long form.
+#: MiB of each notebook on its device: with one kill of each kind, and with a hundred rounds.
 SMALL, LARGE = 24, 96
 
 #: The size of a slice: two fit on a device.

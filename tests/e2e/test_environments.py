@@ -193,7 +193,7 @@ def test_kernel_names_the_command_for_missing_packages(installed, folder, blocke
     assert "Run: jupyter gpupool install-devices" in done.stderr
 
 
-def test_missing_device_python_is_a_configuration_error(installed, folder, blocked):
+def test_wrong_path_of_device_python_is_named_in_the_error(installed, folder, blocked):
     done = notebooks(blocked(device_python="/nowhere/bin/python"))
     assert done.returncode
     assert "c.GPUPool.device_python is /nowhere/bin/python" in done.stderr

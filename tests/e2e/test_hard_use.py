@@ -175,7 +175,7 @@ assert not problems, problems
 """
 
 
-def test_thread_waits_after_its_cell_and_continues_later(pool):
+def test_thread_continues_when_a_later_cell_has_the_slice(pool):
     """GPU work between cells may wait, but must not fail and must not see wrong bytes.
 
     Without the guard, the broker cannot see this work. With the guard, the work counts as use

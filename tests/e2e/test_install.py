@@ -122,7 +122,7 @@ def test_wheel_built_without_node_has_the_jupyterlab_part(tmp_path):
         assert json.loads(archive.read(entry))["jupyterlab"]["_build"]["load"] in "".join(names)
 
 
-def test_build_says_what_stops_the_jupyterlab_part(tmp_path):
+def test_build_says_why_the_jupyterlab_part_cannot_be_built(tmp_path):
     tools = tmp_path / "tools"
     tools.mkdir()
     (tools / "jlpm").write_text("#!/bin/sh\necho no registry here\nexit 1\n")

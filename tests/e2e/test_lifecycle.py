@@ -49,7 +49,7 @@ class Watch:
 # ---------------------------------------------------------------------- no CUDA, no GPU
 
 
-def test_kernel_without_cuda_gets_no_slice_under_manual(pool):
+def test_kernel_without_cuda_gets_no_slice_in_manual_mode(pool):
     pool = pool(ONE, attach="manual", default_memory=SLICE)
 
     async def scenario():
@@ -68,7 +68,7 @@ def test_kernel_without_cuda_gets_no_slice_under_manual(pool):
     assert not [row for row in pool.journal() if row["kind"] in ("attach", "queue")]
 
 
-def test_cells_do_not_wait_for_the_broker_under_manual(pool):
+def test_cells_do_not_wait_for_the_broker_in_manual_mode(pool):
     """The broker is stopped (SIGSTOP): a cell that sent it a request would wait."""
     pool = pool(ONE, attach="manual", default_memory=SLICE)
 
@@ -88,7 +88,7 @@ def test_cells_do_not_wait_for_the_broker_under_manual(pool):
     play(scenario())
 
 
-def test_kernel_without_cuda_gives_its_lease_back_under_cell(pool):
+def test_kernel_without_cuda_returns_its_lease_in_cell_mode(pool):
     """Under ``cell``, the lease begins with the cell, because the agent does not
     know the cell's code.
     """

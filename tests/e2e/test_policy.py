@@ -103,7 +103,7 @@ def test_no_kernel_is_suspended_without_host_memory(pool):
     play(scenario())
 
 
-def test_slice_is_not_preempted_before_reclaim_after(pool):
+def test_idle_slice_is_kept_until_reclaim_after_has_passed(pool):
     pool = pool(ONE, default_memory=400 * MiB, reclaim_after=2.0)
 
     async def scenario():
@@ -140,7 +140,7 @@ def test_only_the_devices_of_the_pool_are_used(pool):
     play(scenario())
 
 
-def test_manual_attaches_on_demand_and_keeps_the_slice(pool):
+def test_kernel_in_manual_mode_attaches_only_at_a_command(pool):
     pool = pool(MACHINE, attach="manual", default_memory=SLICE)
 
     async def scenario():

@@ -86,7 +86,7 @@ def test_preempted_cell_shows_the_reason_and_continues(pool, attach):
         (await other).check()
         await until(lambda: worker.session()["resumes"], "its return", show=worker.session)
         await until(
-            lambda: "went on" in worker.latest.displays[-1], "the last line",
+            lambda: "then continued" in worker.latest.displays[-1], "the last line",
             show=lambda: worker.latest.displays,
         )  # fmt: skip
         assert not worker.session()["preempted"]
@@ -241,7 +241,7 @@ def test_lone_kernel_has_the_whole_gpu_until_another_asks(pool):
             lambda: (s := worker.session()) and s["preempted"] and s["suspended_bytes"],
             "its grown memory to go", show=worker.session,
         )  # fmt: skip
-        assert "more memory than is guaranteed to it" in worker.session()["preempted"]
+        assert "more memory than its guarantee covers" in worker.session()["preempted"]
         release.touch()
         (await second).check()
         await until(lambda: worker.session()["resumes"], "its return", show=worker.session)

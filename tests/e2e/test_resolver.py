@@ -54,7 +54,7 @@ def test_package_downgrades_no_framework(uv, framework):
     assert beside[frameworks.package_of(framework)] == newest(uv, framework)
 
 
-def test_device_environment_resolves_for_every_python(uv):
+def test_requirements_of_devices_resolve_for_every_python(uv):
     for version in ("3.10", "3.11", "3.12", "3.13"):
         done = subprocess.run(
             [

@@ -46,7 +46,7 @@ def test_slow_copies_limit_bandwidth_in_their_scope(trio):
     assert time.monotonic() - start >= 0.2
 
 
-def test_lock_timeout_applies_by_count_and_pid(trio):
+def test_lock_timeout_fault_is_limited_to_a_pid_and_a_count(trio):
     machine, target, worker = trio
     machine.faults.set("lock-timeout", pid=target.pid + 1)
     assert call(worker, target, "lock", 50) is None
@@ -128,7 +128,7 @@ def test_a_restore_onto_a_lost_device_is_fatal(trio):
     assert state(worker, target) == "failed"
 
 
-def test_nvml_lists_no_processes_with_the_fault(trio):
+def test_fault_makes_nvml_omit_the_processes_of_a_device(trio):
     machine, target, worker = trio
     assert worker.do("_ = pids()") == [target.pid]
     machine.faults.set("nvml-missing-pids", device=1)

@@ -196,7 +196,7 @@ def test_the_driver_reports_bad_machine_text(emulated):
     assert "'16parsec' is not a size" in done.stderr
 
 
-def test_one_state_directory_is_one_machine(emulated):
+def test_one_state_directory_holds_only_one_machine_at_a_time(emulated):
     machine = emulated("2x1GiB")
     child = machine.target()
     assert child.do("context(); _ = 1") == 1

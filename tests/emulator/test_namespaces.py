@@ -48,7 +48,7 @@ def test_a_process_lists_and_frees_only_its_own_namespace(emulated):
     assert other.do(RIGHT)
 
 
-def test_memory_of_a_killed_process_is_free(emulated):
+def test_killed_process_in_a_namespace_frees_its_memory(emulated):
     machine = emulated()
     box, worker = machine.target(within=namespaces.OWN_NUMBERS), machine.target()
     box.do(FILL % 1)

@@ -47,7 +47,7 @@ def test_cuda_bindings_resolves_common_calls(emulated):
     assert [name for name in NEEDED.split() if not found.get(name)] == []
 
 
-def test_missing_call_is_a_clean_error(emulated):
+def test_call_that_the_driver_lacks_raises_a_python_error(emulated):
     code = """
     from cuda.bindings import driver as D
     D.cuInit(0)
@@ -226,7 +226,7 @@ def test_clients_can_use_per_thread_streams(emulated):
     assert machine.run(dedent(code), CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM="1") == "good"
 
 
-def test_arrays_are_accounted(emulated):
+def test_cuda_arrays_count_as_used_memory(emulated):
     child = emulated("1x1GiB,context=0").target()
     child.do(
         dedent("""
@@ -363,7 +363,7 @@ def test_nvitop_starts_on_the_emulated_machine(emulated, flag):
     assert re.search(rf"\b{child.pid}\b", done.stdout)
 
 
-def test_threads_continue_through_suspends(emulated):
+def test_threads_work_without_errors_despite_repeated_suspends(emulated):
     machine = emulated("1x1GiB")
     child, worker = machine.target(), machine.target()
     child.do(

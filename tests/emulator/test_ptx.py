@@ -177,7 +177,7 @@ def TRUNCATED(v):
     [*INTEGERS, *FLOATS, *CONVERSIONS],
     ids=lambda value: value.split()[0] if value.endswith(";") else "",
 )
-def test_an_instruction_computes_what_numpy_does(ptx, instructions, result, expected, operands):
+def test_an_instruction_computes_the_same_as_numpy(ptx, instructions, result, expected, operands):
     expected = expected.replace(
         "PERMUTED",
         "(b >> 8 & 255) << 24 | (a >> 8 & 255) << 16 | (b & 255) << 8 | (a & 255)",
@@ -223,7 +223,7 @@ NEXT:
 }'''"""
 
 
-def test_threads_of_a_block_sum_through_shared_memory(ptx):
+def test_threads_of_a_block_add_values_in_shared_memory(ptx):
     run = f"""
 x = np.arange(128, dtype=np.float32)
 out = np.zeros(1, np.float32)

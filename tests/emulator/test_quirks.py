@@ -63,7 +63,7 @@ def trio(emulated):
     return Trio(emulated("2x256MiB,context=32MiB"))
 
 
-def test_residue_is_used_but_belongs_to_no_process(trio):
+def test_residue_counts_as_used_but_belongs_to_no_process(trio):
     trio.faults.set("residue", device=0, bytes="100MiB")
     assert (trio.ask("used()"), trio.listed()) == (HAS + 100 * MiB, HAS)
     assert trio.ask("used(1)") == 0
@@ -72,7 +72,7 @@ def test_residue_is_used_but_belongs_to_no_process(trio):
     assert trio.target.do("_ = D.cuMemAlloc(116 << 20)[0].name") == "CUDA_SUCCESS"
 
 
-def test_quirk_makes_nvml_list_less_than_a_process_has(trio):
+def test_quirk_makes_nvml_report_too_little_memory_of_a_process(trio):
     trio.faults.set("nvml-less", bytes="30MiB")
     assert (trio.ask("used()"), trio.listed()) == (HAS, HAS - 30 * MiB)
 
@@ -90,7 +90,7 @@ def test_nvml_waits_for_a_copy_to_end(trio):
     assert other.reply() is None
 
 
-def test_quirk_makes_nvml_list_and_forget_a_process_late(trio):
+def test_quirks_make_nvml_add_and_remove_a_process_late(trio):
     trio.faults.set("nvml-late", ms=3_600_000)
     assert trio.listed() is None
     trio.faults.clear()
@@ -146,7 +146,7 @@ def test_a_restore_onto_another_device_may_be_refused(trio, code, says):
     trio.resume()
 
 
-def test_quirk_refuses_a_suspend_after_only_cuinit(trio):
+def test_cuinit_alone_allows_a_suspend_only_without_the_quirk(trio):
     trio.faults.set("init-not-enough")
     trio.target = trio.machine.target()
     trio.target.do("ok(D.cuInit(0))")

@@ -68,7 +68,7 @@ def test_emulated_driver_has_only_functions_of_nvidia(newest, alone):
     assert len(alone["procaddr"].keys() & newest["procaddr"].keys()) > 200
 
 
-def test_a_machine_does_not_change_names_and_errors(newest, emulated):
+def test_driver_has_the_same_names_and_errors_with_a_machine(newest, emulated):
     machine = emulated("1x64MiB,context=1MiB")
     found = list(parity.differences(newest, _record("--anywhere", "--quick", **machine.env)))
     assert [str(d) for d in found if d not in _excused(found)] == []
@@ -168,7 +168,7 @@ def test_a_changed_answer_is_a_difference(section, change, newest):
         ),
     ],
 )
-def test_a_changed_answer_without_a_device_is_a_difference(
+def test_changed_answer_in_a_record_without_device_is_reported(
     section, change, newest, newest_without_device
 ):
     other = copy.deepcopy(newest_without_device)
@@ -182,7 +182,7 @@ def test_a_changed_answer_without_a_device_is_a_difference(
     assert sections() > before
 
 
-def test_checks_before_cuinit_also_follow_a_failed_cuinit(newest, newest_without_device):
+def test_checks_made_before_cuinit_are_also_made_if_it_fails(newest, newest_without_device):
     """If the later driver makes a check before cuInit, it does so after a failed cuInit, too."""
     older = newest_without_device
     found = parity.differences_without_device(older, newest, older)
@@ -243,7 +243,7 @@ def test_debugger_functions_are_listed_and_never_called(newest):
     assert not any(calls.asked(name, kind, anywhere=False) for kind in kinds for name in listed)
 
 
-def test_text_of_a_form_gives_the_symbol_of_a_version():
+def test_text_of_forms_maps_each_driver_version_to_a_symbol():
     text = "2000:~ 3020:~_v2 12000:cuOther"
     found = [procaddr.forms_at(text, "cuX", v) for v in (1990, 2000, 3010, 3020, 11990, 12000)]
     assert found == ["0/2", "cuX", "cuX", "cuX_v2", "cuX_v2", "cuOther"]

@@ -95,7 +95,7 @@ def _run(env, code, major):
 
 
 @pytest.mark.parametrize("major", [12, 13])
-def test_programs_of_the_runtime_work(emulated, major):
+def test_program_that_calls_the_cuda_runtime_works(emulated, major):
     done = _run(emulated("2x64MiB,context=1MiB").env, USES, major)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -170,7 +170,7 @@ def value():
 """
 
 
-def test_host_calls_pass_the_gate_and_replay(emulated):
+def test_suspend_waits_for_a_host_call_and_a_graph_repeats_it(emulated):
     machine = emulated("1x256MiB,context=1MiB")
     child, other = machine.target(), machine.target()
     child.do("import threading" + HOST_CALLS)

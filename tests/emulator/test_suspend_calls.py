@@ -108,7 +108,7 @@ def test_memory_contents_survive_a_suspend(pair):
     assert target.do("_ = digest()") == digest
 
 
-def test_nvml_of_a_suspended_process_waits_for_the_unlock(pair):
+def test_nvml_calls_of_a_suspended_process_wait_for_the_unlock(pair):
     """As observed with driver 580.159.04, NVML calls of a locked process wait for its unlock."""
     _, target, worker, _ = pair
     count = "_ = n.nvmlDeviceGetCount()"
@@ -306,7 +306,7 @@ def test_copies_and_suspends_take_the_times_of_the_profile(
         assert worker.do(took.format(f"{way}({target.pid})")) >= begins + (1 << 26) / rate
 
 
-def test_a_stopped_target_hangs_the_call(pair):
+def test_a_call_hangs_while_its_target_is_stopped(pair):
     _, target, worker, digest = pair
     target.signal(signal.SIGSTOP)
     worker.send(f"_ = Process({target.pid}).state")

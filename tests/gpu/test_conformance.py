@@ -28,8 +28,8 @@ CASES = [name for name in re.findall(r"CASE\((\w+)\)", SOURCE.read_text()) if na
 #: ``tests/emulator`` runs all cases. A few of them run here, to test this way of running them.
 EMULATED = {"version", "kernel", "state_machine"}
 
-#: Seconds for a case. The program itself waits 60 s for an answer; a driver answers within a
-#: second.
+#: The most seconds for one case. A driver answers within a second, so this test need not wait as
+#: long as the program itself, which waits 60 s for an answer.
 BOUND = 30
 
 

@@ -26,7 +26,7 @@ GROWTH = 32 * MiB
 
 
 @workloads("cuda-core", "torch")
-async def test_many_cycles_lose_no_byte_and_grow_no_process(machine, workload, note):
+async def test_many_suspends_lose_no_byte_and_leak_no_memory(machine, workload, note):
     size, first, step = machine.bytes(256 * MiB), 3, (1 << 31) + 1
     wanted = CYCLES if machine.real else EMULATED_CYCLES
     async with bench(machine) as found:

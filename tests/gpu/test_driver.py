@@ -99,7 +99,7 @@ async def test_memory_figures_of_a_device_add_up(machine, note):
         note(back_s=round(await found.empty(process), 3))
 
 
-async def test_samples_during_a_copy_lose_no_device(machine, note):
+async def test_sample_during_a_copy_reports_no_device_as_lost(machine, note):
     """NVML may answer only after the copy. Then samples wait, and no device counts as lost."""
     # On an emulated device, a small size is enough: there is a sample during each copy, whatever
     # its size. The hash of the array takes most of the test's time.
@@ -228,7 +228,7 @@ async def test_stopped_process_is_not_touched(machine, note):
         assert await process.do("digest", "a") == expected(4 * MiB, 1)
 
 
-async def test_gpu_kernel_longer_than_the_lock_time_out_keeps_running(machine, note):
+async def test_suspend_does_not_stop_a_gpu_kernel_that_runs_too_long(machine, note):
     async with (
         bench(machine, lock_timeout=LOCK) as found,
         target("cuda-core", found.env) as process,
@@ -251,7 +251,7 @@ async def test_gpu_kernel_longer_than_the_lock_time_out_keeps_running(machine, n
 # ------------------------------------------------------------------ while a process is suspended
 
 
-async def test_work_begun_while_suspended_waits_and_is_done_once(machine, note):
+async def test_call_made_during_a_suspend_waits_and_takes_effect_once(machine, note):
     """A launch waits in the driver.
 
     A synchronisation would crash there with a segmentation fault, so the request begins with a
@@ -312,7 +312,7 @@ async def test_nvml_of_a_suspended_process_answers_after_the_resume(machine, not
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-async def test_signal_to_a_suspended_process_leaves_nothing_behind(machine, name, note):
+async def test_suspended_process_ended_by_signals_leaves_no_memory(machine, name, note):
     """The test notes whether the process ends at once, and asserts that SIGKILL ends it."""
     async with bench(machine) as found, target("cuda-core", found.env) as process:
         await process.do("put", "a", machine.bytes(256 * MiB), 1)

@@ -19,7 +19,7 @@ from .workloads import expected
 LARGE, SMALL = 192 << 20, 16 << 20
 
 
-def test_device_is_guarded(pooled, note):
+def test_device_has_the_tier_guarded_and_allows_suspends(pooled, note):
     status = pooled.pool.status()
     device = pooled.device
     keys = ("name", "tier", "tier_reason", "context_bytes", "memory_total", "memory_capacity")
@@ -29,7 +29,7 @@ def test_device_is_guarded(pooled, note):
     assert (status["settings"]["attach"], status["settings"]["attach_reason"]) == ("lazy", "")
 
 
-def test_imports_of_frameworks_take_no_gpu(pooled, note):
+def test_import_of_a_framework_takes_no_gpu_memory(pooled, note):
     seen, sessions = pooled.look(), pooled.pool.sessions()
     note(left=seen["used"] - pooled.base, kernels=len(sessions))
     assert sessions
@@ -43,7 +43,7 @@ def test_imports_of_frameworks_take_no_gpu(pooled, note):
     "cuda-core", "torch", "torch-expandable", "torch-async", "torch-graph", "triton", "cupy",
     "jax", "numba", "torch-compile",
 )  # fmt: skip
-def test_notebook_gets_its_bytes_back_after_a_neighbour(pooled, notebook, neighbour, note):
+def test_notebook_gets_its_bytes_back_after_a_neighbours_turn(pooled, notebook, neighbour, note):
     large, small = pooled.machine.bytes(LARGE), pooled.machine.bytes(SMALL)
     pid = str(notebook.kernel.pid)
 

@@ -52,7 +52,7 @@ async def interrupted(notebook, code):
 
 
 @workloads("cuda-core", "torch", "cupy", "numba", "jax")
-def test_first_call_works_after_an_interrupt_of_its_wait(
+def test_framework_works_after_its_first_call_was_interrupted(
     pooled, notebook, neighbour, workload, tmp_path, note
 ):
     """The cell waits before its process has a context.
@@ -98,7 +98,7 @@ def test_interrupted_wait_leaves_the_state_in_host_memory(
 
 
 @workloads("jax")
-def test_first_interrupt_keeps_arrays_that_a_call_may_reuse(
+def test_first_interrupt_does_not_end_a_call_with_donated_arrays(
     pooled, notebook, neighbour, workload, tmp_path
 ):
     """If a JAX call fails, its donated arrays are lost. So the first interrupt ends neither the

@@ -39,7 +39,7 @@ def daemon(machine, tmp_path):
 
 
 @pytest.mark.gpu
-async def test_mps_client_is_refused_and_continues(machine, daemon, note):
+async def test_mps_client_cannot_be_suspended_and_continues(machine, daemon, note):
     """The emulated driver has no multi-process service."""
     service = DeviceService(env=machine.env)
     try:

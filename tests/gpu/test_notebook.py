@@ -81,7 +81,7 @@ class Running:
 
 
 @workloads("cuda-core", "torch")
-def test_loop_suspended_half_way_computes_the_same(pooled, workload, note):
+def test_loop_gives_the_same_results_if_suspended_half_way(pooled, workload, note):
     cells = NOTEBOOKS[workload]
     half = range(len(cells) // 2), range(len(cells) // 2, len(cells))
 

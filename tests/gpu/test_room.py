@@ -55,7 +55,7 @@ async def still_right(process: Target, known: int, steps: int = 0) -> None:
     assert await process.do("fingerprint", "x") == expected_fingerprint(known, FIRST, steps)
 
 
-async def test_resume_without_room_touches_nothing(machine, note):
+async def test_resume_without_room_leaves_the_state_in_host_memory(machine, note):
     async with bench(machine) as found:
         async with suspended(found) as (process, there, known):
             need = there.freed[found.uuid]
@@ -78,7 +78,7 @@ async def test_resume_without_room_touches_nothing(machine, note):
 
 
 @pytest.mark.parametrize("headroom", [PoolSettings().resume_headroom, 0])
-async def test_state_fits_again_beside_a_foreign_process(machine, headroom, note):
+async def test_resume_fits_in_the_memory_that_its_suspend_freed(machine, headroom, note):
     """The bytes that a suspend freed suffice for its resume; another process may have the rest.
 
     The pool also reserves some headroom, unless a session fills its whole slice. Too little
@@ -109,7 +109,7 @@ async def test_state_fits_again_beside_a_foreign_process(machine, headroom, note
         await found.empty(process, other)
 
 
-async def test_restore_without_room_fails_and_leaves_nothing(machine, note):
+async def test_restore_without_room_fails_and_leaves_no_memory_in_use(machine, note):
     """The design assumes that the driver loses the process permanently.
 
     If a later resume works after all, the service may try again. It must never report a lost

@@ -60,7 +60,7 @@ def items(tmp_path, monkeypatch):
     return make
 
 
-def test_results_of_a_test_file_are_in_its_line(items):
+def test_line_of_the_record_has_the_results_of_a_test_file(items):
     line = runner.run(items("a", FAILS))
     assert (line["outcome"], line["exit_code"]) == ("failed", 1)
     assert [(t["test"].split("::")[1], t["outcome"]) for t in line["tests"]] == [

@@ -93,7 +93,7 @@ def grower(session, step, limit):
     return asked
 
 
-def test_growth_comes_in_steps_up_to_the_limit(session, process):
+def test_grant_grows_in_steps_up_to_the_limit(session, process):
     session.grant(session.uuids, each=64 * MIB, limit=256 * MIB)
     asked = grower(session, 64 * MIB, 256 * MIB)
     child = process()
@@ -114,7 +114,7 @@ def test_growth_comes_in_steps_up_to_the_limit(session, process):
 
 
 @pytest.mark.parametrize("code", ["limit", "no-memory", "quota", "surprise"])
-def test_every_refusal_is_out_of_memory(session, process, code):
+def test_every_refusal_of_growth_returns_out_of_memory(session, process, code):
     session.grant(session.uuids, each=64 * MIB, limit=64 * MIB)
     session.broker.answer = lambda _: {"type": "error", "code": code, "message": "no"}
     child = process()
@@ -313,7 +313,7 @@ _ = sorted(set(found))
 # ---------------------------------------------------------------- which events free memory
 
 
-def test_end_of_a_context_credits_its_allocations(session, process):
+def test_end_of_a_context_frees_its_counted_bytes(session, process):
     child = process(context=False)
     code = """
 assert C.cuInit(0) == 0
@@ -336,7 +336,7 @@ _ = made, fill()
 
 
 @pytest.mark.parametrize("end", ["cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxRelease_v2"])
-def test_end_of_the_primary_context_credits_everything(session, process, end):
+def test_end_of_the_primary_context_frees_all_counted_bytes(session, process, end):
     child = process()
     for _ in range(3):
         assert child.do("_ = alloc(64 << 20) > 802")
@@ -540,7 +540,7 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", False),
     ],
 )
-def test_total_never_grows_for_expandable_segments(session, process, name, text, whole):
+def test_total_memory_is_constant_with_expandable_segments(session, process, name, text, whole):
     """PyTorch reserves addresses for the first total only, and crashes if a block is larger."""
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process(**{name: text})
@@ -552,7 +552,7 @@ def test_total_never_grows_for_expandable_segments(session, process, name, text,
     assert session.broker.messages == []
 
 
-def test_total_is_known_before_the_first_query(session, process):
+def test_first_query_of_total_memory_works_during_a_suspend(session, process):
     """The import of PyTorch may read the total while another library's context is suspended."""
     child = process(PYTORCH_ALLOC_CONF="expandable_segments:True")
     session.page.set_gate(2)
@@ -597,7 +597,7 @@ def test_free_memory_excludes_a_neighbours_guarantee(session, process):
     assert child.do("_ = info()") == (736 * MIB, 768 * MIB)
 
 
-def test_figures_while_suspended_need_no_broker(session, process):
+def test_memory_figures_during_a_suspend_need_no_broker(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process()
     assert child.do("p = alloc(100 << 20); _ = info()") == (380 * MIB, 512 * MIB)

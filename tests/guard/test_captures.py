@@ -51,7 +51,7 @@ def test_each_recording_stream_is_counted_until_its_end(session, child):
     assert captures(session) == 0
 
 
-def test_recording_counts_until_its_own_thread_ends_it(session, child):
+def test_recording_is_counted_until_its_own_thread_ends_it(session, child):
     assert child.do("_ = begin(a, 1)") == 0
     error, graph = child.do("_ = elsewhere(lambda: end(a))")
     assert error != 0
@@ -61,7 +61,7 @@ def test_recording_counts_until_its_own_thread_ends_it(session, child):
     assert captures(session) == 0
 
 
-def test_broken_recording_counts_until_it_is_ended(session, child):
+def test_broken_recording_is_counted_until_a_call_ends_it(session, child):
     assert child.do("_ = begin(a), C.cuStreamSynchronize(a) != 0") == (0, True)
     assert captures(session) == 1
     assert child.do("_ = end(a)[0] != 0") is True
@@ -81,7 +81,7 @@ def test_recording_ends_with_its_context(session, child):
     assert captures(session) == 1
 
 
-def test_recording_ends_with_the_only_thread_that_can_end_it(session, child, until):
+def test_only_a_relaxed_recording_continues_after_its_thread(session, child, until):
     """Recording a ends with its thread, because no other thread can end it. Recording b is in the
     relaxed mode, so any thread can end it.
     """

@@ -22,7 +22,7 @@ LEFT_OUT = {
 OF_THE_SLICE = {"state_machine", "graph_memory_suspended"}
 
 
-def test_program_sees_the_same_with_and_without_the_guard(make_session, compiled):
+def test_only_results_about_the_slice_differ_under_the_guard(make_session, compiled):
     session = make_session()
     session.grant(session.uuids, each=1 << 30)
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}

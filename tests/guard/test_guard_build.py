@@ -101,7 +101,7 @@ def test_package_build_needs_only_the_standard_library():
      "cuInit 2000 back", "cuInit 2000 back 4", "cuInit 2000 note 4",
      "cuOther 2000 gate", "cuInit 2000 same cuOther"],
 )  # fmt: skip
-def test_invalid_line_of_entries_is_refused(generator, tmp_path, line):
+def test_invalid_line_in_the_entries_file_is_refused(generator, tmp_path, line):
     path = tmp_path / "entries.txt"
     path.write_text(f"# comment\ncuOther 2000 gate # comment\n\n{line}\n")
     with pytest.raises(generator.EntriesError):
@@ -117,7 +117,7 @@ def test_functions_and_entries_must_match(generator, entries):
         generator.generate(entries, wraps | {"cuLaunchHostFunc"})
 
 
-def test_waiting_and_memory_calls_have_the_right_kind(entries):
+def test_calls_that_wait_or_allocate_have_the_right_kind(entries):
     """The gate alone is not enough for a call that waits for the device, allocates or frees."""
     kinds = {e.symbol: e.kind for e in entries}
     sync = re.compile(
@@ -140,7 +140,7 @@ def test_waiting_and_memory_calls_have_the_right_kind(entries):
     assert kinds["cuCheckpointProcessLock"] == "never"
 
 
-def test_per_thread_variants_have_the_kind_of_the_call(entries):
+def test_per_thread_variant_has_the_same_kind_as_its_call(entries):
     """A call and its per-thread variant have the same kind."""
     kinds = {e.symbol: (e.kind, e.arguments) for e in entries}
     for entry in entries:
@@ -149,7 +149,7 @@ def test_per_thread_variants_have_the_kind_of_the_call(entries):
             assert kinds[plain] == kinds[entry.symbol], entry.symbol
 
 
-def test_every_name_of_nvidias_client_is_known(entries):
+def test_guard_knows_the_names_that_nvidias_bindings_ask_for(entries):
     """The names come from NVIDIA's cuda-bindings and from the emulated driver's exports."""
     spec = importlib.util.find_spec("cuda.bindings._internal.driver")
     text = Path(spec.origin).read_bytes()
@@ -228,13 +228,13 @@ def test_no_private_symbol_of_the_c_library_is_used(library):
     assert not re.search(r" U (malloc|calloc|realloc|free|strdup)\b", wanted)
 
 
-def test_relocations_do_not_grow_with_the_names(library, entries):
+def test_library_has_far_fewer_relocations_than_entries(library, entries):
     """A process that preloads the guard but never calls CUDA writes to no page of the guard."""
     relocations = re.findall(r"^[0-9a-f]+ .*R_X86_64_", tool("readelf", "-rW", library), re.M)
     assert len(relocations) < len(entries) / 4
 
 
-def test_process_without_cuda_calls_only_maps_the_guard(session):
+def test_process_that_never_calls_cuda_only_maps_the_guard(session):
     done = session.run("/bin/cat", "/proc/self/maps")
     mapped = {line.split()[-1] for line in done.stdout.splitlines() if "libcuda" in line}
     assert mapped == {str((session.directory / "libcuda.so.1").resolve())}
@@ -246,7 +246,7 @@ def test_process_without_cuda_calls_only_maps_the_guard(session):
     assert done.stderr == ""
 
 
-def test_layouts_of_the_page_agree(tmp_path):
+def test_python_and_c_agree_on_the_layout_of_the_page(tmp_path):
     program = tmp_path / "layout"
     source = tmp_path / "layout.c"
     fields = ("gate", "managed", "contended", "devices", "epoch", "pause_until", "limit",

@@ -116,7 +116,7 @@ def test_noted_calls_are_made_before_the_next_gated_call(session, child, suspend
     assert child.do("_ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
 
 
-def test_bytes_of_the_remaining_buffers_are_right(session, child, suspender, until):
+def test_buffers_keep_their_bytes_when_freed_memory_is_reused(session, child, suspender, until):
     """New buffers reuse the memory freed during the suspend. The other buffers keep their bytes."""
     child.do("""
 data = os.urandom(1 << 20)
@@ -156,7 +156,7 @@ _ = (C.cuStreamQuery(s), C.cuStreamQuery(None), C.cuStreamQuery_ptsz(None), C.cu
     assert child.reply() == 0
 
 
-def test_event_is_recorded_while_suspended(session, child, suspender, until):
+def test_event_can_be_recorded_during_a_suspend(session, child, suspender, until):
     """A caching allocator records an event when it frees memory that several streams have used."""
     child.do("calls = make(); s, e = calls[2][1], calls[1][1]; new = handle(C.cuEventCreate, 0)")
     suspender.suspend([child.pid], until)
@@ -173,7 +173,7 @@ def test_event_is_recorded_while_suspended(session, child, suspender, until):
     )
 
 
-def test_noted_event_is_not_done_before_earlier_work_is_done(session, child):
+def test_noted_event_is_not_ready_before_earlier_work_ends(session, child):
     """The driver refuses the suspend, and the earlier work still runs."""
     child.do("""
 calls = make(); s, module = calls[2][1], calls[11][1]
@@ -190,7 +190,7 @@ good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
     assert session.broker.messages == []
 
 
-def test_query_during_a_suspend_waits_for_its_end(session, child, suspender):
+def test_query_waits_for_the_end_of_a_suspend(session, child, suspender):
     """The guard does not know the answer until the driver has finished the work."""
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
@@ -263,7 +263,7 @@ _ = error, done
     assert session.broker.messages == []
 
 
-def test_call_of_another_thread_comes_after_the_noted_calls(session, child, suspender, until):
+def test_noted_calls_are_made_before_another_threads_next_call(session, child, suspender, until):
     """Each noted call runs in the context of its thread, before the next call of any thread."""
     child.do("""
 second = handle(C.cuCtxCreate_v2, 0, 0)
@@ -446,7 +446,7 @@ _ = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert session.page.read().used[0] == CONTEXT
 
 
-def test_interpreter_ends_while_suspended(session, child, suspender, until):
+def test_interpreter_can_end_while_its_process_is_suspended(session, child, suspender, until):
     child.do("""
 class Tensor:
     def __init__(self):
@@ -465,7 +465,7 @@ builtins.tensor, tensors = Tensor(), [Tensor(), Tensor()]
     assert [slot for slot in session.slots() if slot.pid == child.pid] == []
 
 
-def test_frees_in_a_pause_go_to_the_driver(session, child):
+def test_free_during_a_pause_reaches_the_driver_at_once(session, child):
     """A pause suspends no process, and a free does not disturb the neighbour."""
     child.do("p = alloc(8 << 20); e = handle(C.cuEventCreate, 0)")
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 600_000_000_000)

@@ -91,7 +91,7 @@ def _suspend_and_resume(session, child, until):
 
 
 @pytest.mark.parametrize("code", [NUMBA, CORE], ids=["numba-cuda", "cuda-core"])
-def test_bytes_survive_a_suspend_that_the_next_call_ends(session, client, until, code):
+def test_next_call_resumes_a_suspended_client_with_its_bytes(session, client, until, code):
     child = client(code)
     assert _used(session) == CONTEXT + 4 * MIB
     _suspend_and_resume(session, child, until)
@@ -128,7 +128,7 @@ def test_numba_sees_the_devices_of_the_session(session, client):
     assert child.do(f"_ = {driver!r} in open('/proc/self/maps').read()") is True
 
 
-def test_numba_streams_events_and_host_memory_work(session, client):
+def test_streams_events_and_host_memory_of_numba_work(session, client):
     child = client(NUMBA)
     code = """
     s = cuda.stream()
@@ -150,7 +150,7 @@ def test_numba_streams_events_and_host_memory_work(session, client):
     assert _used(session) == CONTEXT + (4 + 2 + 4) * MIB
 
 
-def test_cuda_core_pools_kernels_and_memory_info_work(session, client):
+def test_cuda_core_runs_kernels_and_reports_out_of_memory(session, client):
     child = client(CORE, each=128 * MIB)
     code = """
     from emucuda.kernels import PTX

@@ -104,7 +104,7 @@ def test_nvml_calls_do_not_count_as_use_of_the_device(session):
     assert session.broker.messages == []
 
 
-def test_nvml_calls_inside_are_counted_only_for_a_suspend(session, until):
+def test_nvml_calls_inside_are_counted_apart_from_cuda_calls(session, until):
     """The fault nvml-waits keeps the call inside the driver while another process is suspended."""
     child, other = with_context(session), session.child()
     assert other.do("_ = context()") == 0

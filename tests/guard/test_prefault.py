@@ -57,7 +57,7 @@ def mapped(child, size, prot=3, flags=POPULATED, call="mmap"):
 
 @pytest.mark.parametrize("call", ["mmap", "mmap64"])
 @pytest.mark.parametrize("size", [64 * MiB, 70 * MiB + 12345])
-def test_populated_mapping_is_complete_and_zero(child, size, call):
+def test_populated_mapping_is_resident_and_filled_with_zeros(child, size, call):
     made, resident, _, zero, error, threads = mapped(child, size, call=call)
     assert made
     assert resident >= size

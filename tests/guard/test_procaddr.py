@@ -96,7 +96,7 @@ def test_callers_get_the_guards_functions(emulated):
         ("cuGetProcAddress", -1, 0, "cuGetProcAddress_v2"),
     ],
 )
-def test_version_and_flags_choose_the_form(emulated, name, version, flags, symbol):
+def test_version_and_flags_select_the_form_of_a_call(emulated, name, version, flags, symbol):
     error, address, status = emulated.do(f"_ = get({name!r}, {version}, {flags})")
     assert (error, status) == (0, 0)
     assert address == emulated.do(f"_ = at({symbol!r})")
@@ -124,7 +124,7 @@ def test_guard_refuses_a_too_new_version_as_the_driver_does(emulated, name):
             assert emulated.do(f"_ = get({name!r}, {version}{options})") == (1, 77, 77)
 
 
-def test_form_before_cuda_12_has_four_arguments(odd):
+def test_cugetprocaddress_before_cuda_12_has_four_arguments(odd):
     """The guard must not read or write at the place of a fifth argument."""
     assert odd.do("_ = get('cuStreamCreate', 11080, 1, C.cuGetProcAddress)[2]") == 77
     four = odd.do("_ = get('cuGetProcAddress', 11030)")[1]
@@ -132,7 +132,7 @@ def test_form_before_cuda_12_has_four_arguments(odd):
     assert [four, five] == odd.do("_ = [at('cuGetProcAddress'), at('cuGetProcAddress_v2')]")
 
 
-def test_name_gets_the_call_that_the_driver_means_by_it(odd):
+def test_guard_returns_the_call_that_the_driver_gives_for_a_name(odd):
     """The guard looks at the address that the driver returns for the name."""
     flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
@@ -159,7 +159,7 @@ def test_memory_shared_with_other_devices_pins_the_session(odd, session, call, p
     assert session.slots()[0].pins == pin
 
 
-def test_guard_calls_a_driver_that_returns_guard_functions(odd_as):
+def test_calls_reach_a_driver_that_returns_the_guards_functions(odd_as):
     """The driver looks up names in the process, and finds the guard's functions first."""
     odd = odd_as()
     found = odd.do("C.cuInit(0); _ = get('cuStreamCreate')[1]")
@@ -205,7 +205,7 @@ def test_guard_recognises_an_unknown_name_by_its_address(odd):
     assert odd.do("_ = get('cuRenamed')")[1] == odd.do("_ = at('cuStreamSynchronize')")
 
 
-def test_newer_form_of_a_call_keeps_its_own_arguments(odd):
+def test_newer_form_of_a_call_gets_all_its_arguments(odd):
     old = odd.do("_ = get('cuStreamCreate', 13000)")[1]
     new = odd.do("_ = get('cuStreamCreate', 14000)")[1]
     assert old == odd.do("_ = at('cuStreamCreate')")
@@ -399,7 +399,7 @@ def test_guard_skips_files_that_the_loader_skips(session, copies):
     assert which(session, LD_LIBRARY_PATH=path) == (0, [str(two / "libcuda.so.1")])
 
 
-def test_guard_uses_the_search_path_of_the_process_start(session, copies):
+def test_guard_uses_the_search_path_at_the_start_of_the_process(session, copies):
     """The loader does the same. Later changes of the environment affect only child processes."""
     code = "import os; os.environ.pop('LD_LIBRARY_PATH')\n" + WHICH
     found = session.python(code, LD_LIBRARY_PATH=f"{session.directory}:{copies[1]}")

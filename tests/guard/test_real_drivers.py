@@ -58,8 +58,8 @@ def driver(record):
     }
 
 
-def test_driver_finds_a_name_at_every_later_version(record, driver):
-    """For this reason, the fixture ``driver`` can make a driver from a part of a record."""
+def test_part_of_a_record_is_enough_to_build_the_driver(record, driver):
+    """The fixture ``driver`` uses a part of the record; this test shows that the part is enough."""
     given = {form for pair in driver["answers"].values() for steps in pair for _, form in steps}
     assert given <= set(driver["exports"])
     assert len(given) > 580
@@ -80,7 +80,7 @@ def test_every_function_of_nvml_is_an_entry(driver):
     assert set(driver["nvml"]) <= set(re.findall(r"^nvml\w+", text, re.MULTILINE))
 
 
-def test_entries_have_the_first_version_of_each_form(driver, entries):
+def test_entries_name_the_first_driver_version_of_each_form(driver, entries):
     for base, sides in driver["answers"].items():
         for side, steps in enumerate(sides):
             for since, form in steps:
@@ -193,7 +193,7 @@ def _questions(driver, names):
 
 
 @pytest.mark.parametrize("inner", [False, True], ids=["as exported", "other addresses"])
-def test_guard_gives_nvidias_answers_with_its_own_functions(
+def test_guard_answers_like_nvidia_but_with_its_own_functions(
     driver, inner, session, entries, compile_c, tmp_path
 ):
     source = tmp_path / "driver.c"

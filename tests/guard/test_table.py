@@ -67,7 +67,7 @@ def test_docs_page_shows_the_programs_output(table):
     )
 
 
-def test_most_cells_fail_without_a_guard(table, session, compiled):
+def test_most_cells_of_the_table_fail_without_a_guard(table, session, compiled):
     """This shows that the test can fail: without the guard most cells fail."""
     program = compiled("table", f"-I{SOURCES}", "-ldl", "-pthread")
     env = {**os.environ, **session.machine_env, "GPUPOOL_PAGE": str(session.page_path)}

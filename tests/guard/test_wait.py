@@ -53,7 +53,7 @@ def test_interrupt_ends_the_wait_with_an_error(session, waiting, library):
 
 
 @pytest.mark.parametrize("library", ["C", "P"], ids=["lock released", "lock held"])
-def test_interrupt_is_raised_as_the_call_returns(session, waiting, library):
+def test_python_raises_the_interrupt_when_the_call_returns(session, waiting, library):
     waiting.send(f"""
 try:
     {library}.cuCtxSynchronize()
@@ -176,7 +176,7 @@ def test_interrupt_ends_a_process_without_a_handler(session, compiled):
     assert child.process.wait(60) == -signal.SIGINT
 
 
-def test_handler_that_a_program_sets_during_a_wait_stays(session, waiting):
+def test_guard_keeps_a_handler_that_is_set_during_a_wait(session, waiting):
     waiting.do("""
 t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
 """)
@@ -231,7 +231,7 @@ t = threading.Thread(target=lambda: C.cuCtxSynchronize()); t.start()
             session.broker.messages.append("the one before")
 
 
-def test_interrupt_ends_a_pause_too(session, waiting, until):
+def test_interrupt_also_ends_a_wait_during_a_pause(session, waiting, until):
     session.page.set_gate(pages.PAUSED, pause_until=time.monotonic_ns() + 60_000_000_000)
     waiting.do(NOTE)
     waiting.send("_ = C.cuCtxSynchronize()")
@@ -363,7 +363,7 @@ def test_guard_waits_for_a_service_and_never_starts_it(session, service):
     assert not called.exists()
 
 
-def test_dead_broker_is_started_by_one_process_at_a_time(session, until):
+def test_waiting_threads_start_a_dead_broker_only_once(session, until):
     """The program that starts the broker is not the process's child. Its environment is clean."""
     out = session.folder / "out"
     command = f"{{ echo $PPID; env; }} >> {out}; sleep 5 &"
@@ -389,7 +389,7 @@ def test_dead_broker_is_started_by_one_process_at_a_time(session, until):
     assert child.do("for w in waits: w.join()\n_ = C.cuCtxSynchronize()") == 0
 
 
-def test_call_fails_at_once_if_starts_have_failed(session, waiting):
+def test_call_fails_at_once_if_broker_starts_have_failed(session, waiting):
     failed = Path(f"{session.broker.path}.start.failed")
     child = session.child(GPUPOOL_REVIVE="true")
     session.page.set_gate(pages.UNUSED)
@@ -431,7 +431,7 @@ def test_refused_attach_fails_the_call(session, waiting):
     assert waiting.do("_ = alloc(1 << 20)") == NOT_READY
 
 
-def test_answer_is_no_lease_while_the_gate_is_closed(session, waiting):
+def test_guard_asks_again_if_an_answer_leaves_the_gate_closed(session, waiting):
     asked = threading.Event()
 
     def answer(message):
@@ -449,7 +449,7 @@ def test_answer_is_no_lease_while_the_gate_is_closed(session, waiting):
 # ---------------------------------------------------------------------- growth
 
 
-def test_growth_names_the_sessions_device(session):
+def test_request_for_growth_has_the_sessions_device_number(session):
     child = session.child(CUDA_VISIBLE_DEVICES="1")
     assert child.do("_ = context()") == 0
     session.broker.answer = lambda message: {"type": "error", "code": "limit", "message": "no"}
@@ -523,7 +523,7 @@ def test_wait_for_growth_delays_no_suspend(session, until):
 
 
 @pytest.mark.parametrize("way", ["interrupted", "no broker"])
-def test_failed_request_for_growth_is_not_out_of_memory(session, way):
+def test_failed_request_for_growth_returns_not_ready(session, way):
     child = session.child()
     assert child.do("_ = context()") == 0
     if way == "no broker":

@@ -70,7 +70,7 @@ def test_contended_program_has_little_work_in_flight(session, child):
     assert child.do(f"launches({MANY}, {SLOW_MS}); _ = left()") > MANY * SLOW_MS / 1000 / 2
 
 
-def test_window_opens_for_short_kernels(session, child):
+def test_window_grows_while_kernels_are_short(session, child):
     """After a few short waits, hundreds of launches follow without a wait."""
     session.page.set_contended(True)
     child.do("launches(2100, 0.001); assert C.cuCtxSynchronize() == 0")
@@ -136,7 +136,7 @@ assert C.cuGraphLaunch(run, stream) == 0
     assert 0.05 < child.do("_ = left()") < 10
 
 
-def test_recording_in_another_thread_is_not_disturbed(session, child):
+def test_launches_do_not_disturb_a_recording_in_another_thread(session, child):
     session.page.set_contended(True)
     child.do("""
 problems, go_on = [], True
@@ -193,7 +193,7 @@ def test_launch_does_not_wait_for_work_on_another_stream(session, child):
     assert child.do("_ = left()") > 0
 
 
-def test_gate_that_closes_ends_the_wait(session, child, until):
+def test_launch_stops_counting_as_inside_when_the_gate_closes(session, child, until):
     """The launch soon no longer counts as a call inside, so the suspend does not wait for it."""
     session.page.set_contended(True)
     child.do("launches(1, 1)")
@@ -208,7 +208,7 @@ def test_gate_that_closes_ends_the_wait(session, child, until):
     assert child.reply() >= 0
 
 
-def test_forked_child_of_a_contended_process_gets_an_answer(session, child):
+def test_forked_child_of_a_contended_process_can_call_cuinit(session, child):
     session.page.set_contended(True)
     child.do(f"launches({MANY}, 1)")
     assert (

@@ -50,7 +50,7 @@ def site():
         kit.remove(folder)
 
 
-def test_role_of_the_hub_limits_the_kernel_of_its_user(site):
+def test_hub_role_of_a_user_limits_the_users_kernel(site):
     hub, broker, name = site
     kernel = hub.kernel(hub.spawn(name))
     kernel.run(FILL % 7)

@@ -100,7 +100,7 @@ def caps(cuda: bool = True) -> FrameworkCaps:
     return FrameworkCaps(probe)
 
 
-def test_torch_gets_one_cap_for_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_gets_a_new_cap_only_if_the_size_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch(initialised=True)
     monkeypatch.setitem(sys.modules, "torch", torch)
     keeper = caps()
@@ -149,7 +149,7 @@ def test_cupy_gets_its_cap_when_cuda_is_initialised(monkeypatch: pytest.MonkeyPa
     assert limits == [(0, 4 * GiB - CONTEXT_BYTES), (1, 4 * GiB - CONTEXT_BYTES)]
 
 
-def test_failed_cap_is_recorded_and_raises_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_a_cap_is_recorded_and_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = FakeTorch(initialised=True)
     torch.get_device_properties = lambda index: 1 / 0
     monkeypatch.setitem(sys.modules, "torch", torch)

@@ -135,10 +135,10 @@ def test_cell_that_requests_a_slice_gets_it_before_it_runs(
     ("missing", "reason"),
     [
         ("GPUPOOL_PAGE", "off: the broker does not guard this kernel"),
-        ("LD_PRELOAD", "off: LD_PRELOAD of this process does not name it"),
+        ("LD_PRELOAD", "off: LD_PRELOAD of this process does not name the guard"),
     ],
 )
-def test_lazy_kernel_without_a_guard_behaves_like_cell(
+def test_lazy_kernel_without_a_guard_uses_the_policy_cell(
     broker: ScriptedBroker,
     page: GuardPage,
     start: Callable[..., Kernel],
@@ -184,7 +184,7 @@ def test_agent_answers_a_yield_at_once_during_a_cell(
 # ---------------------------------------------------------------------- another kernel waits
 
 
-def test_idle_kernel_reports_at_once_when_a_session_waits(
+def test_idle_kernel_sends_resting_when_another_session_waits(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -194,7 +194,7 @@ def test_idle_kernel_reports_at_once_when_a_session_waits(
     broker.wait_for("resting")
 
 
-def test_kernel_reports_after_each_cell_while_a_session_waits(
+def test_kernel_sends_resting_after_each_cell_if_a_session_waits(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -213,7 +213,7 @@ def test_kernel_reports_after_each_cell_while_a_session_waits(
     broker.wait_for("resting", count=2)
 
 
-def test_kernel_reports_after_a_widget_callback_too(
+def test_kernel_sends_resting_after_a_widget_callback_too(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -314,7 +314,7 @@ def test_tooltip_does_not_touch_suspended_state(
 # ---------------------------------------------------------------------- the wait inside a call
 
 
-def test_wait_of_a_call_is_shown_and_leaves_no_trace(
+def test_wait_of_a_call_is_shown_only_until_the_call_returns(
     broker: ScriptedBroker,
     page: GuardPage,
     start: Callable[..., Kernel],
@@ -362,8 +362,8 @@ def test_waiting_cell_shows_what_its_user_can_do(
     while "3 GiB" not in cell.text:
         kernel.read(deadline, cell)
     assert (
-        "With 3 GiB it would start now: stop waiting, run %gpu 3GiB, then this cell. "
-        "Your kernel alpha.ipynb holds 6 GiB: %gpu release there."
+        "This cell would start now with 3 GiB: stop waiting, run %gpu 3GiB, then run the cell "
+        "again. Your kernel alpha.ipynb has 6 GiB: to free this memory, run %gpu release there."
     ) in cell.text
     shown = [m["content"] for m in cell.messages if m["msg_type"].endswith("display_data")]
     data = shown[0]["data"]["application/vnd.gpupool.wait+json"]
@@ -386,7 +386,8 @@ def test_wait_shows_that_an_interrupt_had_no_effect(
     page.process(pid_of(kernel), waiting=1, held=1)
     update = cell.until("update_display_data")["content"]["data"]["text/plain"]
     assert update.startswith("Waiting for a GPU slice of 4 GiB: position 1 of 3")
-    assert "so the interrupt changed nothing. Interrupt once more to end the call." in update
+    assert "The interrupt changed nothing, because a library such as JAX waits" in update
+    assert "Interrupt the kernel once more to end the call." in update
     page.process(pid_of(kernel), waiting=0)
     granted(broker)
     gone(cell, "position")
@@ -444,7 +445,7 @@ def test_output_of_the_cell_stays_after_a_wait(
     assert last["content"]["data"]["text/plain"] == ""
 
 
-def test_cell_ends_without_a_trace_while_its_thread_waits(
+def test_display_of_a_wait_is_removed_if_its_cell_ends_first(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel], flag: Path
 ) -> None:
     kernel = start()
@@ -516,7 +517,7 @@ raise KeyboardInterrupt
 """
 
 
-def test_interrupt_of_a_short_wait_says_that_the_wait_ended(
+def test_interrupted_short_wait_gets_a_message_and_no_display(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()
@@ -762,11 +763,12 @@ def test_a_new_size_takes_effect_on_the_next_allocation(
 ) -> None:
     text = start().run("%gpu 12GiB --limit 20GiB").text
     assert text == (
-        "Asked for 12 GiB of device memory, limit 20 GiB. It takes effect on the next allocation.\n"
+        "Asked for 12 GiB of device memory, limit 20 GiB. "
+        "The change takes effect on the next allocation.\n"
     )
 
 
-def test_unloading_restores_the_kernel(
+def test_unloading_the_extension_restores_the_kernel(
     broker: ScriptedBroker, page: GuardPage, start: Callable[..., Kernel]
 ) -> None:
     kernel = start(this_python())

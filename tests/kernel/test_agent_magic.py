@@ -152,7 +152,7 @@ def test_gpu_releases_and_keeps_a_slice(broker: ScriptedBroker, kernel: Kernel) 
     assert "back to the pool in 4:57" in text
 
 
-def test_gpu_why_names_other_machines_while_it_waits(
+def test_gpu_why_names_other_machines_while_the_kernel_waits(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     share, machine = "You have 2 GiB of 8 GiB.", "gpu2: no, it has no GPU in service."
@@ -179,8 +179,8 @@ def test_attach_shows_its_wait_and_can_be_interrupted(
     hold = broker.wait_for("hold", count=2)["hold"]
     broker.grant(hold)
     assert cell.done().text == (
-        "Attached: 4 GiB on GPU 0 (Scripted GPU). It stays until the kernel is idle too long, "
-        "or is idle while another kernel waits.\n"
+        "Attached: 4 GiB on GPU 0 (Scripted GPU). The slice stays until the kernel is idle too "
+        "long, or is idle while another kernel waits.\n"
     )
     broker.wait_for("drop", hold=hold)
     assert broker.live_holds() == set()
@@ -202,7 +202,7 @@ def test_one_cell_gets_a_larger_slice(broker: ScriptedBroker, kernel: Kernel) ->
     assert kernel.value("get_ipython().history_manager.input_hist_raw[1][:11]") == "'%%gpu 16GiB'"
 
 
-def test_larger_slice_for_a_cell_works_with_another_magic(calm: Kernel) -> None:
+def test_gpu_cell_magic_works_with_another_cell_magic(calm: Kernel) -> None:
     cell = calm.run("%%gpu 16GiB\n%%capture out\nprint('hidden')")
     assert cell.status == "ok"
     assert calm.value("out.stdout") == repr("hidden\n")
@@ -283,7 +283,7 @@ def test_gpu_without_a_broker_names_its_socket(broker: ScriptedBroker, kernel: K
     message = error_of(kernel.run("%gpu 12GiB"))
     assert str(broker.path) in message
     assert (
-        "Open another Pooled GPU kernel, which starts it with your server's options, or run "
+        "Open another Pooled GPU kernel, which starts a broker with your server's options, or run "
         in message
     )
     assert str(broker.path.with_suffix(".log")) in message

@@ -76,9 +76,9 @@ def test_cpu_cells_run_without_a_broker_with_one_notice(
     notice, output = first.outputs
     assert output["text"] == "ran\n"
     assert str(broker.path) in notice["text"]
-    assert "do not use the GPU before that" in notice["text"]
+    assert "cells run without a GPU slice and must not use the GPU" in notice["text"]
     assert (
-        "Open another Pooled GPU kernel, which starts it with your server's options"
+        "Open another Pooled GPU kernel, which starts a broker with your server's options"
         in notice["text"]
     )
     assert str(broker.path.with_suffix(".log")) in notice["text"]
@@ -176,7 +176,7 @@ def test_agent_withdraws_an_unanswered_request_of_a_failed_cell(
     assert broker.wait_for("request", count=2)["memory"] == 4 * GiB
 
 
-def test_manual_policy_reports_a_released_state_once(
+def test_kernel_with_policy_manual_tells_of_a_release_only_once(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     broker.attach = "manual"
@@ -185,7 +185,7 @@ def test_manual_policy_reports_a_released_state_once(
     kernel.run(USED_CUDA)
     assert broker.ask_back()["yielded"] is True
     first, second = kernel.run("print(1)"), kernel.run("print(2)")
-    assert "Type %gpu attach before you use it" in first.text
+    assert "Type %gpu attach before you use the GPU" in first.text
     assert second.text == "2\n"
 
 
@@ -240,7 +240,7 @@ def test_user_learns_of_a_forgotten_session(broker: ScriptedBroker, kernel: Kern
     assert cell.text.endswith("ran\n")
 
 
-def test_refused_hello_or_another_version_does_not_end_the_agent(
+def test_invalid_or_unknown_message_does_not_end_the_agent(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     broker.push("lease", state="active")  # A lease without its fields must not end the agent.
@@ -250,7 +250,7 @@ def test_refused_hello_or_another_version_does_not_end_the_agent(
     assert kernel.run("1 + 1").text == "2"
 
 
-def test_user_learns_of_lost_state_at_once_and_again(
+def test_user_is_told_of_lost_state_at_once_and_at_the_next_cell(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
     cell = kernel.start("import threading; go = threading.Event(); print('in'); go.wait(60)")
@@ -289,7 +289,7 @@ def test_agent_shows_the_new_size_of_its_slice(broker: ScriptedBroker, kernel: K
             "OutOfMemoryError",
             "CUDA out of memory. Tried to allocate 6.00 GiB. GPU 0 has a total capacity of 16 GiB",
             (
-                "GPU pool: this kernel is granted 4 GiB of device memory. It may ask for up to "
+                "GPU pool: this kernel has a slice of 4 GiB. It may ask for up to "
                 "16 GiB. Type: %gpu 10GiB\n"
             ),
         ),
@@ -297,7 +297,7 @@ def test_agent_shows_the_new_size_of_its_slice(broker: ScriptedBroker, kernel: K
             "CUDAError",
             "CUDA_ERROR_OUT_OF_MEMORY: The API call failed because it was unable to allocate",
             (
-                "GPU pool: this kernel is granted 4 GiB of device memory. It may ask for up to "
+                "GPU pool: this kernel has a slice of 4 GiB. It may ask for up to "
                 "16 GiB. Type: %gpu 8GiB\n"
             ),
         ),

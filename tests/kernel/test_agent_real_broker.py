@@ -137,7 +137,7 @@ def test_gpu_why_shows_the_slice_and_who_may_take_it(
         if not text.startswith("It uses 3 GiB on GPU 0.\n"):
             break
         assert time.monotonic() < deadline
-    assert text.startswith("It keeps, without using it, 3 GiB on GPU 0.\nNo kernel waits")
+    assert text.startswith("It is idle and keeps 3 GiB on GPU 0.\nNo kernel waits")
     assert "<p " in shown["data"]["text/html"]
 
 

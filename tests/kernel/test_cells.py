@@ -100,7 +100,7 @@ def test_refusal_becomes_the_error_of_the_cell(broker: ScriptedBroker, kernel: K
     assert kernel.value("'ran' in globals()") == "False"
 
 
-def test_gpu_lines_and_empty_cells_need_no_hold(
+def test_cells_with_only_gpu_magic_or_no_code_need_no_hold(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
     kernel = start()

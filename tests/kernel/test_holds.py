@@ -79,7 +79,7 @@ def test_long_cell_is_reported_once(by_hand):
     assert by_hand.words == [("lasting", "long"), ("lasting", "longer")]
 
 
-def test_holds_of_the_hello_are_not_reported_again(by_hand):
+def test_hold_that_the_hello_contains_is_not_reported_again(by_hand):
     by_hand.cell("short")
     by_hand.reports.begin("long", "cell")
     by_hand.reports.forget()

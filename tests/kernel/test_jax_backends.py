@@ -48,7 +48,7 @@ def jax(monkeypatch: pytest.MonkeyPatch) -> Jax:
 NOT_READY = "CUDA error: : CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized"
 
 
-def test_interrupted_first_use_makes_jax_look_again(jax: Jax) -> None:
+def test_jax_searches_again_if_its_first_use_was_interrupted(jax: Jax) -> None:
     look = JaxBackends()
     look.before()
     jax.opens("cpu")  # the interrupt comes before JAX notes the error of the GPU
@@ -93,7 +93,7 @@ def test_jax_that_uses_no_gpu_is_not_changed(jax: Jax, change: Any) -> None:
     assert look.after(failed=True, waits=True) == ""
 
 
-def test_other_errors_of_the_gpu_do_not_count(jax: Jax) -> None:
+def test_jax_is_not_changed_after_other_errors_of_the_gpu(jax: Jax) -> None:
     look = JaxBackends()
     look.before()
     jax.opens("cpu", error="CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected")

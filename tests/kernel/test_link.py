@@ -139,7 +139,7 @@ def test_exception_in_the_agent_does_not_end_the_connection(
     assert link_threads() == []
 
 
-def test_hello_waits_in_the_queue_of_the_machines_socket(
+def test_link_keeps_its_connection_while_the_broker_starts(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service manager listens on the socket while the broker starts.

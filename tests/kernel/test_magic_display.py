@@ -69,7 +69,7 @@ def test_a_reason_is_shown_as_a_sentence(reason: str, said: str) -> None:
     assert describe(link) == expected
 
 
-def test_a_wait_without_an_estimate_shows_its_age(
+def test_a_wait_without_an_estimate_shows_its_duration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
@@ -127,7 +127,7 @@ def test_display_says_how_long_an_idle_slice_stays() -> None:
     assert over == rows(IDLE, pool(True))
 
 
-def test_slice_on_a_gpu_without_suspend_stays() -> None:
+def test_slice_stays_on_a_gpu_that_cannot_suspend() -> None:
     shown = rows(IDLE, pool(False))
     assert shown["idle"] == "for 3 s"
     assert "until the kernel ends" in shown["stays"]

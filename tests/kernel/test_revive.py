@@ -47,7 +47,7 @@ def test_kernel_starts_a_dead_broker_once_and_waits_for_it(socket: Path, started
     assert one.describe() == "The GPU pool's broker ended; it is being started again."
 
 
-def test_wait_for_a_start_does_not_end_during_the_next_check(
+def test_start_is_still_expected_during_the_next_check(
     socket: Path, started: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cell's thread may read ``patience`` while another thread checks the files."""
@@ -81,7 +81,7 @@ def test_message_about_a_dying_broker_names_its_log(socket: Path, started: Path)
         startfailures.note_start(socket, startfailures.read_failures(socket))
     one = reviver(socket, started)
     one.away(AWAY)
-    assert "after 3 such starts in the last 10 minutes" in one.describe()
+    assert "already restarted 3 times in the last 10 minutes" in one.describe()
     assert f"its log: {socket.with_suffix('.log')}" in one.describe()
 
 
@@ -94,7 +94,7 @@ def test_broker_that_ended_in_an_orderly_way_is_not_started(socket: Path, starte
     assert str(socket) in one.describe()
 
 
-def test_broker_is_started_from_the_copy_of_its_record(socket: Path, started: Path) -> None:
+def test_copy_of_the_start_record_is_enough_to_start_a_broker(socket: Path, started: Path) -> None:
     copy = socket.with_name("copy.json")
     one = Reviver(socket, {REVIVE_VARIABLE: f"echo called >> {started}", COPY_VARIABLE: str(copy)})
     one.away(AWAY)
@@ -105,7 +105,7 @@ def test_broker_is_started_from_the_copy_of_its_record(socket: Path, started: Pa
     assert started.read_text() == "called\n"
 
 
-def test_no_broker_is_started_without_the_command(socket: Path) -> None:
+def test_no_broker_is_started_if_the_command_is_not_set(socket: Path) -> None:
     startrecord.write_record(socket, ["/bin/true"], {})
     one = Reviver(socket, {})
     one.away(AWAY)

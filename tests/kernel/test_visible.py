@@ -41,7 +41,7 @@ DEVICES = ("GPU-1111", "GPU-2222")
         ("GPU-2222,GPU-ffff", "1"),
     ],
 )
-def test_gpu_outside_the_slice_selects_the_slices_own_gpu(text, expected):
+def test_gpus_outside_the_slice_are_replaced_or_left_out(text, expected):
     assert corrected(text, DEVICES, HOME) == expected
 
 

@@ -87,7 +87,7 @@ def observed(used, /, *, hidden=(), driver=DRIVER, **listed):
         "more under such a number than the slice covers",
     ],
 )
-def test_used_memory_belongs_to_sessions_the_driver_or_others(device, granted, foreign):
+def test_foreign_memory_excludes_sessions_and_the_driver(device, granted, foreign):
     """Session ``a`` has a slice if ``granted`` is not zero; ``s`` is suspended."""
     found = attribute(device, {"a": LeaseHolder(granted)} if granted else {})
     assert found.foreign == foreign
@@ -276,14 +276,14 @@ def test_single_sample_does_not_raise_the_learnt_overhead(steady, at, extra):
     assert known.beyond(32) == steady
 
 
-def test_process_list_is_complete_if_the_rest_is_the_drivers():
+def test_process_list_is_complete_if_the_driver_uses_the_rest():
     assert complete(observed(180, a=100))
     assert not complete(observed(181, a=100))
     assert not complete(observed(0)), "no list"
     assert complete(Observed(500, [Listed(None)], 0)), "one process may have all of it"
 
 
-def test_excused_driver_memory_grows_with_the_device_up_to_1_gib():
+def test_larger_devices_excuse_more_driver_memory_up_to_1_gib():
     assert [excused(size) for size in (GiB // 4, 2 * GiB, 80 * GiB)] == [
         64 * MiB,
         256 * MiB,

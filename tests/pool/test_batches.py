@@ -71,7 +71,7 @@ def picture(pool: Pool) -> dict[str, Any]:
 
 @given(seed=st.integers(0, 2**32), steps=st.integers(0, 150), shares=st.booleans())
 @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-def test_requests_in_a_batch_get_what_they_get_one_by_one(seed, steps, shares):
+def test_batched_requests_get_the_same_as_single_requests(seed, steps, shares):
     rng = random.Random(seed)
     world = Recording(rng, devices=rng.choice([1, 2, 3]), most=9, shares=shares)
     names = [name for name in WEIGHTED if name != "restart"]

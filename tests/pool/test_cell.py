@@ -118,7 +118,7 @@ def test_hold_dropped_while_detaching_restarts_idle_time(lab):
     assert lab.state("a") == "detaching"
 
 
-def test_empty_hold_report_while_detaching_keeps_idle_time(lab):
+def test_report_of_no_holds_while_detaching_keeps_idle_time(lab):
     lab.idle("a")
     lab.after(300)
     lab.after(5)
@@ -366,7 +366,7 @@ def test_release_between_cells_waits_for_work_on_the_gpu(lab):
     lab.open("a")
     device_hold(lab)
     lab.done("a")
-    assert "when its work on the GPU is done" in got(lab.release("a"), ev.Answer).note
+    assert "when the kernel's work on the GPU is done" in got(lab.release("a"), ev.Answer).note
     got(lab.drop("a", "device"), ev.Suspend, session="a")
 
 
@@ -390,7 +390,7 @@ def test_reason_says_why_a_free_device_does_not_help(make):
     assert lab.state("w") == "queued"
     assert lab.reason("w") == (
         "12 B is needed on GPU 1, and 0 B is free there; the kernel initialised CUDA on this GPU, "
-        "and the pool can move it only after its first slice"
+        "and the pool cannot move it to another GPU before its first slice"
     )
 
 

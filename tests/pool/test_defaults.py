@@ -182,7 +182,7 @@ def test_only_the_device_without_room_is_replaced():
     assert home(*map(view, (1, 2, 3)), view(0, free=4), count=2, seen="01", kernels=crowded) == "12"
 
 
-def test_changed_number_of_devices_means_a_new_choice():
+def test_new_choice_is_made_if_the_number_of_devices_changes():
     assert home(view(0), view(1), count=2, seen="0") == "01"
     assert home(view(0), view(1), count=1, seen="01") == "0"
 

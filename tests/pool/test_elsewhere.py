@@ -62,13 +62,14 @@ def test_the_reason_names_other_machines(lab):
     lab.open("a", 8, owner=ANN)
     lab.hold("a")
     rest = "and kernels on other machines use the rest"
-    assert lab.reason("a") == f"your quota of 16 B is in use by no kernel of yours here, {rest}"
+    none = "your kernels on this machine use none of your quota of 16 B"
+    assert lab.reason("a") == f"{none}, {rest}"
     lab.end("a")
     elsewhere(lab, group=15)
     lab.open("b", 8, owner=ANN)
     lab.hold("b")
     cap = "the cap of your group lab (20 B)"
-    assert lab.reason("b") == f"{cap} is in use by no kernel here, {rest}"
+    assert lab.reason("b") == f"kernels on this machine use none of {cap}, {rest}"
 
 
 def test_the_reason_names_other_machines_for_a_shared_limit(lab):
@@ -87,7 +88,7 @@ def test_more_use_on_other_machines_suspends_no_lease_here(lab):
     assert lab.state("a") == "active"
 
 
-def test_growth_gets_only_quota_that_other_machines_left(lab):
+def test_growth_gets_only_quota_that_is_unused_elsewhere(lab):
     lab.running("a", 8, owner=ANN, limit=16)
     elsewhere(lab, (6, 0, 0))
     refusal = got(lab.send(ev.GrowAsked, session="a", device="G0", bytes=4, rid="r"), ev.Answer)
@@ -98,7 +99,7 @@ def test_growth_gets_only_quota_that_other_machines_left(lab):
     assert refusal.refusal.details["left"] == 1
 
 
-def test_use_on_other_machines_is_no_error_in_the_accounts(lab):
+def test_self_check_accepts_use_on_other_machines(lab):
     lab.running("a", 8, owner=ANN)
     elsewhere(lab, (16, 2, 2), 20)
     assert lab.pool.self_check() == []
@@ -121,7 +122,7 @@ def budget(lab, here, *, more=True, then="stop", seconds=100.0, refill=None, **r
 
 
 @pytest.mark.parametrize("then", ["stop", "refuse"])
-def test_a_session_waits_for_gpu_seconds_of_other_machines(lab, then):
+def test_session_waits_until_its_machine_gets_gpu_seconds(lab, then):
     budget(lab, 0.0, then=then)
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == []
@@ -154,7 +155,7 @@ def test_running_session_stops_when_this_machines_part_is_spent(lab):
     standing, lines = lab.pool.standing(ANN, lab.now)
     assert [b.spent for b in standing.budgets] == [True]
     assert lines[-1].startswith(
-        "You have 0 GPU-seconds left today on this machine, of the 100 of all machines"
+        "You have 0 GPU-seconds left today on this machine (the budget for all machines is 100)"
     )
 
 
@@ -196,7 +197,7 @@ def test_a_budget_refills_here_at_the_rate_of_this_machines_part(lab):
     assert lab.pool.usage(lab.now + 4).users["ann"].today == pytest.approx(before - 2, abs=0.1)
 
 
-def test_spent_part_is_available_again_when_it_becomes_larger(lab):
+def test_budget_is_not_spent_after_its_part_has_become_larger(lab):
     def is_spent():
         standing, _ = lab.pool.standing(ANN, lab.now)
         return [budget.spent for budget in standing.budgets] == [True]
@@ -227,8 +228,5 @@ def test_group_has_only_this_machines_part_of_its_guarantee(lab):
     lab.open("a", 8, owner=ANN)
     standing, lines = lab.pool.standing(ANN, lab.now)
     assert [tuple(row) for row in standing.guarantees] == [("lab", 0, 4, 12)]
-    shown = (
-        "Group lab has 0 B, below the 4 B that is guaranteed to it on this machine, of the 12 B on "
-        "all machines."
-    )
+    shown = "Group lab has 0 B, below its guaranteed 4 B on this machine (12 B on all machines)."
     assert shown in lines

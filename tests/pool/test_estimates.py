@@ -58,7 +58,7 @@ def test_wait_has_no_range_before_enough_waits_have_ended(pair):
     assert told.waited == 0.0
 
 
-def test_view_shows_the_last_sent_estimate_until_it_changes(pair):
+def test_view_keeps_the_sent_estimate_while_time_passes(pair):
     _, other = used(pair, LEAST + 1)
     told = got(pair.hold(other), ev.QueueMoved, session=other)
     expected = view(pair, other).expected
@@ -93,7 +93,7 @@ def test_estimate_ends_with_the_time_slice_of_the_holder():
     # A cell of session a usually runs for 1000 s, but the time slice of a is over.
     assert figure is not None
     assert figure.seconds < 10.0
-    assert any("may take it" in line for line in pool.why("w").lines)
+    assert any("may take that memory" in line for line in pool.why("w").lines)
 
 
 def test_estimate_includes_the_sessions_ahead():

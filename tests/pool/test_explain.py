@@ -169,7 +169,7 @@ def test_pool_does_what_the_examples_in_the_docs_show(example):
     assert done.returncode == 0, done.stderr
 
 
-def test_simultaneous_wait_for_memory_and_quota_is_stable(make):
+def test_plan_is_stable_if_memory_and_quota_are_both_missing(make):
     """The quota requires the owner's idle lease to end; even after that, memory is short."""
     lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
     lab.idle("a", 10, owner="ann")
@@ -191,7 +191,7 @@ def test_simultaneous_wait_for_memory_and_quota_is_stable(make):
 # --------------------------------------------------------------------------- budget
 
 
-def test_one_event_stays_within_the_budget_of_calls_and_files():
+def test_one_event_makes_few_calls_in_few_files():
     from benchmarks.pool_trace import story
 
     figures = story()["HoldTaken"]
@@ -244,7 +244,7 @@ TURNS = {"preempt": PREEMPT_ALL, "half_life": 3600.0}
 
 def may_take(lab, name):
     """Return the line that tells a holder which session may take its lease."""
-    (line,) = [line for line in lab.pool.why(name).lines if "may take it" in line]
+    (line,) = [line for line in lab.pool.why(name).lines if "may take this slice" in line]
     return line
 
 
@@ -257,38 +257,39 @@ def test_lines_name_the_time_at_which_a_time_slice_ends(make):
     lab.after(1)
     lab.open("w", 16, owner="bob")
     lab.hold("w")
-    words = "when its time slice is over"
-    used = "the other kernel's user has used less of its share"
-    assert may_take(lab, "a").endswith(f" s, {words}, and {used}.")
-    assert any(line.endswith(f" s ({words}).") for line in lab.pool.why("w").lines)
+    over = "time slice is over"
+    used = "the other kernel's user has used less, relative to that user's weight"
+    assert may_take(lab, "a").endswith(f" s, when this kernel's {over}, and {used}.")
+    lines = lab.pool.why("w").lines
+    assert any(line.endswith(f" s (when that kernel's {over}).") for line in lines)
 
 
-def test_turns_between_kernels_of_one_user_do_not_mention_usage(make):
+def test_line_about_another_kernel_of_yours_names_no_usage(make):
     lab = make(device(0), **TURNS)
     lab.running("a", 16, owner="ann")
     lab.after(1)
     lab.open("w", 16, owner="ann")
     lab.hold("w")
     line = may_take(lab, "a")
-    assert line.startswith("Another kernel of yours may take it in ")
-    assert line.endswith(" s, when its time slice is over.")
+    assert line.startswith("Another kernel of yours may take this slice in ")
+    assert line.endswith(" s, when this kernel's time slice is over.")
 
 
-def test_reason_of_a_wait_beyond_the_guarantee_says_so(make):
+def test_lines_say_that_a_request_exceeds_the_guarantee(make):
     lab = make(device(0), groups={"bio": Group(guarantee=Portion(bytes=8))})
     lab.running("a", 6, owner=Owner("ann", "bio"))
     lab.running("b", 8, owner="bob")
     lab.open("w", 4, owner=Owner("ben", "bio"))
     lab.hold("w")
     told = lab.pool.why("w")
-    assert "Group bio has 6 B, below the 8 B that is guaranteed to it." in told.standing
+    assert "Group bio has 6 B, below its guaranteed 8 B." in told.standing
     assert (
         "With this request, group bio would have more than its guarantee of 8 B, so the guarantee "
         "does not put the kernel first in the queue."
     ) in told.lines
 
 
-def test_wait_of_suspended_state_names_the_bytes_of_a_resume(make):
+def test_wait_for_a_resume_names_bytes_of_state_and_headroom(make):
     lab = make(device(0))
     lab.parked("w", 9, memory=4)
     lab.running("a", 8)
@@ -333,7 +334,7 @@ def by_time(lab, name):
     return next((x.removeprefix(begin) for x in lines(lab, name) if x.startswith(begin)), "")
 
 
-def test_wait_of_a_closed_class_names_the_scheduled_time(make):
+def test_wait_names_the_time_when_a_closed_class_may_run(make):
     lab = make(device(0), classes_allowed=frozenset({"notebook"}), classes_open={"batch": 7200.0})
     lab.running("a", 4)
     lab.after(5)
@@ -429,7 +430,7 @@ def test_session_in_a_suspend_shows_only_its_preemption(make):
     lab.hold("w")
     assert lab.state("a") == "detaching"
     assert lines(lab, "a") == (
-        "It gives back 16 B on GPU 0: a kernel of a higher priority class needs the GPU.",
+        "It is giving back 16 B on GPU 0: a kernel of a higher priority class needs the GPU.",
     )
 
 
@@ -452,7 +453,7 @@ def test_waiter_and_holder_see_the_end_of_an_unsuspendable_lease(make):
     lab.hold("w")
     assert told(lab, "w").changes_at == told(lab, "a").ends_at == 100.0
     assert any("the pool ends it in 40 s" in line for line in lines(lab, "w"))
-    assert by_time(lab, "w") == "the pool ends a kernel that is in its way in 40 s."
+    assert by_time(lab, "w") == "the pool ends a blocking kernel in 40 s."
     assert "The pool ends this kernel in 40 s, if another kernel waits." in lines(lab, "a")
     got(lab.after(40), ev.EndSession, session="a")
 
@@ -466,7 +467,7 @@ def test_reason_of_a_gang_names_how_many_devices_it_needs(make):
     lab.send(ev.HoldTaken, session="g", hold="h", kind="device", bound=("G0", "G1"))
     assert lab.reason("g") == (
         "12 B is needed on each of 2 GPUs of the model A, because the kernel initialised CUDA on "
-        "this model; fewer such GPUs have that much free"
+        "this model; too few such GPUs have that much free"
     )
     lab.running("c", 8)
     assert lab.reason("g").startswith("12 B on each of 2 GPUs is needed and 1 GPU has that much")
@@ -478,6 +479,6 @@ def test_reason_of_a_gang_counts_the_devices_of_each_model(make):
     lab.open("g", 12, devices=3, lands=True)
     lab.send(ev.HoldTaken, session="g", hold="h", kind="device", bound=("G2", "G0", "G1"))
     assert lab.reason("g") == (
-        "12 B is needed on each of 3 GPUs, 1 of the model A and 2 of the model B, because the "
-        "kernel initialised CUDA on these models; fewer such GPUs have that much free"
+        "12 B is needed on each of 3 GPUs (1 of the model A and 2 of the model B), because the "
+        "kernel initialised CUDA on these models; too few such GPUs have that much free"
     )

@@ -36,7 +36,7 @@ def size(actions, name="a"):
     return resize.slices[0].bytes
 
 
-def test_growth_is_granted_before_the_answer(make):
+def test_pool_grants_growth_before_it_sends_the_answer(make):
     lab = make(growth_step=1)
     lab.running("a", 4, limit=12)
     assert size(lab.grow("a", 3)) == 7
@@ -256,7 +256,7 @@ def test_unused_grown_bytes_stay_if_others_have_room(make):
     assert attaches(actions) == ["w"]
 
 
-def test_unused_grown_bytes_go_to_growth_within_a_guarantee(make):
+def test_unused_grown_bytes_go_to_a_larger_guaranteed_slice(make):
     lab = grown(make)
     lab.running("b", 4)
     actions = lab.change("b", 10)
@@ -266,7 +266,7 @@ def test_unused_grown_bytes_go_to_growth_within_a_guarantee(make):
     ]
 
 
-def test_unused_grown_bytes_go_to_growth_of_another_session(make):
+def test_unused_grown_bytes_go_to_another_session_that_grows(make):
     lab = grown(make)
     lab.running("b", 4, limit=12)
     actions = lab.grow("b", 6)
@@ -313,7 +313,7 @@ def test_grown_bytes_go_back_after_a_time_without_use(make):
     none(lab.seen("G0", a=7), ev.Resize)
 
 
-def test_bytes_reclaimed_while_used_are_granted_again(make):
+def test_reclaimed_bytes_found_in_use_are_granted_again(make):
     lab = grown(make, used=6)
     lab.after(UNUSED)
     assert got(lab.seen("G0", a=6), ev.Resize).slices == (Slice("G0", 6),)
@@ -432,7 +432,7 @@ def test_growth_at_the_head_reserves_bytes_of_other_leases(make):
     got(lab.end("c"), ev.Resize, session="a")
 
 
-def test_growth_preempts_idle_leases_of_the_owner_for_its_quota(make):
+def test_growth_at_the_quota_preempts_idle_leases_of_the_owner(make):
     lab = make(quotas={"u": Quota(memory=16)})
     lab.running("a", 8, owner="u")
     lab.idle("b", 8, owner="u")

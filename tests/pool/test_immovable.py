@@ -107,7 +107,7 @@ def test_resume_goes_to_another_device_that_has_headroom(make):
     assert [(s.device, s.bytes) for s in attach.slices] == [("G1", 64)]
 
 
-def test_waiting_state_resumes_without_headroom_that_others_took(make):
+def test_waiting_state_resumes_if_others_took_its_headroom(make):
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.parked("a", used=61, memory=60)
     lab.running("b", 60)

@@ -62,7 +62,7 @@ class Watched(Lab):
             assert not devices & {*back}, f"{a.session} has its bytes back, and {head} waits"
 
 
-def test_idle_slice_that_the_head_does_not_need_stays():
+def test_idle_slice_stays_if_the_head_does_not_need_it():
     """Two kernels wait for 6 bytes each: the idle lease's 2 bytes are too few for either kernel."""
     lab = Watched(device(0, 8), device(1, 8))
     lab.running("cat", 5)
@@ -94,7 +94,7 @@ def test_bytes_of_an_idle_slice_stay_free_for_the_head():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_load_moves_idle_holders_only_with_a_gain(seed):
+def test_idle_holder_moves_only_if_a_waiting_session_gains(seed):
     chance = random.Random(seed)
     lab = Watched(device(0, 16), device(1, 16), ageing=3.0, max_swap_overhead=0.0)
     names = [f"s{i}" for i in range(9)]

@@ -30,7 +30,7 @@ def test_waiting_session_is_offered_what_is_free(make):
     lab.open("w", 8)
     lab.hold("w")
     assert offered(lab, "w") == 5
-    assert "With 5 B instead of 8 B it would start now." in lab.pool.why("w").lines
+    assert "With 5 B instead of 8 B, it would start now." in lab.pool.why("w").lines
     got(lab.change("w", 5), ev.Attach, session="w")
 
 
@@ -61,7 +61,7 @@ def test_offer_counts_every_device_of_the_request(make):
     lab.open("w", 16, devices=2)
     lab.hold("w")
     assert offered(lab, "w") == 4
-    assert "With 4 B on each GPU instead of 16 B it would start now." in lab.pool.why("w").lines
+    assert "With 4 B on each GPU instead of 16 B, it would start now." in lab.pool.why("w").lines
 
 
 def test_offer_stays_within_quota_and_cap(make):
@@ -105,7 +105,7 @@ def test_offer_has_room_for_the_state_and_its_headroom(make, state, size):
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3, 5])
-def test_every_accepted_offer_attaches_in_random_events(seed):
+def test_session_that_accepts_an_offer_attaches_at_once(seed):
     one = World(random.Random(seed), shares=bool(seed % 2), deep=False)
     made = 0
     while one.events < 500:

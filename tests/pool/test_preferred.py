@@ -10,14 +10,14 @@ from .builders import device, got
 from .checks import check_pool
 
 
-def test_preferred_is_the_device_with_room(lab):
+def test_device_with_room_is_preferred(lab):
     lab.running("b", 16)
     lab.open("a", 10)
     assert lab.pool.preferred("a") == ("G1",)
     assert got(lab.hold("a"), ev.Attach).slices[0].device == "G1"
 
 
-def test_preferred_is_the_device_of_the_victim(lab):
+def test_device_of_the_victim_is_preferred(lab):
     """No memory is free. The lease on G1 is idle; on G0, ``a`` would wait for a running cell."""
     lab.running("b", 16)
     lab.idle("c", 16)
@@ -33,7 +33,7 @@ def test_no_device_is_preferred_if_all_are_in_use(lab):
     assert lab.pool.preferred("a") == ()
 
 
-def test_preferred_is_the_device_that_the_session_has_or_needs(make):
+def test_device_that_a_session_has_or_needs_is_preferred(make):
     lab = make(device(0), device(1))
     lab.running("a", 4)
     assert lab.pool.preferred("a") == ("G0",)

@@ -33,7 +33,7 @@ def test_only_idle_leases_are_preempted(make):
     assert attaches(actions) == ["w"]
 
 
-def test_lease_with_most_bytes_times_idle_time_yields_first(make):
+def test_lease_with_the_most_idle_byte_seconds_yields_first(make):
     lab = make(device(0, 30))
     lab.idle("small-old", 4)
     lab.after(100)
@@ -73,7 +73,7 @@ def test_suspend_under_way_is_awaited_before_another_begins(make):
     assert attaches(lab.suspended("a", ("G0", 1))) == ["w"]
 
 
-def test_reclaim_after_and_keep_protect_an_idle_lease(make):
+def test_idle_lease_is_protected_by_reclaim_after_and_by_keep(make):
     lab = make(device(0), reclaim_after=5.0)
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -241,7 +241,7 @@ def test_next_victim_is_tried_when_a_suspend_is_refused(make):
     got(lab.hold("heavy", "again"), ev.Suspend, session="light")
 
 
-def test_idle_lease_leaves_once_host_memory_has_room(make):
+def test_idle_lease_leaves_when_host_memory_has_room(make):
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
     lab.idle("a", 10)
@@ -305,7 +305,7 @@ def test_small_request_is_backfilled_on_another_device(lab):
     assert got(lab.hold("small"), ev.Attach).slices == (Slice("G1", 4),)
 
 
-def test_backfill_leaves_what_the_head_accumulates(make):
+def test_backfill_leaves_the_memory_that_the_head_needs(make):
     lab = make(device(0))
     lab.running("a", 4)
     lab.running("b", 4)
@@ -353,7 +353,7 @@ def test_backfilled_session_does_not_delay_the_head(make):
     assert attaches(lab.end("a")) == ["head"]
 
 
-def test_two_sessions_in_turns_cannot_starve_the_head(make):
+def test_two_alternating_sessions_cannot_starve_the_head(make):
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 8)

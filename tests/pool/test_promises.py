@@ -24,7 +24,7 @@ def test_session_ahead_takes_quota_promised_to_a_later_session():
     assert lab.pool.explain("behind").reason.rule == "quota"
 
 
-def test_request_beyond_all_idle_leases_waits_for_memory():
+def test_request_that_idle_leases_cannot_serve_waits_for_memory():
     """``less`` is ahead and waits for host memory. ``more`` needs more than idle leases have."""
     lab = Lab(device(0), device(1))
     lab.running("c", 9)
@@ -43,7 +43,7 @@ def test_request_beyond_all_idle_leases_waits_for_memory():
     assert rules == {"head": "busy", "less": "host", "more": "busy"}
 
 
-def test_lease_of_the_former_head_counts_for_the_next_head():
+def test_lease_of_the_former_head_is_reserved_for_next_head():
     """The growth of ``g`` was the head. Now ``g`` is idle, so its growth is last in the queue."""
     lab = Lab(device(0, 12))
     for name, size in (("x", 6), ("y", 1), ("g", 3)):
@@ -57,7 +57,7 @@ def test_lease_of_the_former_head_counts_for_the_next_head():
     assert lab.reason("l") == "the free memory is reserved for the next kernel in the queue"
 
 
-def test_lease_granted_in_the_same_pass_counts_for_the_head(make):
+def test_lease_granted_in_this_pass_is_reserved_for_the_head(make):
     """The head can start when the new lease ends, so the pool reserves the lease for the head."""
     lab = make(device(0, 9))
     lab.running("a", 4)

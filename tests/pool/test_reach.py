@@ -30,7 +30,7 @@ def same(facts: Facts, short: Plan, whole: Plan) -> None:
 
 #: Seeds with long queues: with each, the pass skips thousands of requests.
 @pytest.mark.parametrize("seed", [6, 46, 49, 51, 52, 64, 71])
-def test_requests_that_the_pass_skips_change_no_plan(seed, monkeypatch):
+def test_skipping_hopeless_requests_does_not_change_the_plan(seed, monkeypatch):
     skipped = 0
     plan, hopeless = machine.plan, Reach.hopeless
 

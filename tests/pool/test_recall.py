@@ -53,8 +53,8 @@ def test_kept_idle_lease_is_recalled():
     lab.idle("a")
     recall(lab, "a", 60.0)
     note = got(lab.keep("a", 10_000.0), ev.Answer, rid="k").note
-    assert note.endswith("even when idle. An administrator still takes it back in 60 s.")
-    line = "An administrator takes its slice back in 60 s, in use or not."
+    assert note.endswith("even when idle. Even so, an administrator takes it back in 60 s.")
+    line = "An administrator takes its slice back in 60 s, even if the slice is in use."
     assert line in lab.pool.why("a").lines
     got(lab.after(60.0), ev.Suspend, session="a", reason=WHY, busy=False)
 

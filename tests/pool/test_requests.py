@@ -233,7 +233,8 @@ def test_answer_names_the_quota_that_stops_growth(make):
 def test_answer_has_the_limit_and_the_guarantee(lab):
     lab.running("a", 4)
     assert got(lab.change("a", 4, limit=8), ev.Answer).note == (
-        "The slice is 4 B now. It may grow to 8 B while that much is free; 4 B is guaranteed."
+        "The slice is 4 B now. The slice may grow to 8 B while that much is free; 4 B is "
+        "guaranteed."
     )
 
 
@@ -253,7 +254,7 @@ def test_slice_shrinks_when_a_sample_shows_its_use(lab):
     lab.running("a", 12)
     actions = lab.change("a", 6)
     none(actions, ev.Resize)
-    assert "once the memory in use has been measured" in got(actions, ev.Answer).note
+    assert "when the pool has measured the memory in use" in got(actions, ev.Answer).note
     assert got(lab.seen("G0", a=5), ev.Resize).slices == (Slice("G0", 6),)
 
 
@@ -373,7 +374,7 @@ def test_keep_for_longer_than_allowed_is_refused(make, most, asked):
     assert got(lab.keep("a", most), ev.Answer).refusal is None
 
 
-def test_refusal_of_a_size_below_a_context_names_the_least_size(make):
+def test_refusal_of_a_too_small_request_names_the_minimum(make):
     small = device(0, 16 * GiB, context_bytes=300 << 20)
     other = dataclasses.replace(small, uuid="G1", index=1, context_bytes=400 << 20)
     lab = make(small, other, host_memory=100 * GiB)

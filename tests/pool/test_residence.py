@@ -43,7 +43,7 @@ def test_gap_without_history_costs_at_most_twice_the_optimum(cost, gap):
 
 
 @given(COSTS, st.lists(GAP, min_size=1, max_size=60))
-def test_gaps_cost_at_most_twice_the_optimum_and_one_move(cost, gaps):
+def test_cost_of_gaps_is_at_most_twice_the_best_plus_one_move(cost, gaps):
     habits, lost = Habits(), 0.0
     for gap in gaps:
         more, habits = play(habits, gap, cost)
@@ -52,7 +52,7 @@ def test_gaps_cost_at_most_twice_the_optimum_and_one_move(cost, gaps):
     assert lost <= 2 * best + cost * (1 + 1e-6)
 
 
-def test_adversary_costs_at_most_twice_the_optimum():
+def test_worst_gaps_cost_at_most_twice_the_optimum():
     """The adversary returns just before the move, just after it, or much later.
 
     In each of 400 rounds, it plans two gaps ahead and chooses the most expensive pair.
@@ -125,7 +125,7 @@ def test_early_return_ends_trust_and_later_returns_restore_it():
 
 
 @given(HABITS, COSTS, st.floats(0.01, 0.9), st.floats(0, 1000), st.floats(0, 1000))
-def test_protected_computing_and_idle_time_is_bounded(habits, cost, share, computed, withheld):
+def test_sum_of_protected_work_and_idle_time_is_bounded(habits, cost, share, computed, withheld):
     stay = Stay(computed, withheld)
     until = residence.protected_until(Gap(0.0, 0.0), stay, habits, cost=cost, share=share)
     most = min(STAY_MOST, cost / share)
@@ -137,7 +137,7 @@ def test_protected_computing_and_idle_time_is_bounded(habits, cost, share, compu
 
 @given(COSTS, st.floats(0.02, 0.5), st.data())
 @settings(max_examples=200)
-def test_moves_of_contending_loops_take_at_most_the_share(cost, share, data):
+def test_moves_take_at_most_their_share_of_the_used_time(cost, share, data):
     """The lengths of bursts and pauses are random, but each pause is shorter than a move."""
     used = moved = now = 0.0
     habits = Habits()

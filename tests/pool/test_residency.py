@@ -52,8 +52,8 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
     lab.open("w", 10)
     told = got(lab.hold("w"), ev.QueueMoved, session="w")
     assert told.reason == (
-        "an idle kernel was restored to its GPU 2 min ago; moving that kernel takes 2 s, so it "
-        "keeps its slice for 2 s more"
+        "an idle kernel got its slice back 2 min ago and keeps it for 2 s more, because moving "
+        "that kernel takes 2 s"
     )
     assert lab.pool.next_wakeup() == 102.0, "the timer is exact"
     assert suspends(lab.after(1.99)) == []
@@ -253,8 +253,8 @@ def test_moved_lease_stays_for_move_cost_divided_by_share(make):
     lab.open("w", 10)
     told = got(lab.hold("w"), ev.QueueMoved, session="w")
     assert told.reason == (
-        "an idle kernel was restored to its GPU 3 s ago; moving that kernel takes 2 s, so it "
-        "keeps its slice for 17 s more"
+        "an idle kernel got its slice back 3 s ago and keeps it for 17 s more, because moving "
+        "that kernel takes 2 s"
     )
     assert suspends(lab.after(16.9)) == []
     assert suspends(lab.after(0.1)) == ["a"]
@@ -328,7 +328,7 @@ def test_newer_move_times_have_more_weight(make):
     assert suspends(lab.after(0.1)) == ["a"]
 
 
-def test_pool_preempts_an_unprotected_lease_instead(make):
+def test_pool_prefers_to_preempt_an_unprotected_lease(make):
     lab = make(device(0, 20))
     moved(lab)
     lab.idle("b", 10)

@@ -248,7 +248,7 @@ def test_request_blocked_by_a_limit_uses_no_guarantee(make, why):
     assert preempted(lab)[0] in ("one", "two")
 
 
-def test_idle_victim_does_not_protect_a_larger_running_session(make):
+def test_pool_does_not_preempt_an_idle_lease_that_is_too_small(make):
     """A preemption of ``small`` frees too little, and the guarantee would then protect ``low``."""
     lab = make(
         device(0, 9), preempt=PREEMPT_ALL, groups={"team": Group(guarantee=Portion(bytes=6))}
@@ -329,7 +329,7 @@ def test_burst_rule_preempts_only_holders_that_have_grown(make):
 
 @pytest.mark.parametrize("move", [0.5, 2.0, 8.0])
 @pytest.mark.parametrize("owners", [("ann", "bob"), ("ann", "ann"), ("ann", "bob", "cyd")])
-def test_equal_sessions_take_turns_within_the_move_overhead(owners, move):
+def test_equal_sessions_get_equal_time_despite_moves(owners, move):
     crowd = Crowd(1, move=move, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i, owner in enumerate(owners):
         crowd.add(f"k{i}", owner, cell=1e9)
@@ -417,7 +417,7 @@ def test_session_that_lost_its_turn_does_not_return_at_once(make):
 
 
 def test_explanation_of_a_later_turn_names_its_time(make):
-    """Before the turn, the line must not say "no rule lets this kernel take it"."""
+    """Before the turn, the line must not say "no rule lets this kernel take that memory"."""
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
     lab.running("a", 16, owner="ann")
     lab.after(30)
@@ -432,14 +432,15 @@ def test_explanation_of_a_later_turn_names_its_time(make):
     assert holder.rule == "turns"
     assert lab.now + 10 < holder.rule_at < lab.now + 60, "ann has used more until then"
     lines = " ".join(lab.pool.why("a").lines)
-    assert "this kernel may take it in 39 s (when its time slice is over)" in lines
+    words = "this kernel may take that memory in 39 s (when that kernel's time slice is over)"
+    assert words in lines
     assert lab.pool.explain("b").claims == (("turns", holder.rule_at, "a"),)
     none(lab.after(holder.rule_at - lab.now - 0.01), ev.Suspend)
     assert lab.pool.explain("a").changes_at == pytest.approx(holder.rule_at, abs=0.01)
     got(lab.after(0.02), ev.Suspend, session="b", busy=True)
 
 
-def test_turn_between_sessions_of_one_owner_asks_for_a_tick(make):
+def test_pool_wakes_up_for_a_turn_between_one_owners_sessions(make):
     """Without usage data, the pool must still ask for a tick at the end of the time slice."""
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=0.0, ageing=600.0)
     lab.running("a", 16, owner="ann")
@@ -558,7 +559,7 @@ def test_unsuspendable_session_is_warned_twice_and_then_ended(make):
     assert "cannot be suspended" in warn.message
     asked = got(lab.after(540), ev.Warn, session="stuck")
     assert asked.stage == "ask"
-    assert "ends it in 50 min" in asked.message
+    assert "Otherwise the pool ends this kernel in 50 min." in asked.message
     none(lab.after(2998), ev.EndSession)
     ended = got(lab.after(2), ev.EndSession, session="stuck")
     assert "c.GPUPool.unsuspendable" in ended.message
@@ -605,10 +606,12 @@ def test_session_whose_suspends_keep_failing_is_warned_and_ended(make, idle):
             lab.refused("stuck", "drain", why)
             tries += 1
             if tries == 2:
-                assert "suspend failed, and is tried again" in " ".join(lab.pool.why("high").lines)
+                failed = "; the pool could not suspend it, and tries again in "
+                assert failed in " ".join(lab.pool.why("high").lines)
             if tries == 2 and idle:
                 assert why in lab.pool.why("stuck").lines[0]
-                assert "1 idle kernel whose suspend failed and is tried again" in lab.reason("high")
+                kept = "1 idle kernel that could not be suspended (the pool tries again)"
+                assert kept in lab.reason("high")
         lab.after(1.0)
     stages = [(a.stage, a.message) for a in lab.past if isinstance(a, ev.Warn)]
     assert [stage for stage, _ in stages] == ["warn", "ask"]

@@ -229,7 +229,7 @@ def group_session(lab: Lab, name: str, group: str, memory: int, **fields) -> lis
     return lab.hold(name)
 
 
-def test_session_within_its_guarantee_goes_before_any_class(make):
+def test_session_within_a_guarantee_goes_before_a_higher_class(make):
     lab = make(
         device(0), groups={"bio": Group(guarantee=Portion(percent=100))}, preempt=frozenset()
     )

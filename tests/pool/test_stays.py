@@ -18,7 +18,7 @@ def told(lab: Lab, name: str = "a") -> str:
     return found.stays_reason
 
 
-def test_slice_in_use_or_leaving_has_no_reason(make):
+def test_slice_in_use_or_leaving_has_no_reason_to_stay(make):
     lab = make(idle_timeout=60.0)
     lab.open("a")
     assert told(lab) == ""
@@ -43,7 +43,8 @@ def test_full_host_memory_is_the_reason_until_there_is_room(make):
     lab.after(1.0)
     assert lab.state("a") == "idle"
     assert told(lab).startswith(
-        "Its state may need 10 B, and 5 B of the 15 B of host memory for suspended kernels is free;"
+        "Its state may need 10 B, and only 5 B of the 15 B of host memory for suspended kernels is "
+        "free;"
     )
     lab.end("b")
     assert lab.state("a") == "detaching"
@@ -55,7 +56,7 @@ def test_keep_removes_the_reason_of_a_blocked_release(make):
     lab.parked("b", 10)
     lab.idle("a")
     lab.release("a")
-    assert told(lab).startswith("Its state may need 10 B, and 5 B of the 15 B of host memory")
+    assert told(lab).startswith("Its state may need 10 B, and only 5 B of the 15 B of host memory")
     lab.keep("a", 100.0)
     assert told(lab) == "", "the user keeps it"
 
@@ -85,7 +86,9 @@ def test_budget_smaller_than_the_state_is_the_reason(make):
     rules = dataclasses.replace(lab.pool.settings, host_memory=5)
     lab.send(ev.SettingsChanged, settings=rules)
     lab.after(60.0)
-    assert told(lab).startswith("Its state may need 10 B, and this machine keeps at most 5 B")
+    assert told(lab).startswith(
+        "Its state may need 10 B, and this machine keeps at most 5 B of state"
+    )
 
 
 def test_refused_suspend_is_the_reason_until_the_retry(make):
@@ -94,7 +97,7 @@ def test_refused_suspend_is_the_reason_until_the_retry(make):
     lab.after(60.0)
     lab.refused("a", "drain")
     assert lab.state("a") == "idle"
-    assert told(lab).startswith("The last attempt to suspend it failed")
+    assert told(lab).startswith("The last attempt to suspend the kernel failed")
     lab.after(10.0)
     assert lab.state("a") == "detaching"
     assert told(lab) == ""
@@ -131,9 +134,9 @@ def test_device_without_suspend_is_the_reason():
     lab = Lab(device(0, can_suspend=False), idle_timeout=60.0)
     lab.running("a")
     lab.drop("a")
-    assert told(lab).startswith("This GPU cannot be suspended"), "nobody knows what it uses"
+    assert told(lab).startswith("State on this GPU cannot be moved"), "nobody knows what it uses"
     lab.seen("G0", a=4)
-    assert told(lab).startswith("This GPU cannot be suspended")
+    assert told(lab).startswith("State on this GPU cannot be moved")
     lab.seen("G0", a=0)
     assert told(lab) == "", "there is nothing to move"
     lab.after(60.0)

@@ -154,7 +154,7 @@ def test_promise_on_a_paused_device_is_replaced():
     assert lab.where("c") == [("G1", 10)]
 
 
-def test_slice_stays_as_long_after_a_resume_as_a_move_takes():
+def test_slice_stays_for_the_length_of_a_move_after_a_resume():
     """The pool preempts an idle lease when its minimum residence after a resume is over."""
     lab = Lab(device(0))
     lab.idle("a")

@@ -259,7 +259,7 @@ def test_refusal_names_when_gpu_seconds_can_come_back(make, group):
     assert refusal.details["soonest"] == pytest.approx(lab.now + 600 + DAY / 24)
     lab.end("a")
     assert got(lab.hold("b"), ev.HoldRefused).refusal.next_step == (
-        "Try again later: there are more in 60 min, at 01:26 UTC."
+        "Try again later: there are more GPU-seconds in 60 min, at 01:26 UTC."
     )
 
 
@@ -280,7 +280,7 @@ def test_refusal_for_a_budget_of_zero_names_no_renewal(make, rule, group):
     assert lines[-1].endswith(f"no GPU-seconds: {kernels} get no new slice.")
 
 
-def test_budget_of_zero_refuses_a_hold_under_the_rule_stop(make):
+def test_rule_stop_refuses_a_hold_if_the_budget_is_zero(make):
     lab = make(device(0), **budget(0.0, then="stop"))
     lab.open("a", 8, owner="ann")
     refusal = got(lab.hold("a"), ev.HoldRefused).refusal
@@ -316,7 +316,7 @@ def test_reason_of_a_preemption_names_the_spent_budget(make):
     assert lab.pool.record("a").preempted.startswith("its GPU-seconds of today are used up")
 
 
-def test_standing_names_the_rest_of_the_budget(make):
+def test_standing_says_how_much_of_the_budget_is_left(make):
     lab = make(device(0), **budget(100.0))
     lab.running("a", 16, owner="ann")
     found, lines = lab.pool.standing(Owner("ann"), lab.now + 30)

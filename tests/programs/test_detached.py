@@ -246,7 +246,7 @@ def test_records_from_before_a_restart_count_as_ended():
     assert found.describe(time.time()) == "ended: the machine restarted"
 
 
-def test_end_written_after_the_read_still_counts():
+def test_program_that_ends_after_the_read_counts_as_ended():
     """The supervisor wrote the end after the record was read, and then exited.
 
     The end must not count as a killed supervisor.

@@ -115,7 +115,7 @@ def script(broker):
 RUN = [sys.executable, "-m", "jupyter_gpupool.cli", "run", "--name", "work.py", "--"]
 
 
-def test_block_takes_a_slice_in_a_script_without_run(broker, script):
+def test_block_takes_a_slice_without_the_run_command(broker, script):
     one = script("""
 with jupyter_gpupool.slice("100MiB", limit="100MiB") as gpu:
     context()
@@ -277,7 +277,7 @@ except RefusedError as error:
 """
     one = script(code)
     said = one.said()
-    assert said.startswith("no-guard This program has loaded the CUDA driver already"), said
+    assert said.startswith("no-guard This program has already loaded the CUDA driver"), said
     assert one.end() == 0
     lax = make_broker(emulate="1x512MiB,context=32MiB", allow_unguarded=True).started
     two = Script(lax, code)
@@ -336,7 +336,7 @@ with jupyter_gpupool.slice("200MiB"):
         tell(error)
 """)
     assert one.said() == "200"
-    assert "another memory (200 MiB) already, and a second block asks for 300 MiB" in one.said()
+    assert "with memory=200 MiB, and a second block asks for memory=300 MiB" in one.said()
     assert one.end() == 0
 
 

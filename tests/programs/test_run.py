@@ -82,7 +82,7 @@ def test_service_manager_starts_the_command_itself(program):
     assert named == own
 
 
-def test_unsuitable_command_ends_with_the_code_of_a_shell(broker, tmp_path):
+def test_command_that_cannot_run_has_the_exit_code_of_a_shell(broker, tmp_path):
     (tmp_path / "data").write_text("no program")
     done = run(broker, "run", "--", "no-such-program")
     assert done.returncode == 127
@@ -112,14 +112,14 @@ def test_command_does_not_run_after_a_refusal(broker, tmp_path):
     assert b"1 MiB was asked for; a process that uses CUDA needs at least" in done.stderr
 
 
-def test_zero_does_not_mean_the_default(broker):
+def test_zero_is_refused_and_does_not_mean_the_default(broker):
     """``run`` once took the default for each of these values.
 
     For --compute 0, the default is the whole time of a GPU.
     """
     for words, code, text in (
-        (["--compute", "0"], 2, b"'0' is not from 1 to 100 per cent"),
-        (["--compute", "101%"], 2, b"'101%' is not from 1 to 100 per cent"),
+        (["--compute", "0"], 2, b"'0' is not a percentage from 1 to 100"),
+        (["--compute", "101%"], 2, b"'101%' is not a percentage from 1 to 100"),
         (["--devices", "0"], 2, b"'0' is not a number of GPUs"),
     ):
         done = run(broker, "run", *words, "--", "echo", "ran")
@@ -206,7 +206,7 @@ def test_waiting_command_says_why_it_waits_and_then_runs(broker, program):
     assert first.end() == 0
     assert second.line() == "its turn\n"
     assert second.wait() == 0
-    assert "It has its GPU slice, after" in second.stderr
+    assert "The program has its GPU slice after" in second.stderr
 
 
 def test_waiting_cuda_call_says_why(broker, program):
@@ -219,7 +219,9 @@ def test_waiting_cuda_call_says_why(broker, program):
     assert first.end() == 0
     second.answer()
     # The call may return before ``run`` writes that the wait is over.
-    wait_until(lambda: "It has its GPU slice, after" in second.stderr, "the end of the wait")
+    wait_until(
+        lambda: "The program has its GPU slice after" in second.stderr, "the end of the wait"
+    )
     assert second.end() == 0
 
 
@@ -272,7 +274,7 @@ def test_children_share_the_slice(broker, program):
     assert len(broker.status()["sessions"]) == 1
 
 
-def test_slice_is_held_during_the_command_without_a_guard(make_broker):
+def test_command_holds_its_slice_to_the_end_without_a_guard(make_broker):
     broker = make_broker(guard=False, emulate="1x512MiB,context=32MiB").started
     code = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], 'GPUPOOL_PAGE' in os.environ)"
     done = run(broker, "run", "--name", "bare", "--", sys.executable, "-c", code)
@@ -396,7 +398,9 @@ def test_computing_program_is_preempted_and_continues(make_broker, attach):
         wait_until(lambda: low.do("calls") > calls, "its calls go on")
         assert "It was preempted: a kernel of a higher priority class needs the GPU" in low.stderr
         # The program's calls may continue before ``run`` writes that the wait is over.
-        wait_until(lambda: "It has its GPU slice, after" in low.stderr, "the end of the wait")
+        wait_until(
+            lambda: "The program has its GPU slice after" in low.stderr, "the end of the wait"
+        )
         assert low.do("calm")["error"] == 0
         assert low.do("check") == 200 * MiB
         assert low.end() == 0

@@ -91,7 +91,7 @@ def test_ctrl_c_ends_a_command_that_does_not_handle_it(terminal):
     screen.read_until(b"<ended 130>")
 
 
-def test_ctrl_z_stops_run_and_command_and_fg_wakes_both(broker, terminal):
+def test_ctrl_z_stops_and_fg_wakes_both_run_and_command(broker, terminal):
     screen = terminal(shell(COMMAND))
     screen.read_until(b"<ready>")
     for _ in range(2):
@@ -137,7 +137,7 @@ command.send(signal.SIGKILL)
 """
 
 
-def test_late_wake_does_not_end_a_second_stop():
+def test_second_stop_is_not_ended_by_a_wake_for_the_first():
     """``fg`` wakes the whole group, and ``run`` may handle its SIGCONT only after
     the next Ctrl-Z.
     """

@@ -228,7 +228,7 @@ def test_sessions_end_with_their_server(
     assert broker.sessions == {}
 
 
-def test_kernels_end_with_a_killed_server(
+def test_kernels_end_when_their_server_is_killed(
     broker: ScriptedBroker, server: Callable[..., Server]
 ) -> None:
     jupyter = server()

@@ -117,10 +117,17 @@ def test_a_remote_twin_starts_through_the_remote_provisioner(prefix: str) -> Non
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("ir", {"remote": True}, "'ir' does not say that its kernel encrypts its messages"),
+        ("ir", {"remote": True}, "'ir' does not say that its kernel can encrypt messages"),
         ("pyton3", {}, "There is no kernelspec 'pyton3'. Did you mean 'python3'?"),
         ("gpupool-python3", {}, "uses the GPU pool already."),
-        ("remote", {}, "is started by 'k8s-provisioner'; only kernels that start on this machine"),
+        (
+            "remote",
+            {},
+            (
+                "'k8s-provisioner' starts the kernels of the kernelspec 'remote', but only kernels "
+                "that start on this machine"
+            ),
+        ),
         ("ir", {"new_name": "a b"}, "'a b' is not a kernelspec name."),
         ("ir", {"new_name": "python3"}, "The kernelspec 'python3' exists already"),
         ("ir", {"new_name": "gpupool-python3"}, "wrap` did not make it"),

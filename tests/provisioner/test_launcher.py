@@ -50,7 +50,7 @@ def opened(broker: ScriptedBroker) -> int:
 
 
 @pytest.mark.parametrize("vscode", [True, False])
-def test_the_argv_opens_a_session_and_becomes_the_kernel(
+def test_launcher_opens_a_session_and_becomes_the_kernel(
     broker: ScriptedBroker, start: Callable[..., PlainKernel], vscode: bool
 ) -> None:
     kernel = start(vscode=vscode, JPY_SESSION_NAME="/home/me/train.ipynb")
@@ -225,7 +225,7 @@ def test_refused_kernel_runs_without_a_gpu_and_says_why(
 
 
 @pytest.mark.parametrize("before", [None, "", "3"])
-def test_new_session_gets_the_hidden_devices_back(before: str | None) -> None:
+def test_hidden_devices_are_restored_for_a_new_session(before: str | None) -> None:
     start = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     env = dict(start)
     hide_devices(env)

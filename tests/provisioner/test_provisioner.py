@@ -198,7 +198,7 @@ def test_request_has_the_options_of_the_kernelspec(
         ({"slice_memory": "4G"}, "Did you mean 'memory'?"),
         ({"device": 2}, "Did you mean 'devices'?"),
         ({"memory": "12 parsecs"}, "'12 parsecs' is not a size."),
-        ({"attach": "autmatic"}, "there are lazy, cell, manual."),
+        ({"attach": "autmatic"}, "the policies are lazy, cell, manual."),
         ({"compute": 101}, "should not be greater than 100"),
         ({"broker_socket": "here.sock"}, "must be absolute"),
     ],
@@ -298,8 +298,8 @@ def started(manager: KernelManager) -> dict[str, str]:
     [
         ({}, "lazy", True, "lazy", DEVICE, ""),
         ({"attach": "cell"}, "lazy", True, "lazy", DEVICE, ""),
-        ({}, "cell", False, "lazy", "-1", "which this pool does not have"),
-        ({"attach": "manual"}, "manual", True, "manual", "-1", "it has attach policy 'manual'"),
+        ({}, "cell", False, "lazy", "-1", "and this pool runs without the guard"),
+        ({"attach": "manual"}, "manual", True, "manual", "-1", "with attach policy 'manual'"),
     ],
     ids=["guard", "no-cells", "no-guard", "manual"],
 )
@@ -402,7 +402,7 @@ def test_folder_of_the_agent_must_be_private(tmp_path: Path, monkeypatch: Any) -
     (folder / "jupyter_gpupool").symlink_to(tmp_path)
     assert (agent_folder() / "jupyter_gpupool" / "kernel").exists()
     folder.chmod(0o777)
-    with pytest.raises(GPUPoolError, match="Other users can change"):
+    with pytest.raises(GPUPoolError, match="that no other user can change"):
         agent_folder()
 
 

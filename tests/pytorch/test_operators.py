@@ -193,7 +193,7 @@ def test_devices_streams_graphs_and_errors_behave_like_cuda(run):
     assert (done.stdout, told) == ("done\n", [])
 
 
-def test_memory_backends_and_workers_work(run):
+def test_each_memory_backend_computes_and_loads_data_correctly(run):
     code = """
 import torch
 x = [torch.full((1 << 18,), float(i), device="cuda") for i in range(20)]
@@ -210,7 +210,7 @@ print("done")
         assert run(code, PYTORCH_CUDA_ALLOC_CONF=backend).stdout == "done\n"
 
 
-def test_profiler_has_the_times_of_the_host(run):
+def test_profiler_lists_operators_although_cupti_is_missing(run):
     """NVIDIA's profiling library is not emulated, so the profile has no times of the device."""
     code = """
 import torch
@@ -397,7 +397,7 @@ def test_a_program_without_devices_computes_on_the_host(run):
     assert run(code, CUDA_VISIBLE_DEVICES="").stdout == "False 2.0\n"
 
 
-def test_without_emulated_devices_pytorch_finds_no_gpu(run):
+def test_pytorch_finds_no_gpu_without_emulated_devices(run):
     text = """
 import torch
 assert not torch.cuda.is_available()

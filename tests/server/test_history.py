@@ -158,7 +158,7 @@ def row(time, kind, session="s", **detail):
     return {"time": time, "kind": kind, "session": session, "detail": detail}
 
 
-def test_a_kernel_counts_from_its_opening():
+def test_usage_of_a_kernel_starts_when_it_opens():
     one = kernel(attached_seconds_total=4.0)
     assert counted(view(100.0, one)) == (4.0, 10.0)
     assert counted(view(100.0, one), view(130.0, {**one, "attached_seconds_total": 9.0})) == (
@@ -166,14 +166,14 @@ def test_a_kernel_counts_from_its_opening():
     )
 
 
-def test_an_older_session_counts_from_the_first_snapshot():
+def test_usage_of_an_older_session_starts_at_the_first_snapshot():
     one = kernel(attached_seconds_total=4.0)
     assert counted(view(100.0, one), since=95.0) == (0.0, 0.0)
     later = {**one, "attached_seconds_total": 6.0}
     assert counted(view(100.0, one), view(110.0, later), since=95.0) == (2.0, 10.0)
 
 
-def test_ended_kernel_counts_up_to_its_end():
+def test_usage_of_an_ended_kernel_stops_at_its_end():
     one = kernel(attached_seconds_total=4.0)
     assert counted(view(100.0, one), view(200.0)) == (4.0, 10.0)
     # The kernel had its slice until its end, and the journal has the time of its end.
@@ -186,7 +186,7 @@ def test_ended_kernel_counts_up_to_its_end():
     assert counted(view(100.0, none), (view(200.0), [row(103.0, "close")])) == (4.0, 13.0)
 
 
-def test_rows_newer_than_a_snapshot_count_with_the_next_snapshot():
+def test_newer_rows_are_counted_at_the_next_snapshot():
     one = kernel(attached_seconds_total=4.0)
     rows = [row(99.0, "state", new="detached"), row(102.0, "close")]
     assert counted((view(100.0, one), rows), view(101.0, one)) == (6.0, 12.0)

@@ -52,7 +52,7 @@ def test_each_machine_shows_its_gpus_its_queue_and_my_sessions():
 
 
 @pytest.mark.parametrize("state", get_args(NodeState))
-def test_rest_has_a_state_for_every_ledger_state(state):
+def test_rest_api_has_a_state_for_every_ledger_state(state):
     here, other = shown(answer(node("gpu1", state), node("gpu2", state)))["machines"]
     assert other["state"] == machines.STATES[state]
     assert here["state"] != "unreachable", "this server talks to its broker"
@@ -115,7 +115,7 @@ def test_why_shows_other_machines_only_for_a_waiting_kernel(clustered, state, to
 
 
 @pytest.mark.parametrize("clustered", [False, True])
-def test_only_machines_of_a_cluster_ask_for_other_machines(clustered):
+def test_server_asks_for_other_machines_only_in_a_cluster(clustered):
     link = Link(clustered=clustered)
 
     async def ask():

@@ -32,7 +32,9 @@ def test_page_assumes_a_gpu_if_there_is_a_driver(monkeypatch):
 def test_page_without_a_driver_says_what_to_do(bare):
     assert page.first({}, {}, NOBODY) == {
         "found": False,
-        "reason": "No NVIDIA driver was found on this machine. `jupyter gpupool doctor` says more.",
+        "reason": (
+            "No NVIDIA driver was found on this machine. Run `jupyter gpupool doctor` for details."
+        ),
         "emulated": False,
     }
 
@@ -68,7 +70,7 @@ def test_answer_of_the_broker_replaces_the_first_guess():
     assert page.told(one) == SOME
     assert page.told({**one, "emulated": True}) == EMULATED
     none = page.told({"devices": [], "problem": "The driver is too old."})
-    assert none["reason"] == "The driver is too old. `jupyter gpupool doctor` says more."
+    assert none["reason"] == "The driver is too old. Run `jupyter gpupool doctor` for details."
     assert page.told({"devices": [], "problem": ""})["reason"].startswith("The GPU pool ")
 
 

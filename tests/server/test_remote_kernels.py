@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels on other machines as a server shows them, with answers that the test decides."""
+"""How a server shows kernels on other machines. The tests give the answers of the brokers there."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_an_answer_of_another_version_does_not_end_the_watch(clock):
     asyncio.run(run())
 
 
-def test_server_asks_once_a_second_and_not_before_an_answer(clock):
+def test_server_asks_again_after_an_answer_and_one_second(clock):
     async def run():
         scene = Scene(clock, k=(kernel := Kernel().has("k")))
         kernel.hold = asyncio.Event()

@@ -113,7 +113,7 @@ def wrong_for(server):
     server.stop_kernel(name)
 
 
-def test_other_paths_and_methods_are_errors_of_the_same_form(server):
+def test_unknown_paths_and_methods_get_errors_of_the_same_form(server):
     for method, path, status in (
         ("GET", "/nothing", 404),
         ("GET", "", 404),
@@ -128,4 +128,4 @@ def test_other_paths_and_methods_are_errors_of_the_same_form(server):
 
 def test_a_kernel_without_a_gpu_has_no_session(server, kernel):
     found = server.api(f"/sessions/{kernel('python3')}", status=404)
-    assert found["next_step"] == "Choose the kernel Pooled GPU, or restart it."
+    assert found["next_step"] == "Choose the kernel Pooled GPU, or restart this kernel."

@@ -92,7 +92,7 @@ def test_an_admins_server_shows_no_names_of_other_users():
     assert views.session_of(view, "k-x") is None
 
 
-def test_own_kernels_are_mine_under_any_owner_name():
+def test_kernels_of_this_server_are_mine_under_any_owner_name():
     (found,) = snapshot(session("a", owner="uid-1000"))["sessions"]
     assert found["mine"]
     assert found["here"]
@@ -111,7 +111,7 @@ def test_session_without_a_kernel_id_cannot_be_mine():
     assert "kernel_id" not in found
 
 
-def test_the_newest_session_of_a_kernel_counts():
+def test_the_newest_session_of_a_kernel_is_found():
     view = snapshot(session("a", kernel_id="k-a"), session("b", kernel_id="k-a"))
     assert views.session_of(view, "k-a")["id"] == "b"
 
@@ -130,7 +130,7 @@ def test_small_changes_of_a_share_or_budget_are_not_published():
     assert views.delta(at(0.0, 0.251), at(0.0, 0.251, spent=True)) is not None
 
 
-def test_a_later_time_alone_is_not_a_change():
+def test_there_is_no_delta_if_only_time_has_passed():
     old = snapshot(session("a"))
     new = snapshot(
         session("a", idle_seconds=5.0), now=105.0, host={"used_bytes": 0, "available_bytes": 5}
@@ -138,7 +138,7 @@ def test_a_later_time_alone_is_not_a_change():
     assert views.delta(old, new) is None
 
 
-def test_queue_length_is_a_change_for_waiting_sessions_only():
+def test_delta_has_queue_length_only_for_waiting_sessions():
     old = snapshot(session("a"), session("b", queue_position=1, queue_length=1), queue_length=1)
     new = snapshot(
         session("a", queue_length=2),

@@ -179,7 +179,7 @@ def programs(sheet: Sheet) -> None:
         ("without an estimate", link(queue=QueuePlace(1, 1, "paused: new driver", now))),
         (
             "and has lost its slice in the middle of its work",
-            link(queue=place, preempted="ann, of a higher priority class, needs the GPU"),
+            link(queue=place, preempted="a kernel of a higher priority class needs the GPU"),
         ),
         ("and is on its way", link(state="attaching")),
         ("while the broker is away", link(away=3.0)),

@@ -37,10 +37,10 @@ STEP = 1 << 20
 
 
 class Overheads:
-    """Learns how much the driver takes for each process beyond what its guard has charged.
+    """Learns, for each process, how much of the driver's memory the guard has not charged.
 
-    This overhead counts in the session's slice like any allocation: the class keeps ``use.beyond``
-    and the page of every attached session up to date.
+    This overhead counts in the session's slice like an allocation. This class keeps ``use.beyond``
+    and the page of each attached session up to date.
     """
 
     def __init__(self, core: Core, pages: ControlPages, activity: Activity) -> None:
@@ -57,7 +57,7 @@ class Overheads:
         old: Collection[str],
         owners: Mapping[ProcessId, str | None],
     ) -> None:
-        """Compare samples with each session's page, as it was before the samples and as it is now.
+        """Compare samples with the page of each session, read before the samples and now.
 
         This method compares only one set of samples at a time. It ignores samples that come while
         it compares.
@@ -83,9 +83,8 @@ class Overheads:
         shown = {s.uuid: {p.pid: p.bytes for p in s.processes} for s in samples}
         by_uuid = {s.uuid: s for s in samples if s.uuid not in old}
         living: set[tuple[ProcessId, int]] = set()
-        #: Processes whose overhead stays known although this call does not measure it. Their
-        #: sessions are not attached, or were attached or resumed between the two readings of the
-        #: page.
+        #: Processes whose known overhead stays valid. This call cannot measure it, because the
+        #: session is not attached, or began its lease between the two readings of the page.
         stays: set[ProcessId] = set()
         pace = Pace()
         for session in [*self._core.sessions]:
@@ -160,7 +159,8 @@ class Overheads:
     def _complete(self, sample: DeviceSample) -> bool:
         """Return whether NVML's list accounts for all memory that is in use.
 
-        If it does, NVML's figure for a process is right even when it is lower than expected.
+        If the list is complete, NVML's figure for a process is right even if the figure is lower
+        than expected.
         """
         device = self._core.pool.device(sample.uuid)
         driver = max(0, device.memory_reserved - sample.reserved) if device is not None else 0
@@ -216,8 +216,8 @@ class OveruseWatch:
     ) -> None:
         policy = self._configuration.settings.overuse
         sentence = (
-            f"The kernel uses {format_bytes(sum(used.values()))} of GPU memory and was granted "
-            f"{format_bytes(sum(granted.values()))}: part of it was allocated without the guard."
+            f"The kernel uses {format_bytes(sum(used.values()))} of GPU memory (granted: "
+            f"{format_bytes(sum(granted.values()))}). It allocated some memory without the guard."
         )
         self._log.warning("Session %s: %s (%s)", session.id, sentence, policy)
         for device, size in used.items():
@@ -279,7 +279,7 @@ class DriverShares:
     def _settle(self, device: Device, found: int) -> None:
         was = device.memory_reserved
         self._log.info(
-            "GPU %d at rest: the driver keeps %s for itself (%s before)",
+            "GPU %d is not in use: the driver now keeps %s of GPU memory for itself (before: %s)",
             device.index, format_bytes(found), format_bytes(was),
         )  # fmt: skip
         self._core.note("residue", device=device.uuid, bytes=found, detail={"before": was})

@@ -40,9 +40,9 @@ Obstacle = Literal["busy", "pinned", "drain", "host", "limit"]
 #: The reason if a suspend would lose the session's CUDA graph.
 RECORDING = "it records a CUDA graph"
 
-#: Why a session in use is not preempted. Today's drivers end a process that synchronises while it
-#: is suspended. Only the guard can prevent a running cell from synchronising during a suspend.
-UNGUARDED = "it runs without the guard, which would hold its CUDA calls back while it is suspended"
+#: Why the pool does not preempt a session in use. Today's drivers end a process that synchronises
+#: while it is suspended. Only the guard can stop a running cell from synchronising at that time.
+UNGUARDED = "it runs without the guard, so nothing would stop its CUDA calls during the suspend"
 
 #: Seconds within which a process that has just ended must free its memory, and seconds between two
 #: checks.
@@ -51,7 +51,8 @@ ROOM_WAIT, ROOM_POLL = 1.0, 0.05
 #: Seconds for the suspend before a kill, and seconds within which the server must kill the kernel.
 RETIRE, RETIRED = 10.0, 30.0
 
-#: Seconds in which the agent shows why its session is lost. Then the broker ends the session.
+#: The broker waits this many seconds before it ends a lost session, so that the agent can show why
+#: the session is lost.
 LAST_WORDS = 0.3
 
 
@@ -83,8 +84,8 @@ class DeviceActions:
         self._running: set[asyncio.Task[None]] = set()
         #: Sessions with an action under way.
         self.busy: set[str] = set()
-        #: Whether the broker is ending: it then finishes the actions under way and begins no new
-        #: one.
+        #: Whether the broker is ending. If so, it finishes the actions under way and begins no new
+        #: action.
         self._closing = False
 
     def attach(self, action: e.Attach) -> None:
@@ -103,7 +104,7 @@ class DeviceActions:
         self._start(action.session, self._end(action))
 
     async def finish(self, timeout: float) -> None:
-        """Begin no new action, and wait at most ``timeout`` seconds for those under way."""
+        """Begin no new action; wait at most ``timeout`` seconds for the actions under way."""
         self._closing = True
         if self._running:
             await asyncio.wait(self._running, timeout=timeout)
@@ -162,11 +163,11 @@ class DeviceActions:
             if session.refusals.another(targets, now):
                 lost = True
                 message = (
-                    f"The driver refused {session.refusals.count} times to restore its GPU state, "
-                    f"although there was room: it is lost. {message}"
+                    f"The driver refused {session.refusals.count} times to restore the kernel's "
+                    f"GPU state, although there was room. The state is lost. {message}"
                 )
             else:
-                message += " The driver still has its state; the pool tries again."
+                message += " The driver still has the GPU state; the pool tries again."
         if lost or refused:
             for uuid in sorted(targets):
                 self._start("", self._examine(uuid, session))
@@ -286,8 +287,8 @@ class DeviceActions:
                 self._service.suspend(session.process, devices, session=session.id), RETIRE
             )
         except (asyncio.TimeoutError, GPUPoolError) as error:
-            what = str(error) or f"it took more than {RETIRE:g} s"
-            self._core.log.error("The end of session %s may hang the driver: %s", session.id, what)
+            what = str(error) or f"the suspend took more than {RETIRE:g} s"
+            self._core.log.error("The driver may hang when session %s ends: %s", session.id, what)
             return False
         safe = outcome.status in ("suspended", "nothing", "gone")
         session.retired = outcome.status in ("suspended", "nothing")
@@ -295,7 +296,10 @@ class DeviceActions:
         return safe
 
     def retire_and_end(self, session: LiveSession, done: Callable[[bool], None]) -> None:
-        """Call :meth:`retire`, give ``done`` its result; kill the kernel if the server does not."""
+        """Call :meth:`retire`, and give ``done`` its result.
+
+        If the server does not kill the kernel within RETIRED seconds, the broker does so.
+        """
         was = session.process
 
         def end() -> None:
@@ -314,16 +318,18 @@ class DeviceActions:
     def _kept(self, session: LiveSession, message: str) -> None:
         """Record that a refused suspend left part of a session in host memory."""
         self._core.note("kept", session, reason=message)
-        session.send({"type": "notice", "message": f"CUDA calls wait. {message}"})
+        session.send(
+            {"type": "notice", "message": f"The CUDA calls of this kernel wait. {message}"}
+        )
 
     async def _close_gate(self, session: LiveSession) -> tuple[Obstacle, str] | None:
         """Keep new calls out of the driver; return None, or a refusal's kind and reason.
 
-        If the broker refuses the suspend, the gate opens again, because the page follows the pool's
-        record.
+        If this method returns a refusal, the gate opens again later, because the page follows the
+        pool's record.
         """
         if session.landing:
-            return "drain", "one of its processes is moving to its GPU"
+            return "drain", "one of its processes is moving to the GPU of its slice"
         if session.page is None:
             return None
         busy = self._activity.busy(session)
@@ -336,19 +342,19 @@ class DeviceActions:
         if moving:
             return "drain", moving
         if self._activity.recording(session):
-            self._activity.busy(session)  # this call tells the pool that the session is in use
+            self._activity.busy(session)  # tells the pool that the session is in use
             return "busy", RECORDING  # the recording began just before the gate closed
         return None
 
     async def _close_gate_in_use(self, session: LiveSession) -> tuple[Obstacle, str] | None:
         """Keep new calls of a session in use out of the driver, as :meth:`_close_gate` does.
 
-        The pool preempts the session, whose next calls wait at the gate. The broker does not ask
-        the session's agent: the agent keeps its holds, and waits at the gate, too. If the reason of
-        a refusal is temporary, the kind is ``drain``, so that the pool tries again later.
+        The pool preempts the session, so the session's next calls wait at the gate. The broker does
+        not ask the session's agent, which keeps its holds. If the reason of a refusal is temporary,
+        the kind is ``drain``, so that the pool tries again later.
         """
         if session.landing:
-            return "drain", "one of its processes is moving to its GPU"
+            return "drain", "one of its processes is moving to the GPU of its slice"
         if session.page is None:
             return "drain", UNGUARDED
         self._activity.read(session)
@@ -383,7 +389,7 @@ class DeviceActions:
             session.yielding = None
         if cuda is not None:
             session.cuda = cuda
-        return yielded, "a cell has begun" if session.agent else "its agent went away"
+        return yielded, "a cell has begun" if session.agent else "its agent disconnected"
 
     async def _footprint(
         self, session: LiveSession, process: ProcessId, slices: Sequence[Slice]
@@ -482,7 +488,8 @@ class DeviceActions:
                 await self._service.unlock(process, session=name)
             elif state in ("checkpointed", "failed"):
                 self._core.log.warning(
-                    "Ended process %d of session %s, which was suspended when its kernel ended",
+                    "Ended process %d of session %s: this process was still suspended when its "
+                    "kernel ended",
                     process.pid, name,
                 )  # fmt: skip
                 for problem in procfs.kill([process]):

@@ -64,7 +64,7 @@ class Health:
                 self.lost(device.uuid, reason)
 
     def measured(self, device: Device) -> None:
-        """Store a device of which the broker has measured a figure again."""
+        """Store a device after the broker has measured one of its figures again."""
         self.devices[device.uuid] = device
 
     def add(self, device: Device) -> None:
@@ -92,22 +92,22 @@ class Health:
         self.lost(uuid, reason)
 
     def suspect(self, uuid: str, reason: str) -> None:
-        """Take out of service a device that may hang, and test it at once."""
+        """Take a device that may hang out of service, and test it at once."""
         if uuid not in self.devices:
             return
-        self.bad(uuid, f"{reason} It is being tested.")
+        self.bad(uuid, f"{reason} The GPU is being tested.")
 
         def tested(test: asyncio.Task[GPUPoolError | None]) -> None:
             error = None if test.cancelled() else test.result()
             if error is not None and uuid in self.failed:
                 failed = error.code not in _NO_VERDICT
-                what = "Its test failed" if failed else "It has not been tested yet"
+                what = "The GPU's test failed" if failed else "The GPU has not been tested yet"
                 self.lost(uuid, f"{reason} {what}: {error.message}")
 
         self._test(uuid).add_done_callback(tested)
 
     def readable(self, uuid: str) -> None:
-        """Note that NVML can read a device (again)."""
+        """Note that NVML can read a device; bring it back if it needs no test."""
         if uuid not in self._bad and uuid in self.failed:
             self._back(uuid, "healthy again")
 
@@ -190,9 +190,9 @@ class SuddenEnds:
     """Tests the GPUs of restored processes that ended before the pool suspended them again.
 
     Some drivers hang when a restored process ends without a suspend. The pool and its servers
-    suspend a kernel again before they end it. But a kernel may also exit without them, or the
-    out-of-memory killer or a user's ``kill -9`` may end it. The GPU may then hang for its next
-    user. So no kernel gets the GPU before the GPU has passed a test.
+    suspend a kernel again before they end it. But a kernel may also call exit(), or the
+    out-of-memory killer or a user's ``kill -9`` may end it. After such an end, the GPU may hang for
+    its next user. So no kernel gets the GPU before the GPU has passed a test.
     """
 
     def __init__(self, core: Core, service: Devices, health: Health, log: logging.Logger) -> None:
@@ -202,7 +202,7 @@ class SuddenEnds:
         self._log = log
 
     def ending(self, event: e.SessionEnded) -> None:
-        """Check whether a session that is about to end lost its process without a suspend."""
+        """Test the GPUs of a session that ends because its process has ended."""
         session = self._core.sessions.find(event.session)
         record = self._core.record(event.session)
         if session is None or record is None or session.retired or session.process is None:
@@ -215,14 +215,14 @@ class SuddenEnds:
         if not self._service.hazard or not record.resumes or not record.slices:
             return
         why = (
-            "A kernel that the pool had suspended and resumed ended on this GPU before the pool "
-            "suspended it again. Such an end is known to hang this driver."
+            "A resumed kernel ended on this GPU before the pool suspended it again. Such an end is "
+            "known to hang this driver."
         )
         for uuid in dict.fromkeys(piece.device for piece in record.slices):
             if uuid in self._health.devices:
                 self._log.error(
-                    "GPU %d: %s (Session %s; the pool did not end it: it called exit(), or was "
-                    "killed from outside, see dmesg.) No kernel gets the GPU before it has "
+                    "GPU %d: %s The pool did not end session %s: the kernel called exit(), or was "
+                    "killed from outside (see dmesg). No kernel gets the GPU before the GPU has "
                     "passed a test", self._health.devices[uuid].index, why, record.id,
                 )  # fmt: skip
                 self._health.suspect(uuid, why)

@@ -50,8 +50,8 @@ from ..transport.connection import Connection
 from .actions import DeviceActions
 from .samples import Samples
 
-#: Seconds between two checks whether a device has room for a context, and between two checks of a
-#: process that has got the room.
+#: ROOM_POLL: seconds between two checks whether a device has room for a context. WATCH: seconds
+#: between two checks of a process that has the room.
 ROOM_POLL, WATCH = 0.1, 0.5
 
 #: Seconds within which a process that has the room must make its context and report it.
@@ -98,7 +98,8 @@ class _Move:
     seen: tuple[str, ...]
     origin: tuple[str, ...] = ()
     target: tuple[str, ...] = ()
-    #: Why the process cannot be moved, and whether it can use only the devices that it sees.
+    #: Why the broker cannot move the process, and whether the process can use only the devices that
+    #: it sees.
     problem: str = ""
     stay: bool = False
 
@@ -178,7 +179,7 @@ class Landings:
             task.cancel()
 
     def close(self) -> None:
-        """Stop; the next broker finishes the moves under way."""
+        """Stop all moves. The next broker finishes them."""
         for task in self._tasks:
             task.cancel()
 
@@ -212,8 +213,8 @@ class Landings:
             pairs.append((home.uuid, target.uuid))
             if home.model != target.model:
                 problem = problem or (
-                    f"The process initialised CUDA on GPU {home.index}, and the slice is on GPU "
-                    f"{target.index}, of another model."
+                    f"The process initialised CUDA on GPU {home.index}, but the slice is on GPU "
+                    f"{target.index}, which is of another model."
                 )
             elif unusable := self._unusable(home.uuid):
                 stay = True
@@ -221,7 +222,7 @@ class Landings:
             elif not (home.landing_bytes and target.can_migrate):
                 stay = True
                 problem = (
-                    f"The process initialised CUDA on GPU {home.index}, the slice is on GPU "
+                    f"The process initialised CUDA on GPU {home.index}, but the slice is on GPU "
                     f"{target.index}, and this driver does not move processes."
                 )
         if pairs and not problem and session.not_landed >= MOST_FAILED:
@@ -233,9 +234,9 @@ class Landings:
         )  # fmt: skip
 
     def _unusable(self, uuid: str) -> str:
-        """Return why no context can be made on a device until an admin acts; or ""."""
+        """Return why the device takes no context until an admin acts, or "" if it takes one."""
         if self._service.is_aside(uuid):
-            return "That GPU is paused by the administrator."
+            return "The administrator has paused that GPU."
         sample = self._samples.last.get(uuid)
         return sample.lost if sample is not None else ""
 
@@ -398,7 +399,8 @@ class Landings:
             page.set_landing(way.slot, LANDING_MOVES)
         if outcome.status == "refused":
             session.not_landed = MOST_FAILED if outcome.stay else session.not_landed + 1
-        return outcome.message or "It has ended.", outcome.status != "gone" and not outcome.stay
+        again = outcome.status != "gone" and not outcome.stay
+        return outcome.message or "The process has ended.", again
 
     # ------------------------------------------------------------------ not moved
 
@@ -439,7 +441,7 @@ class Landings:
             raise RefusedError(
                 f"{text} Other processes of the kernel use the slice, so the slice cannot move.",
                 code=Code.NOT_MOVED,
-                next_step="End them or start this process again, and try again.",
+                next_step="End those processes, or start this one again. Then try again.",
             )
         self._core.handle(
             e.LandingRefused(
@@ -471,9 +473,9 @@ class Landings:
     async def recover(self, name: str) -> None:
         """Let processes of session ``name`` run again if an earlier broker was moving them.
 
-        Call this before the broker goes on with the session. In each such process, the thread that
-        waits for the move asks this broker again. If that thread was interrupted before, the
-        process continues on the device where it is, and moves when it makes its next context.
+        Call this before the broker continues with the session. In each of these processes, a thread
+        waits for the move, and asks this broker again. If somebody has interrupted this thread, the
+        process stays on its present device, and moves when it makes its next context.
         """
         page = await self._page(name)
         if page is None:
@@ -504,12 +506,12 @@ class Landings:
         path = self._pages.path_of(name)
         try:
             if path.is_symlink() or not path.exists():
-                # This search reads the file descriptors of all processes, which takes a while.
+                # The search reads the file descriptors of all processes, so it takes a while.
                 page = await asyncio.to_thread(Page.find, path, name)
                 if page is None and path.is_symlink():
                     self._log.warning(
-                        "The page of session %s was deleted and no process has it; a process that "
-                        "was moving to its GPU goes on once the broker finds it.", name,
+                        "The page of session %s was deleted, and no process has it open. A process "
+                        "that was moving to its GPU waits until the broker finds the page.", name,
                     )  # fmt: skip
                 return page
             return Page.open(path)

@@ -48,7 +48,7 @@ _META = "maintenance"
 #: Seconds between two checks of what a pause waits for, and between two reads of all of /proc.
 POLL, SCAN = 0.2, 1.0
 
-#: Names the broker itself in tables whose other values are names of sessions.
+#: Stands for the broker itself in tables whose other values are names of sessions.
 _OWN = "broker"
 
 _WORDS = {"pause": "paused", "drain": "drained"}
@@ -115,15 +115,15 @@ class Maintenance:
         self._own = procfs.identify(os.getpid())
         #: By the device of an order: what the order waits for when no session has a lease.
         self._step: dict[str, str] = {}
-        #: The requests to restart a session that the broker has sent to users. Each row has the
-        #: device and the time of the order, and the session.
+        #: The sessions whose users the broker has asked for a restart. Each entry has the order's
+        #: device, the order's time, and the session.
         self._told: set[tuple[str, float, str]] = set()
         self._busy = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self) -> None:
-        """Tell the pool the orders that an earlier broker had."""
+        """Tell the pool the orders that the journal has from an earlier broker."""
         for device, order in self._orders.items():
             if order.kind == "pause" and device and not self._service.down:
                 # This broker has opened all device files to find the devices, so the pause is not
@@ -161,8 +161,8 @@ class Maintenance:
             self._answer_later(connection, message, method(device))
         else:
             raise RefusedError(
-                f"There is no maintenance action {action[:40]!r}; there are pause, drain, resume "
-                "and retest.",
+                f"There is no maintenance action {action[:40]!r}; the actions are pause, drain, "
+                "resume and retest.",
                 code=Code.BAD_REQUEST,
             )
 
@@ -188,9 +188,9 @@ class Maintenance:
     def _order(self, kind: OrderKind, device: str, reason: str, by: str) -> str:
         if kind == "drain" and not device:
             raise RefusedError(
-                "Draining is for one GPU.",
+                "A drain order is for one GPU.",
                 code=Code.BAD_REQUEST,
-                next_step="Name it with --device, or pause the whole pool.",
+                next_step="Name the GPU with --device, or pause the whole pool.",
             )
         old = self._orders.get(device)
         order = Order(
@@ -255,7 +255,7 @@ class Maintenance:
         return note
 
     def _stood_down(self, order: Order) -> bool:
-        """Return whether this broker or an earlier one has ended its children for an order."""
+        """Return whether this or an earlier broker has ended its children for an order."""
         pause = order.kind == "pause" and order.closed
         return pause or self._service.is_aside(order.device)
 
@@ -266,12 +266,12 @@ class Maintenance:
             raise RefusedError(
                 "The whole pool is paused.",
                 code=Code.PAUSED,
-                next_step="Resume it without --device.",
+                next_step="Resume the whole pool: leave out --device.",
             )
         return [self._orders[device]] if device in self._orders else []
 
     def _exchange(self, found: Iterable[Device]) -> None:
-        """Note which devices exist now, and what they can do.
+        """Store the devices that exist now, and their properties.
 
         A device that failed before and was not tested now stays out of service.
         """
@@ -279,8 +279,8 @@ class Maintenance:
         for uuid in [uuid for uuid in self._health.devices if uuid not in there]:
             self._health.bad(
                 uuid,
-                "the driver did not list it after a pause. When nvidia-smi -L lists it again, "
-                "pause the whole pool and resume it",
+                "the driver did not list this GPU after a pause. When nvidia-smi -L lists the GPU "
+                "again, pause and then resume the whole pool",
             )
         for uuid, device in there.items():
             passed = uuid in self._service.renewed and device.can_suspend
@@ -291,7 +291,7 @@ class Maintenance:
         chosen = [u for u in self._health.failed if u in self._health.devices]
         chosen = [uuid for uuid in chosen if device in ("", uuid)]
         if not chosen:
-            return "No GPU is out of service for a failure."
+            return "No GPU is out of service because of a failure."
         lines = []
         for uuid in chosen:
             name = f"GPU {self._index(uuid)}"
@@ -363,7 +363,9 @@ class Maintenance:
                 # Perhaps no descriptor is free to list /proc, or a child process does not end.
                 for device in self._step:
                     self._step[device] = f"another try, because the last one failed: {error}"
-                self._log.error("The pause continues later: %s", error)
+                self._log.error(
+                    "A step of the pause failed, and the broker tries it again: %s", error
+                )
             await asyncio.sleep(POLL)
 
     async def _look(self, scanned: float, now: float) -> float:
@@ -458,7 +460,7 @@ class Maintenance:
         return found.id if found is not None and found.may_have(pid) else ""
 
     def _tell(self, order: Order) -> None:
-        """Ask the users of sessions that cannot be suspended to restart them, once per session."""
+        """If a session cannot be suspended, ask its user once to restart it."""
         for session, record in self._holding(order):
             why = self._pinned(session, record)
             if why:
@@ -470,13 +472,13 @@ class Maintenance:
                 )
 
     def _tell_holders(self, order: Order) -> None:
-        """Ask the users of sessions that use the driver without a slice to restart them."""
+        """If a session uses the driver without a slice, ask its user to restart it."""
         why = (
             f"This kernel has opened the device file of GPU {self._index(order.device)}, so it "
             "keeps that GPU in use"
             if order.device
-            else "This kernel has initialised CUDA and holds no memory that could be moved, so it "
-            "keeps the driver in use"
+            else "This kernel has initialised CUDA, but has no GPU memory that the pool could "
+            "move. Only a restart makes the kernel stop using the driver"
         )
         for _, whose in self._left[order.device]:
             session = self._core.sessions.find(whose)
@@ -492,8 +494,8 @@ class Maintenance:
         session.send(
             {
                 "type": "notice",
-                "message": f"{what} being {order.text}. {why}. Save what you need, and restart "
-                "the kernel: the maintenance waits for the restart.",
+                "message": f"{what} being {order.text}. {why}. Save your work and restart this "
+                "kernel: the maintenance waits for the restart.",
             }
         )
         self._core.note("restart-notice", session, reason=why)
@@ -514,11 +516,11 @@ class Maintenance:
         what = "The pool" if not order.device else f"GPU {self._index(order.device)}"
         if order.closed:
             done = {
-                "pause": "no process of it has a device file open"
+                "pause": "no process of the pool has a device file open"
                 if not order.device
                 else "no kernel has a slice there"
                 if not self._service.has_file(order.device)
-                else "no process of the pool has its device file open",
+                else "no process of the pool has this GPU's device file open",
                 "drain": "no kernel has a slice there",
             }[order.kind]
             return f"{what} is {order.text}; {done}."
@@ -580,7 +582,7 @@ class Maintenance:
             elif record.state in MOVING:
                 why = "its state is being moved"
             else:
-                why = stays.get(session.id) or "the pool asks it again soon"
+                why = stays.get(session.id) or "the pool soon asks it for its slice again"
             devices = [self._index(piece.device) for piece in record.slices]
             found.append(
                 (session, record, {"devices": devices, "why": why, "pinned": bool(pinned)})

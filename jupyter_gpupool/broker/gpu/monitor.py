@@ -97,11 +97,10 @@ class Monitor:
         self._woken = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._closed = False
-        #: By device: what the monitor last told the pool. The first part is the owners of the
-        #: device's memory. The second part is the sessions that were idle before the sample began,
-        #: each with the time at which it became idle. The pool's figure of an idle session must
-        #: come from a sample after that time. Otherwise the session's whole slice counts as its
-        #: state.
+        #: By device: what the monitor last reported to the pool. The first part is the owners of
+        #: the device's memory. The second part is the sessions that were idle before the sample
+        #: began, each with the time at which it became idle. For each idle session, the pool needs
+        #: a sample later than this time. Without it, the whole slice counts as the session's state.
         self._told: dict[str, tuple[Attribution, frozenset[tuple[str, float]]]] = {}
         self._told_host = -1
         self._told_changes: dict[str, int] = {}
@@ -149,7 +148,7 @@ class Monitor:
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        after = 0  # samples begun since the last session ended
+        after = 0  # the number of samples since the last session ended
         changed = self._core.changed
         while not self._closed:
             self._woken.clear()
@@ -166,7 +165,7 @@ class Monitor:
             for left in reversed(range(quiet)):
                 with suppress(asyncio.TimeoutError):
                     await within(changed.wait(), interval)
-                    await asyncio.sleep(settle)  # changes come in groups
+                    await asyncio.sleep(settle)  # a change is often followed by others
                     break
                 if left:
                     # Idle devices change little, but any process may take host memory.
@@ -190,9 +189,9 @@ class Monitor:
         """Take one sample and tell the pool."""
         waited_for = "queued" in self._core.busy.values()
         available = await self._room.read(self._room.machine)
-        # Until the pool gets a new figure of host memory, it subtracts the bytes of each suspend
-        # from the last figure, even if the session has resumed since. Without new figures, the pool
-        # would at last see no free host memory.
+        # The pool subtracts the bytes of each suspend from its last figure of host memory, even if
+        # the session has resumed since. So the pool needs new figures from time to time. Otherwise
+        # its figure would fall to zero.
         moved = self._core.changes != self._told_changes
         if waited_for or moved or abs(available - self._told_host) >= HOST_STEP:
             self._told_host = available
@@ -206,7 +205,7 @@ class Monitor:
         samples = await self._samples.take()
         await self._identify(samples)
         pace = Pace()
-        # If a session attaches or releases its slice during these reads, ``changes`` shows it.
+        # If a session attaches or releases its slice during these reads, ``changes`` grows.
         granted, idle = self._leases(began)
         counted = await self._counted(pace)
         shown: dict[str, dict[str, int]] = {}
@@ -217,7 +216,7 @@ class Monitor:
                 continue  # the device service has reported the loss
             self._health.readable(sample.uuid)
             if self._core.changes.get(sample.uuid) != before.get(sample.uuid):
-                # Out of date: a process came to the device or left it during the sample.
+                # The sample is out of date: a process came to or left the device in the meantime.
                 continue
             old.discard(sample.uuid)
             leased = bool(granted.get(sample.uuid))
@@ -241,7 +240,7 @@ class Monitor:
         await self._update_pages()
 
     async def _update_pages(self) -> None:
-        """Write into each page the free memory that matters to its session."""
+        """Write the free memory that each session can use into its page."""
         now = asyncio.get_running_loop().time()
         if now - self._homes_at >= HOMES:
             self._homes_at = now
@@ -273,8 +272,8 @@ class Monitor:
         self._ours = owned | (self._ours & present.keys())
 
     async def _owner(self, process: ProcessId) -> str | None:
-        # The search goes through the ancestors of the process, which are few. It does not go
-        # through the sessions' processes: there may be a thousand sessions.
+        # The search looks at the few ancestors of the process. It does not look at the descendants
+        # of each session, because there may be a thousand sessions.
         above = procfs.ancestry(process.pid)
         roots = {session.process: session.id for session in self._core.sessions}
         nearest = next((roots[one] for one in (process, *above) if one in roots), None)
@@ -369,8 +368,9 @@ class Monitor:
                 )
                 what = "ended" if end else "seen"
                 self._log.warning(
-                    "Foreign process %d of user id %s on %s %s", process.pid, uid, sample.uuid, what
-                )
+                    "Foreign process %d of user id %s on %s was %s", process.pid, uid, sample.uuid,
+                    what,
+                )  # fmt: skip
                 self._core.note(
                     "foreign", device=sample.uuid, bytes=entry.bytes, reason=what,
                     detail={"pid": process.pid, "uid": uid},

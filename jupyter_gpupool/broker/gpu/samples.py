@@ -70,9 +70,9 @@ class Samples:
             # session has no state to restore, so the slack does no harm.
             if sample.free + slack(sample.total) < piece.bytes:
                 return (
-                    f"{piece.device} has {format_bytes(sample.free)} free and "
-                    f"{format_bytes(piece.bytes)} is needed: processes outside the pool use the "
-                    "rest (nvidia-smi lists them)."
+                    f"The slice needs {format_bytes(piece.bytes)} on {piece.device}, but only "
+                    f"{format_bytes(sample.free)} is free: processes outside the pool use the rest "
+                    "(nvidia-smi lists these processes)."
                 )
         return ""
 

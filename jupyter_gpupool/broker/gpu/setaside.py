@@ -4,9 +4,9 @@
 
 ``torch.cuda.is_available()`` is enough to call cuInit. Such a process has no context and no slice,
 so the pool never suspends it. But it has the driver's device files open. If the driver can suspend
-it (see ``docs/driver-facts.md``), the broker does so during a pause. Then the pool treats the
-kernel as suspended: when the kernel gets its next slice, on any GPU, the broker restores it. A
-later broker can do so, too.
+it (see ``docs/driver-facts.md``), the broker asks the driver to do so during a pause. From then on,
+the pool treats the kernel as suspended. When the kernel gets its next slice, on any GPU, this
+broker or a later broker restores it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ before a pause is complete
 
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
-        """Suspend kernels that see one of ``devices`` without a context, if the driver can.
+        """Suspend kernels that see one of ``devices`` and have no context, if the driver can.
 
         If the broker has already asked the driver about these processes for this ``order``, it does
         not ask again.
@@ -140,7 +140,7 @@ class UnleasedSuspends:
             try:
                 if not await self._restored(session):
                     continue  # the broker tries again when the kernel gets its next slice
-            except Exception as error:  # the broker tries again at the kernel's next slice
+            except Exception as error:  # the broker tries again at the next slice
                 self._log.error("Session %s stays suspended: %r", session.id, error)
                 continue
             self._core.handle(e.SetAside(now=self._core.now(), session=session.id, suspended=()))

@@ -54,14 +54,16 @@ class AdminMessages:
         session, by, why = self._order(connection, message)
         minutes, now = read_minutes(message), self._core.now()
         if minutes is None:
-            told = f"The administrator {by} has dropped the order to take this kernel's slice back."
+            told = (
+                f"The administrator {by} has cancelled the order to take back this kernel's slice."
+            )
             what, at = "recall dropped", None
         else:
             left = format_seconds(60 * minutes)
             told = (
                 f"The administrator {by} takes the slice of this kernel back in {left}{why}. "
-                "Nothing is lost: its state moves to host memory, and a running cell waits for "
-                "its next slice."
+                "Nothing is lost: the kernel's state moves to host memory, and a running cell "
+                "waits until the kernel has a slice again."
             )
             what, at = f"recall in {left}", now + 60 * minutes
         reason = f"the administrator {by} took the slice back{why}"

@@ -51,8 +51,8 @@ class AgentMessages:
             return
         if not _belongs(connection.peer.pid, session.process, bool(message.get("member"))):
             raise RefusedError(
-                f"Process {connection.peer.pid} is not the kernel {session.process.pid} that the "
-                "session was opened for, nor a child of it.",
+                f"Process {connection.peer.pid} is neither the kernel of this session (process "
+                f"{session.process.pid}) nor a child of this kernel.",
                 code=Code.NOT_YOURS,
             )
         holds = read_holds(message.get("holds", []), self._core.now())
@@ -67,8 +67,8 @@ class AgentMessages:
             session.grace = None
         session.connect_agent(connection)
         _note_cuda(session, message.get("cuda"))
-        # Keep the holds for which the agent still waits, because the agent asks for them again.
-        # Keep also the holds of the guard and of members.
+        # Keep the holds for which the agent still waits, because the agent asks for them again. The
+        # holds of the guard and of members stay, too.
         waiting = tuple(
             hold
             for hold in self._lifecycle.record(session).holds
@@ -135,11 +135,14 @@ class AgentMessages:
             raise ProtocolError(f"The hold {hold!r} belongs to the guard.")
         record = self._lifecycle.record(session)
         if len(record.holds) >= MAX_HOLDS:
-            raise RefusedError(f"A session may have {MAX_HOLDS} holds at once.", code=Code.TOO_MANY)
+            raise RefusedError(
+                f"A session may have at most {MAX_HOLDS} holds at once.", code=Code.TOO_MANY
+            )
         if message.get("wait"):
             if connection.waiting >= MAX_WAITING:
                 raise RefusedError(
-                    f"A connection may wait for {MAX_WAITING} holds at once.", code=Code.TOO_MANY
+                    f"A connection may wait for at most {MAX_WAITING} holds at once.",
+                    code=Code.TOO_MANY,
                 )
             previous = session.waits.get(hold)
             if previous is not None:
@@ -149,10 +152,10 @@ class AgentMessages:
             connection.begin_wait()
             session.waits[hold] = PendingHold(connection, message.get("id"))
         elif message.get("epoch", record.epoch) != record.epoch:
-            # The lease that the agent knows has ended. But the agent has begun a cell, so the hold
-            # counts. Tell the agent the present state of its lease.
+            # The agent does not know yet that its lease has ended. The hold counts, because the
+            # agent has begun a cell. Send the agent the present state of its lease.
             self._log.warning(
-                "Session %s took a hold in epoch %s, but its epoch is %d",
+                "Session %s began a hold in epoch %s, but the present epoch is %d",
                 session.id, message.get("epoch"), record.epoch,
             )  # fmt: skip
             self._core.push_lease(session, "epoch")
@@ -194,8 +197,8 @@ class AgentMessages:
         if asked is not None and asked[0] == message["epoch"] and not asked[1].done():
             asked[1].set_result((message["yielded"], message.get("cuda")))
         elif message["yielded"]:
-            # The answer is too late: the broker has given up the suspend, and the agent has its
-            # lease.
+            # The answer is too late. The broker no longer tries to suspend the session, so the
+            # agent keeps its lease.
             self._core.push_lease(session, "too late to yield")
 
     def resting(self, connection: Connection, _message: Message) -> None:

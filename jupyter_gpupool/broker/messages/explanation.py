@@ -87,7 +87,7 @@ def _standing(found: Standing) -> dict[str, Any]:
 
 
 def shares(found: tuple[tuple[str, float, float], ...]) -> list[dict[str, Any]]:
-    """Return the owner's part of the usage, and its fair part, for each level of the tree."""
+    """Return, for each level of the tree, the owner's share of the usage and its fair share."""
     return [{"of": name, "used": round(used, 4), "due": round(due, 4)} for name, used, due in found]
 
 

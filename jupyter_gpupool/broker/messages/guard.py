@@ -96,7 +96,7 @@ class GuardMessages:
         session = self._session(connection, message)
         if not 0 < message["bytes"] < MAX_GROWTH or message["device"] < 0:
             raise RefusedError(
-                "The size of this growth, or its device, is not valid.", code=Code.BAD_REQUEST
+                "The size or the device of this growth is not valid.", code=Code.BAD_REQUEST
             )
         if not self._may_ask(connection, session, message, self._grow_now):
             return
@@ -133,7 +133,7 @@ class GuardMessages:
             return
         record = self._core.record(session.id)
         if record is None or session.guards or record.state in ATTACHED:
-            return  # the session is attached: its use of the GPU decides when the hold ends
+            return  # if the session is attached, its use of the GPU decides when the hold ends
         self._activity.drop(session)
 
     # ------------------------------------------------------------------ what the pool answers
@@ -206,7 +206,8 @@ class GuardMessages:
             raise RefusedError(f"Session {session.id} has ended.", code=Code.UNKNOWN_SESSION)
         if len(session.guards) >= MAX_GUARDS:
             raise RefusedError(
-                f"{MAX_GUARDS} threads of the session wait already.", code=Code.TOO_MANY
+                f"{MAX_GUARDS} threads of the session already wait; no more may wait.",
+                code=Code.TOO_MANY,
             )
         if session.page is None:
             raise RefusedError(
@@ -232,9 +233,9 @@ class GuardMessages:
         self._activity.take(session)
 
     def _home_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
-        """Choose devices for a process that reads them now, and usually asks for the lease next."""
-        # The page already marks the process that asks. But this process has not read its devices
-        # yet, so it must not count.
+        """Choose the devices that a process sees. The process reads them in its page next."""
+        # The page already marks the asking process as one that has read its devices. The process
+        # has not read them yet, so ``looking`` leaves it out.
         self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
 
@@ -295,12 +296,12 @@ class GuardMessages:
         record, ordinal = self._core.record(session.id), message["device"]
         if record is None or record.state not in ATTACHED or ordinal >= len(record.slices):
             raise RefusedError(
-                "The session has no slice on this device that could grow.", code=Code.NO_MEMORY
+                "On this device, the session has no slice that could grow.", code=Code.NO_MEMORY
             )
         device, total = record.slices[ordinal].device, record.slices[ordinal].bytes
         total += message["bytes"]
-        # The guard's sums do not include the memory that the driver takes beyond what the guard has
-        # charged. So this memory must be subtracted.
+        # The guard's totals include only the memory that the guard has charged. So the broker
+        # subtracts the other memory that the driver uses.
         beyond = session.use.beyond
         vain = max(1, total - (beyond[ordinal] if ordinal < len(beyond) else 0))
         self._asked += 1
@@ -321,9 +322,9 @@ class GuardMessages:
 
         self._growing[connection] = rid
         self._core.expect(rid, reply)
-        # The last read of the session's use may be a second old, which is too old here. But reading
-        # the page of 256 processes takes milliseconds, and an application may ask hundreds of
-        # times. So a read that is younger than RECENT is good enough.
+        # The pool needs the session's present use, and the last read of it may be a second old. The
+        # broker does not read again within RECENT seconds, because the page of 256 processes takes
+        # milliseconds to read, and an application may ask hundreds of times.
         if self._now() - session.use.read_at >= RECENT:
             self._activity.read(session)
         self._core.handle(
@@ -355,7 +356,7 @@ class GuardMessages:
     def _may_ask(
         self, connection: Connection, session: LiveSession, message: Message, method: _Method
     ) -> bool:
-        """Return whether to handle the question now; if not, it runs later."""
+        """Return whether to handle the question now. If not, a timer handles it later."""
         now = self._now()
         bucket = self._allowance.get(session.id)
         if bucket is None:
@@ -365,7 +366,7 @@ class GuardMessages:
         if left >= 1:
             return True
         if -left > MAX_GUARDS + 1:
-            raise RefusedError("This session sends more requests than it may.", code=Code.TOO_MANY)
+            raise RefusedError("This session sends too many requests.", code=Code.TOO_MANY)
         loop = asyncio.get_running_loop()
         loop.call_later((1 - left) / bucket.rate, self._later, connection, session, message, method)
         return False
@@ -380,19 +381,20 @@ class GuardMessages:
 #: Seconds for which the guard may repeat a refusal before it asks the broker again.
 LASTS = 1.0
 
-#: The codes of refusals that depend on the pool's figures. The reason for any other refusal may end
-#: at any time, without an event.
+#: The codes of refusals whose reason can end only with an event of the pool. Any other reason may
+#: end at any time.
 CODES = (Code.LIMIT, Code.NO_MEMORY, Code.QUOTA)
 
 
 class RefusedGrowth:
     """Lets the guard repeat a refusal of growth until something changes.
 
-    Programs that search for the largest size that fits, or that retry, ask hundreds of times. So
+    A program that retries, or searches for the largest size that fits, asks hundreds of times. So
     the broker writes the smallest refused total into the page. The guard refuses growth to this
-    total or more without a message. Only an event can change the pool's decision, and the broker
-    withdraws the total before the pool handles the next event. So the guard never refuses growth
-    that the pool would grant. The total also expires, because a killed broker cannot withdraw it.
+    total or more without a message to the broker. Only an event can change the pool's decision, and
+    the broker withdraws the total before the pool handles the next event. So the guard never
+    refuses growth that the pool would grant. The total also expires, because a killed broker cannot
+    withdraw it.
     """
 
     def __init__(self, pages: ControlPages) -> None:

@@ -34,8 +34,8 @@ MAX_WATCHERS = 64
 #: last sample.
 MAX_LOOKS = 16
 
-#: The broker refuses a ``keep`` for more seconds than this as a mistake. For fewer seconds, the
-#: option ``max_keep`` is the rule.
+#: A ``keep`` for more seconds than this must be a mistake, so the broker refuses it. Up to this
+#: number, the option ``max_keep`` sets the limit.
 YEAR = 365 * 86400
 
 
@@ -87,15 +87,15 @@ class PeopleMessages:
         session = self._acting(connection, message)
         record = self._lifecycle.record(session)
         memory = read_request(record.request, message).memory
-        # The guard counts the memory in use exactly, but the count that the broker has read
-        # may be one sample old.
+        # The guard counts the memory in use exactly, but the broker may have read the count some
+        # time ago, at the last sample.
         guarded = session.page is not None and any(memory < s.bytes for s in record.slices)
         shrinks = memory < record.footprint or guarded
         if not shrinks or len(self._looks) >= MAX_LOOKS:
             self._request_now(connection, message)
             return
-        # The last sample may show more memory in use than the new size, but the kernel may have
-        # freed some since. So take a new sample first.
+        # The last sample may show too much memory in use, because the kernel may have freed memory
+        # since. So take a new sample first.
         task = asyncio.get_running_loop().create_task(self._look_first(connection, message))
         self._looks.add(task)
         task.add_done_callback(self._looks.discard)
@@ -162,8 +162,8 @@ class PeopleMessages:
 
     def why(self, connection: Connection, message: Message) -> None:
         session = self._acting(connection, message)
-        # This event makes the pool plan again. Without it, the times in the answer would count from
-        # the last event.
+        # This event makes the pool plan again. Without the event, the times in the answer would be
+        # those of the last plan.
         self._core.handle(e.Tick(now=self._core.now()))
         record = self._lifecycle.record(session)
         told = self._core.pool.why(session.id)
@@ -206,7 +206,8 @@ class PeopleMessages:
         if connection not in self._watchers:
             if connection.account.watchers >= MAX_WATCHERS:
                 raise RefusedError(
-                    f"{shown(connection.peer.uid)} already has {MAX_WATCHERS} journal watchers.",
+                    f"{shown(connection.peer.uid)} already has {MAX_WATCHERS} journal watchers, "
+                    "and may have no more.",
                     code=Code.TOO_MANY,
                 )
             connection.account.watchers += 1
@@ -236,8 +237,8 @@ class PeopleMessages:
     def _show_queue(self) -> int:
         """Tell the watchers of idle sessions that the queue has changed; return their number.
 
-        Other sessions may now begin or cease to wait for an idle slice. The message to a connection
-        names one of the idle sessions that its user may see.
+        After a change, other sessions may start or stop waiting for an idle slice. The message to a
+        watcher names one of the idle sessions that the watcher may see.
         """
         owners: dict[str, str] = {}
         for name, (_, idle_since) in self._core.pool.leases().items() if self._watchers else ():

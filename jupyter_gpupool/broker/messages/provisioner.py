@@ -107,8 +107,8 @@ class ProvisionerMessages:
             )
         if self._configuration.stands_aside():
             raise RefusedError(
-                f"This machine now has a service for all users at {MACHINE_SOCKET}: this broker "
-                "keeps its kernels, and takes no new ones.",
+                f"This machine now has a broker for all users at {MACHINE_SOCKET}. Your own broker "
+                "keeps its kernels, but takes no new ones.",
                 code=Code.STANDS_ASIDE,
                 next_step="Start the kernel from JupyterLab, or unset GPUPOOL_SOCKET.",
             )
@@ -116,7 +116,7 @@ class ProvisionerMessages:
         most = settings.max_sessions_per_user
         if sum(1 for s in core.sessions if s.uid == peer.uid) >= most:
             raise RefusedError(
-                f"You have {most} sessions in this pool, the most for one user "
+                f"You already have {most} sessions in this pool, and one user may have no more "
                 "(c.GPUPool.max_sessions_per_user).",
                 code=Code.TOO_MANY,
                 next_step="Shut down kernels that you do not need, or ask your administrator.",
@@ -125,7 +125,8 @@ class ProvisionerMessages:
         attach = message.get("attach") or settings.attach
         if attach not in POLICIES:
             raise RefusedError(
-                f"There is no attach policy {attach[:40]!r}; there are cell, manual and lazy.",
+                f"There is no attach policy {attach[:40]!r}; the policies are cell, manual and "
+                "lazy.",
                 code=Code.BAD_REQUEST,
             )
         fields = message.get("request", {})
@@ -145,8 +146,8 @@ class ProvisionerMessages:
             else self._setup.without(session)
         )
         if not guarded:
-            # The kernel has no page, so no guard can ask for a lease at its first CUDA call. So the
-            # kernel may need another attach policy.
+            # The kernel has no page, so the guard cannot ask for a lease at the first CUDA call. An
+            # attach policy that needs the guard is replaced here.
             attach, _ = usable_attach(attach, False)
             request = self._request(fields, owner.name, metered=False)
         core.sessions.add(session)
@@ -199,8 +200,8 @@ class ProvisionerMessages:
                 "request": request_to_json(request),
                 "group": owner.group,
                 "env": env,
-                # Containers need no answer here, because their images contain no configuration that
-                # could differ.
+                # A kernel in a container needs no answer here, because a container's image contains
+                # no configuration that could differ.
                 "config": None if content else self._configuration.shown(peer),
                 "pid": os.getpid(),
                 "broker": {"machine_wide": self._configuration.machine_wide},
@@ -230,7 +231,7 @@ class ProvisionerMessages:
             raise RefusedError(
                 f"Session {session.id} already has process {session.process.pid}.",
                 code=Code.ALREADY_LAUNCHED,
-                next_step="Open a session for each process.",
+                next_step="Open a separate session for each process.",
             )
         if not isinstance(session.uid, int):
             # Containers may share user ids and process numbers. Only the parents of a process show
@@ -243,7 +244,8 @@ class ProvisionerMessages:
                 )
         elif (uid := procfs.real_uid(pid)) != session.uid:
             raise RefusedError(
-                f"Process {pid} belongs to user id {uid} and the session to {session.uid}.",
+                f"Process {pid} belongs to user id {uid}, but the session belongs to user id "
+                f"{session.uid}.",
                 code=Code.NOT_YOURS,
             )
         other = self._core.sessions.of_process(process)

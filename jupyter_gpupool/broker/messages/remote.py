@@ -50,7 +50,8 @@ class _SentOrder:
 def result_text(result: Message) -> str:
     """Return the result of an order as text for the agents, or a refusal if it is too long.
 
-    A user controls the text of a log, and JSON can make it six times as long.
+    A result may contain the log of a kernel. The user controls this text, and JSON can make it six
+    times as long.
     """
     try:
         text = json.dumps(result)
@@ -59,7 +60,7 @@ def result_text(result: Message) -> str:
         length = -1
     if 0 <= length <= MAX_REQUEST - 1024 and len(text) <= RESULT.most:
         return text
-    why = "is nested too deeply" if length < 0 else f"has {length} bytes, too many for a message"
+    why = "is nested too deeply" if length < 0 else f"is too long for a message ({length} bytes)"
     error = RefusedError(f"The result of this order {why}.", code=Code.TOO_LONG)
     return json.dumps(error_message(error, None))
 
@@ -106,7 +107,7 @@ class RemoteMessages:
     # ------------------------------------------------------------------ users
 
     def place(self, connection: Connection, message: Message) -> None:
-        """Answer on which machine a kernel may start, when the ledger has shown all machines."""
+        """Ask the ledger for a view of all machines; answer on which one a kernel may start."""
         settings = self._configuration.settings
         wanted = PlacementRequest(
             owner_of(connection.peer.uid).name,
@@ -167,13 +168,13 @@ class RemoteMessages:
         of_user = sum(o.uid == uid for o in self._orders.values())
         if of_user >= MOST_OF_USER or len(self._orders) >= MOST:
             raise RefusedError(
-                f"{of_user} of your orders, and {len(self._orders)} of all users, wait for other "
-                f"machines; at most {MOST_OF_USER} and {MOST} may wait.",
+                f"Too many orders wait for other machines: {of_user} of yours (at most "
+                f"{MOST_OF_USER} may wait), and {len(self._orders)} of all users (at most {MOST}).",
                 code=Code.TOO_MANY,
                 next_step="Try again later.",
             )
         if self._link is None:
-            raise self._unreachable(node, "no agent of the cluster runs on this machine")
+            raise self._unreachable(node, f"no agent of the cluster runs on {self._node}")
         name = secrets.token_hex(8)
         timer = asyncio.get_running_loop().call_later(PATIENCE, self._give_up, name)
         self._orders[name] = _SentOrder(uid, connection, message.get("id"), node, credential, timer)
@@ -317,7 +318,8 @@ def _account(connection: Connection) -> int:
     uid = connection.peer.uid
     if isinstance(uid, str):
         raise RefusedError(
-            "Kernels on other machines need an account of the machine, and containers have none.",
+            "To start kernels on other machines, a user needs an account on this machine. A user "
+            "of a container has no account.",
             code=Code.NOT_SERVED,
             next_step="Use a kernel without gpupool-remote-provisioner.",
         )

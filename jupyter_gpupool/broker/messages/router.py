@@ -128,7 +128,8 @@ class Router:
         )
         if len(connection.account.connections) >= most:
             raise RefusedError(
-                f"{shown(connection.peer.uid)} has {most} connections to the broker already.",
+                f"{shown(connection.peer.uid)} already has {most} connections to the broker, and "
+                "may have no more.",
                 code=Code.TOO_MANY,
             )
         if len(self._connections) >= self._most_connections:
@@ -157,7 +158,7 @@ class Router:
             self._start_record.served()
 
     def disconnected(self, connection: Connection) -> None:
-        """End all that depends on a connection that has ended."""
+        """End the waits, requests and unlaunched sessions of a connection that has ended."""
         self._core.touched()
         self._connections.discard(connection)
         self._people.gone(connection)
@@ -171,7 +172,7 @@ class Router:
             session = self._core.sessions.find(name)
             if session is not None and session.process is None:
                 self._lifecycle.end(
-                    session, "the server that opened it went away before its kernel started"
+                    session, "the server that opened it disconnected before the kernel started"
                 )
         self._guard.gone(connection)
         session = connection.session

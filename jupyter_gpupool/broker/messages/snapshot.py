@@ -111,7 +111,7 @@ class Snapshots:
             "now": view.now,
             "emulated": bool(emulate),
             "machine": f"EMULATED {emulate}" if emulate else self._service.versions,
-            # Whether the machine shares limits with other machines, so that the broker answers the
+            # Whether the machine shares limits with other machines. If so, the broker answers the
             # message ``cluster``.
             "clustered": bool(self._configuration.settings.cluster_nodes),
             "problem": self._no_device,
@@ -274,7 +274,7 @@ class Snapshots:
         }
 
     def _used(self, session: LiveSession, record: SessionRecord) -> int | None:
-        """Return the device bytes that the guard counts now, None if there is no guard."""
+        """Return the device bytes that the guard counts now, or None if there is no guard."""
         if session.page is None:
             return None
         if not record.slices:
@@ -304,7 +304,7 @@ class Snapshots:
 
 
 class Standings:
-    """What users and their groups have used, and their shares. Each is computed only once.
+    """What users and their groups have used, and their shares. Each result is computed once.
 
     Only the user ``viewer`` gets shares and budgets, because a share shows how much all other users
     have used.
@@ -353,7 +353,7 @@ _NO_USAGE = Usage()
 def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
     """Return GPU-seconds: the decayed usage, the usage of today, and the daily budget.
 
-    If all machines share the budget, it is None here, because this usage covers one machine only.
+    If all machines share the budget, the budget is None, because the usage is of one machine only.
     """
     return {
         "counts": round(usage.dominant, 1),
@@ -364,7 +364,7 @@ def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
 
 
 class MostMemory:
-    """The most that sessions may ask for on each device. Equal requests are computed only once."""
+    """The most memory that sessions may ask for on each device. Each result is computed once."""
 
     def __init__(self, settings: PoolSettings, devices: Sequence[DeviceView]) -> None:
         self._settings = settings
@@ -396,11 +396,10 @@ def _available() -> int | None:
 
 
 def measured(record: SessionRecord, cuda: bool | None) -> int | None:
-    """Return the device bytes that a session uses, None if they were not measured.
+    """Return the device bytes that a session uses, or None if they were not measured.
 
-    A session without a slice uses none. A session without CUDA also uses none (``cuda`` is the last
-    report of its agent). For any other session, a footprint of 0 means that there was no sample
-    since the attach.
+    A session without a slice or without CUDA uses 0 bytes (``cuda`` is the last report of its
+    agent). For any other session, a footprint of 0 means that there was no sample since the attach.
     """
     if record.footprint or not record.slices or cuda is False:
         return record.footprint
@@ -426,7 +425,7 @@ class _StatusText:
 
 
 class StatusAnswers:
-    """Encoded answers to ``status``, made once for each viewer and change of the pool."""
+    """Encoded answers to ``status``: one for each viewer, until the pool changes."""
 
     def __init__(self, core: Core, snapshots: Snapshots) -> None:
         self._core = core

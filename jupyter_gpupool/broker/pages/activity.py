@@ -41,7 +41,7 @@ SETTLE = 0.02
 #: Seconds without a CUDA call after which a graph that is being recorded counts as abandoned.
 ABANDONED = 120.0
 
-#: Seconds for which a read of the page stays valid: for a busy session, and for an idle one.
+#: Seconds for which a read of the page stays valid: of a busy session, and of an idle session.
 STALE, REST = 1.0, 10.0
 
 
@@ -98,10 +98,10 @@ class Activity:
     def _watch_for_calls(self, session: LiveSession) -> None:
         """Check later whether a session in use that has lost its slice still wants a slice.
 
-        No round reads the page of such a session. An attached session counts as idle after
-        ``quiet_after`` seconds without calls, so this check comes after the same time. If no call
-        of the session waits at the gate then, the session counts as idle, so that the pool does not
-        restore it needlessly.
+        The rounds do not read the page of a session without a slice. So this check comes after
+        ``quiet_after`` seconds, the time after which an attached session without calls counts as
+        idle. If no call of the session waits at the gate at that time, the session counts as idle,
+        and the pool does not restore it.
         """
         asyncio.get_running_loop().call_later(self.quiet_after, self._still_wanted, session)
 
@@ -266,9 +266,9 @@ class Activity:
     def bound(self, session: LiveSession) -> tuple[str, ...]:
         """Return the devices to which processes of a session without a lease are bound.
 
-        cuInit needs no lease: it binds a process to the devices that are the session's home devices
-        at that moment. The result is () if no process has called cuInit, or if the pool has already
-        set the session's devices.
+        cuInit needs no lease. It binds a process to the session's home devices of that moment. The
+        result is () if no process has called cuInit, or if the pool has already set the session's
+        devices.
         """
         record = self._core.record(session.id)
         if record is None or record.state not in ("detached", "queued") or record.suspended:
@@ -279,7 +279,7 @@ class Activity:
         if reading is None or not reading.cuda:
             return ()
         known = {device_name(device.uuid): device.uuid for device in self._core.pool.devices()}
-        # For each home device of the session: the device that the first process sees in its place.
+        # For each home device of the session: the device that a process sees instead, if any.
         seen = [
             next((known[slot.sees[i]] for slot in reading.slots if slot.sees[i] in known), home)
             for i, home in enumerate(session.home[:DEVICES])
@@ -297,9 +297,9 @@ class Activity:
     def cell_over(self, session: LiveSession) -> None:
         """Count a session as idle after its last cell. The policy ``lazy`` does not need this.
 
-        The session need not keep its slice for ``quiet_after`` seconds after the calls of the cell.
-        If a thread still makes calls, the next round sees them. If the pool wants the slice before
-        that round, the check before the suspend sees them.
+        Without this method, the session would keep its slice for ``quiet_after`` seconds after its
+        last call. If a thread still makes calls, the next round sees the calls. If the pool takes
+        the slice before that round, the check before the suspend sees them.
         """
         record = self._core.record(session.id)
         if record is None or record.attach == "lazy" or not session.use.held:
@@ -313,9 +313,9 @@ class Activity:
     def resting(self, session: LiveSession) -> None:
         """Count a session without a running cell as idle, if it computes nothing.
 
-        The agent reports this when other sessions wait. A thread that the cell has left behind may
-        be between two calls, so the broker reads the page again a moment later. A call in this time
-        makes the session busy until a round finds it idle.
+        If other sessions wait, the agent reports that no cell runs. A thread of the cell may still
+        run, and may be between two calls. So the broker reads the page again SETTLE seconds later.
+        If the thread makes a call in this time, the session stays busy until a round finds it idle.
         """
         if session.use.held and not self._occupied(session):
             self._touched(session)
@@ -354,9 +354,10 @@ CALM = 10
 class TimeShare:
     """Reads the attached sessions' pages in rounds; gives time slices while sessions contend.
 
-    ``pool/timeslice.py`` decides which sessions contend and which of them is next. This class opens
-    and pauses gates, and measures the use. It pauses a gate only if sessions that were busy in one
-    round contend. Otherwise the driver shares the device well enough, and without gaps.
+    ``pool/timeslice.py`` decides which sessions contend, and which of them gets the next time
+    slice. This class opens and pauses gates, and measures the use. It pauses a gate only if several
+    sessions that contend were busy in one round. In all other cases, the driver shares the device
+    well enough, and without gaps.
 
     The page says when a pause ends (``pause_until``), so a session can go on even if the broker
     dies.
@@ -449,8 +450,8 @@ class TimeShare:
             record = self._core.record(session.id)
             if record is None or session.id not in self._activity.attached:
                 continue
-            # A session that only waits for its time slice uses nothing. A session whose call runs
-            # on into another session's time slice uses the device.
+            # A session that only waits for its time slice uses nothing. A session uses the device
+            # if its call continues during another session's time slice.
             if seen.touched or seen.inflight:
                 self._used[session.id] = self._used.get(session.id, 0.0) + elapsed
             used = self._used.get(session.id, 0.0)

@@ -134,8 +134,8 @@ class ControlPages:
     def adopt(self, session: LiveSession, *, used: bool) -> None:
         """Open the page of a session that an earlier broker made, if it had one.
 
-        ``used`` says whether the session has had a device: if so, a new page cannot replace a lost
-        one.
+        ``used`` says whether the session has already used a device. If so, a new page cannot
+        replace a lost page.
         """
         path = self._place(session)
         try:
@@ -148,8 +148,8 @@ class ControlPages:
                     self._log.error("Session %s goes on unguarded: no page at %s", session.id, path)
                 return
             if session.page.gate() == PAUSED:
-                # A dead broker paused the gate for a time slice. The pause is over by now, but a
-                # call leaves no trace in a paused gate, so the session would look idle from now on.
+                # A dead broker paused the gate for a time slice, and this pause is over. But calls
+                # do not change a paused gate, so the session would always look idle.
                 session.page.set_gate(UNUSED)
         except (OSError, PageError) as error:
             self._log.error("Session %s goes on unguarded: %s", session.id, error)
@@ -165,10 +165,10 @@ class ControlPages:
     def _place(self, session: LiveSession) -> Path:
         """Return the path of a session's page. The session's processes know this path.
 
-        A broker of another version or at another socket may have made the page in a folder of its
-        own. The kernel's environment names that path. If the kernel belongs to another user than
-        the broker, the broker accepts only a path in the folder of shared memory that an earlier
-        broker at this socket may have used.
+        A broker of another version or at another socket may have made the page in another folder.
+        The kernel's environment names the path of the page. If the kernel belongs to another user
+        than the broker, the broker accepts this path only if it is in the folder in shared memory
+        of an earlier broker at this socket.
         """
         path = self._path(session)
         if os.path.lexists(path):
@@ -182,8 +182,8 @@ class ControlPages:
     def _find(self, session: LiveSession, path: Path, used: bool) -> Page | None:
         """Return the deleted page of a session; None if it had no page, or if the page is lost.
 
-        A new page replaces the deleted one only if no process can have the old page, because two
-        pages would split the session's accounts.
+        This method makes a new page only if no process can have the old page. Two pages would split
+        the session's accounts.
         """
         if session.uid != os.geteuid() or _named_page(session) != path:
             return None
@@ -193,11 +193,13 @@ class ControlPages:
             page.restore()
             self._log.warning("The page of session %s was deleted and is back", session.id)
         elif not used:
-            path.unlink(missing_ok=True)  # a link of an earlier broker
+            path.unlink(missing_ok=True)  # the path may be a link that an earlier broker made
             page = Page.create(path, session.id, os.geteuid())
             page.set_grant([], 0, 0)
         else:
-            self._log.error("The page of session %s was deleted and no process has it", session.id)
+            self._log.error(
+                "The page of session %s was deleted, and no process has it open", session.id
+            )
         return page
 
     async def keep(self) -> None:
@@ -247,8 +249,7 @@ class ControlPages:
         page, session.page = session.page, None
         self._translation.forget(session)
         if page is not None:
-            # Processes of the session may still run. They have no session any more, so their gate
-            # must be closed.
+            # Processes of the ended session may still run, so the gate must be closed.
             with suppress(OSError):
                 page.set_gate(CLOSED)
             with suppress(OSError):
@@ -295,7 +296,7 @@ class ControlPages:
             if attached:
                 uuids = [piece.device for piece in record.slices]
                 sizes = [piece.bytes for piece in record.slices]
-                # The driver's own memory counts in the slice, so allocations cannot have this part.
+                # The driver's own memory counts in the slice, so less is left for allocations.
                 beyond = [*session.use.beyond, *[0] * len(sizes)]
                 left = [max(0, s - more) for s, more in zip(sizes, beyond, strict=False)]
                 page.set_devices(uuids[:DEVICES])
@@ -392,9 +393,9 @@ class ControlPages:
         return self._translation.number(session, number, beside)
 
     def set_vain(self, session: LiveSession, totals: Sequence[int], until: int) -> None:
-        """Write the totals from which the guard refuses growth.
+        """Write the smallest totals to which the guard refuses growth.
 
-        With (), the guard asks the broker each time.
+        If ``totals`` is (), the guard asks the broker each time.
         """
         if session.page is not None:
             try:
@@ -407,9 +408,9 @@ class ControlPages:
     ) -> None:
         """After a restore on other devices, write which devices the suspended processes see now.
 
-        A process with a context moves with its session. But the driver may also have state of a
-        process without a context. The slot of such a process still names the devices that it saw
-        before the suspend, so this method changes the slot.
+        A process with a context moves with its session. A process without a context moves, too, if
+        the driver has state of it. But its slot still names the devices that it saw before the
+        suspend, so this method changes the slot.
         """
         reading = self.read(session) if moves else None
         names = {device_name(old): device_name(new) for old, new in moves.items()}
@@ -421,10 +422,10 @@ class ControlPages:
                         session.page.set_sees(slot, sees)
 
     def set_aside(self, session: LiveSession) -> bool:
-        """Hold back the queries of processes without a context; return whether this succeeded.
+        """Make the queries of processes without a context wait; return whether this succeeded.
 
-        It fails if a process is being moved. The other calls of the processes wait at the closed
-        gate.
+        This method fails if the broker is moving a process. All other calls of the processes wait
+        at the closed gate.
         """
         reading = self.read(session)
         for slot in reading.slots if reading is not None else ():
@@ -456,7 +457,7 @@ class ControlPages:
 
     def _damaged(self, session: LiveSession, error: Exception) -> None:
         self._log.error(
-            "The page of session %s is given up: %s", session.id, error,
+            "The broker stops using the damaged page of session %s: %s", session.id, error,
             extra={"cause": session.uid},
         )  # fmt: skip
         if session.page is not None:

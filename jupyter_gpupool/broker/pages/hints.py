@@ -21,9 +21,9 @@ from .control import ControlPages
 class Rooms:
     """Writes into each page the number of bytes by which its session's grant could grow.
 
-    The guard limits the result of ``cuMemGetInfo`` by this figure. The device's own free memory
-    cannot be this limit, because it includes memory that the pool has granted to a neighbour and
-    that the neighbour does not use yet. A framework that sizes itself by free memory (JAX,
+    The guard limits the result of ``cuMemGetInfo`` by this figure. The device's own free memory is
+    too large for this purpose: it includes memory that the pool has granted to another session, and
+    that the other session does not use yet. A framework that sizes itself by free memory (JAX,
     TensorFlow, vLLM) would plan with this memory, and run out of memory later.
 
     The broker writes the figure when a lease begins, and again when another lease on a device
@@ -34,24 +34,24 @@ class Rooms:
         self._core = core
         self._pages = pages
         self._activity = activity
-        #: ``_slices`` has the slices of each attached session, as last seen. ``_growing`` has the
-        #: slices and the limit of each session whose grant can grow. The figures of all other
-        #: sessions do not depend on leases.
+        #: ``_slices`` has the slices of each attached session at the last change. ``_growing`` has
+        #: the slices and the limit of each session whose grant can grow. No other session has a
+        #: figure.
         self._slices: dict[str, tuple[Slice, ...]] = {}
         self._growing: dict[str, tuple[tuple[Slice, ...], int]] = {}
         #: By session: the figure in its page.
         self._told: dict[str, tuple[int, ...]] = {}
-        #: Sessions whose figure may have changed, the next one to check first.
+        #: Sessions whose figure may have changed. The first session is the next to check.
         self._due: dict[str, None] = {}
         self._later: asyncio.Handle | None = None
 
     def changed(self, session: LiveSession, record: SessionRecord) -> None:
-        """Write the figure of a changed session now, and the figures of its neighbours soon."""
+        """Write the figure of a changed session now, and the figures of all others soon."""
         slices = record.slices if record.state in ATTACHED else ()
         if slices:
             self._tell(session, slices, record.request.limit)
         elif self._told.pop(session.id, ()):
-            # Nobody knows by how much a future lease could grow.
+            # The session has no lease, so the figure would be meaningless.
             self._pages.set_room(session, ())
         before = self._slices.pop(session.id, ())
         self._growing.pop(session.id, None)
@@ -96,7 +96,7 @@ class Rooms:
             self._later = None
 
     def _tell(self, session: LiveSession, slices: tuple[Slice, ...], limit: int) -> None:
-        # If the grant cannot grow, the guard knows this without the figure.
+        # If the grant cannot grow, the guard needs no figure.
         room = self._core.pool.growable(session.id) if _can_grow(slices, limit) else ()
         if room != self._told.get(session.id):
             self._told[session.id] = room
@@ -116,7 +116,7 @@ class Homes:
         self._activity = activity
 
     def first(self, request: Request) -> tuple[str, ...]:
-        """Return the devices that a new kernel sees; its first attach corrects them."""
+        """Return the devices that a new kernel sees. Its first attach may change them."""
         return home_devices(
             self._core.pool.device_views(),
             self._kernels(),
@@ -133,7 +133,7 @@ class Homes:
         )  # fmt: skip
 
     async def refresh(self) -> None:
-        """Let kernels that have not called cuInit see devices with room for them."""
+        """If a kernel has not called cuInit, let it see devices that have room for it."""
         devices, kernels = self._core.pool.device_views(), self._kernels()
         pace = Pace()
         for session in [*self._core.sessions]:

@@ -1,17 +1,18 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Wait until no thread that found the gate open is still on its way into the driver.
+"""Wait until no thread that passed the open gate is still on its way into the driver.
 
 The guard does not count launches, because counting the beginning and the end of each launch would
 cost more than the test of the gate. It does not count other calls that only pass the gate, either.
 So a thread may find the gate open, lose its processor, and enter the driver long after the gate was
-closed. If it enters before the driver is locked, the lock waits for its call like for any other
-call. If it enters later, it blocks inside the driver, and nobody asks for a lease for this thread.
+closed. If it enters before the broker locks the driver for the suspend, the lock waits for its
+call, as for every call. If it enters later, it blocks inside the driver, and nobody asks for a
+lease for this thread.
 
-So the broker gives each thread the time to enter the driver. The reasoning is that of RCU's grace
-periods: the way from the gate into the driver is a few instructions, and no thread sleeps on it. A
-thread that was asleep after the gate was closed is not on the way. A thread that has run for some
-milliseconds since then has left the way.
+So the broker gives each thread the time to enter the driver, as RCU does with its grace periods.
+The way from the gate into the driver is a few instructions long, and no thread sleeps on it. If a
+thread has slept at any time since the gate was closed, it is not on the way. If a thread has run
+for some milliseconds since then, it has left the way.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ DRAIN, DRAIN_POLL = 1.0, 0.003
 #: nanoseconds, but the kernel updates the run time only once per tick.
 PASSED = 10_000_000
 
-#: Seconds between two checks, and the longest wait for a thread. If a thread gets no processor for
-#: this long, the machine is overloaded, and the process may not be suspended.
+#: POLL: seconds between two checks. LONGEST: seconds to wait for a thread. If a thread gets no
+#: processor for this long, the machine is overloaded, and the broker does not suspend the process.
 POLL, LONGEST = 0.002, 1.0
 
 
@@ -69,7 +70,7 @@ async def drain(
             pids = [slot.pid for slot in slots] if pid is None else [pid]
             if await quiesce(pids, max(patience, LONGEST)):
                 return ""
-            return "a thread that was about to call CUDA got no processor"
+            return "a thread that was about to call CUDA got no processor time"
         if loop.time() >= give_up:
             return f"a CUDA or NVML call did not return within {patience:g} s"
         await asyncio.sleep(DRAIN_POLL)
@@ -80,8 +81,8 @@ async def quiesce(pids: Iterable[int], patience: float = LONGEST) -> bool:
 
     Return False if a thread may still be on its way after ``patience`` seconds.
     """
-    # The event loop must not wait for this search: there may be thousands of threads, and more if a
-    # page is forged.
+    # The search runs in a thread, because there may be thousands of threads to look at, and even
+    # more if somebody has forged a page.
     waiting = await asyncio.to_thread(on_the_way, tuple(pids))
     loop = asyncio.get_running_loop()
     give_up = loop.time() + patience

@@ -94,7 +94,9 @@ class GuardSetup:
                     return environment(self._content.guard, Path(PASSED), base, home)
                 return environment(self._directory, page, base, home)
             except OSError as error:
-                problem = f"The page that it shares with the broker cannot be made: {error}."
+                problem = (
+                    f"The page that the kernel shares with the broker cannot be made: {error}."
+                )
         if not problem:
             return {}
         if not self._configuration.settings.allow_unguarded:
@@ -108,7 +110,7 @@ class GuardSetup:
         return {}
 
     def without(self, session: LiveSession) -> dict[str, str]:
-        """Let a session run without the guard, which its process cannot load now; return {}.
+        """Let a session run without the guard, because it is too late to load it; return {}.
 
         Raises
         ------
@@ -117,15 +119,15 @@ class GuardSetup:
         """
         if self.guarded and not self._configuration.settings.allow_unguarded:
             raise RefusedError(
-                "This program has loaded the CUDA driver already, so the guard cannot keep it "
-                "within its slice, and this pool requires the guard (c.GPUPool.allow_unguarded).",
+                "This program has already loaded the CUDA driver, so the guard cannot limit the "
+                "program to its slice. This pool requires the guard (c.GPUPool.allow_unguarded).",
                 code=Code.NO_GUARD,
                 next_step="Ask for the slice before the program loads CUDA, or start the program "
                 "with: jupyter gpupool run -- COMMAND.",
             )
         if self.guarded:
             self._log.info(
-                "Session %s runs without the guard: it had loaded the CUDA driver already",
+                "Session %s runs without the guard: its program had already loaded the CUDA driver",
                 session.id,
             )
         return {}

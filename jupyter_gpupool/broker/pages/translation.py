@@ -18,15 +18,16 @@ from ..ratelimit import TokenBucket
 from ..sessions import LiveSession
 from ..transport.auth import User
 
-#: Scans of all processes of the machine that one session may cause: per second, and in one burst. A
-#: page may name other false processes at each read, and each scan delays the event loop by 20 to 60
-#: us per process. The burst allows a program to start a process for each of eight GPUs at once.
+#: One session may cause this many scans of all processes of the machine: per second, and in one
+#: burst. A forged page may name new false processes at each read, and each scan delays the event
+#: loop by 20 to 60 us per process. With this burst, a program can start a process for each of eight
+#: GPUs at once.
 LOOKS = 1.0, 8.0
 
-#: Scans that the pages of all sessions of one user may cause: per second, and in one burst. Without
-#: this limit, a user with a false page in each of 20 sessions would keep the event loop busy on a
-#: machine with 1,000 processes. Scans for a message do not count here, because the message's price
-#: includes them.
+#: The pages of all sessions of one user may cause this many scans: per second, and in one burst.
+#: Without this limit, a user with a forged page in each of 20 sessions would keep the event loop
+#: busy on a machine with 1,000 processes. Scans for a message do not count here, because the price
+#: of the message includes them.
 LOOKS_OF_USER = 4.0, 32.0
 
 
@@ -35,11 +36,10 @@ class Translation:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        #: By session: its PID namespace, and a map from process ids in it to process ids here
-        #: (None: no process).
+        #: By session: its PID namespace, and a map from process ids in this namespace to process
+        #: ids in the broker's namespace (None: no process).
         self._known: dict[str, tuple[int, dict[ProcessId, ProcessId | None]]] = {}
-        #: The scans that a session may cause, by session id; and the scans that a user may cause,
-        #: by user.
+        #: The scans that each session may cause, and the scans that each user may cause.
         self._looks: dict[str, TokenBucket] = {}
         self._looks_of_user: dict[User, TokenBucket] = {}
 
@@ -76,7 +76,7 @@ class Translation:
         self._looks.pop(session.id, None)
         users = self._looks_of_user
         if session.uid in users and users[session.uid].full(self._clock()):
-            del users[session.uid]  # a new bucket would be the same
+            del users[session.uid]  # the bucket equals a new bucket
 
     def _may_look(self, session: LiveSession, *, user: bool = False) -> bool:
         """Pay for a scan from the session's budget, and with ``user`` also from its user's budget.

@@ -3,8 +3,9 @@
 """Restore a broker's files when somebody deletes them; remove the files of killed brokers.
 
 logind removes ``/run/user/UID`` and, with ``RemoveIPC=yes``, a user's files in ``/dev/shm`` when
-the last login ends. Kernels in tmux, or of a server that goes on running, still need their broker
-and its files. A check costs a few microseconds for each file, so the broker checks every second.
+the last login ends. A kernel in tmux, or a kernel whose server continues to run, still needs its
+broker and the broker's files. A check costs a few microseconds for each file, so the broker checks
+every second.
 """
 
 from __future__ import annotations
@@ -80,12 +81,12 @@ class StartRecordFile:
             before = read_record(self._socket)
             if before is not None:
                 self._log.warning(
-                    "The broker before this one (process %d) died: %s", before.pid,
-                    before.crashed or "it was killed, perhaps because memory was short (dmesg)",
+                    "The previous broker (process %d) died: %s", before.pid,
+                    before.crashed or "it was killed, perhaps because memory was short (see dmesg)",
                 )  # fmt: skip
 
     def write(self, journal: Path) -> None:
-        """Write the record; do nothing for a broker that clients cannot start again."""
+        """Write the record, if clients can start this broker again."""
         if is_machine_wide(self._socket) or not self._command:
             return
         command = [*self._command, "--socket", str(self._socket)]
@@ -121,20 +122,20 @@ class StartRecordFile:
         remove_record(self._socket)
 
     def served(self) -> None:
-        """Note that this broker has served. If it is killed, clients then start it again."""
+        """Note that this broker has served a client, so clients start it again if it is killed."""
         if not self._served:
             self._served = True
             self._change(served=True)
 
     def crashed(self, error: Exception) -> None:
-        """Note that this broker ended by an error."""
+        """Note in the record that an error has ended this broker."""
         self._change(crashed=f"{type(error).__name__}: {error}"[:500])
 
     def _change(self, **changes: Any) -> None:
         if self._record is None:
             return
         self._record = change_record(self._socket, self._record, **changes)
-        # A broker that ends in order has removed the copy, and must not write it again.
+        # Do not write a missing copy again: a broker that ends in order has removed it.
         if copy_path(Path(self._record.journal)).exists():
             with suppress(OSError):
                 write_copy(self._record)
@@ -187,7 +188,7 @@ class FileKeeper:
             await keep()
         except (OSError, GPUPoolError) as error:
             if self._problems.get(what) != str(error):
-                self._log.error("The %s cannot be put back yet: %s", what, error)
+                self._log.error("The %s cannot be restored yet: %s", what, error)
             self._problems[what] = str(error)
         else:
             self._problems.pop(what, None)
@@ -213,7 +214,7 @@ class FileKeeper:
         self._log.warning("The socket %s was deleted and is back", self._claim.path)
 
     def _remember(self) -> None:
-        """Remember the files beside the socket that this broker needs if it is started again."""
+        """Store the files beside the socket that this broker needs if somebody starts it again."""
         prefix = f"{self._claim.path.stem}."
         with os.scandir(self._claim.path.parent) as entries:
             found = [e for e in entries if e.name.startswith(prefix)]
@@ -292,7 +293,7 @@ def sweep(own: Path, log: logging.Logger, *, shared: Path = SHARED_MEMORY) -> No
     for dead in _dead_sockets(own, used, shared):
         removed += [path for path in _files_of(dead) if _remove(path)]
     if removed:
-        log.info("Removed what killed brokers left behind: %s", ", ".join(map(str, removed)))
+        log.info("Removed files of killed brokers: %s", ", ".join(map(str, removed)))
 
 
 def _in_use() -> set[Path]:

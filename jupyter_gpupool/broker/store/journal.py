@@ -125,7 +125,7 @@ def unusable(path: Path, verb: str, error: Exception) -> JournalUnusable:
             message,
             code=Code.NO_SPACE,
             next_step=f"Make room on the disk of {path.parent}, or set c.GPUPool.state_dir to a "
-            "folder on another one.",
+            "folder on another disk.",
         )
     return JournalUnusable(
         message, next_step="Set c.GPUPool.state_dir to a folder that you may write."
@@ -157,7 +157,7 @@ class Journal:
         Returns the bytes that the journal may take on the disk now. If it takes more, the oldest
         rows are dropped first.
     on_long:
-        Called when :meth:`tidy` is due early, so that the event loop has less to do.
+        Called when the log has become long, so that the caller runs :meth:`tidy` in a thread.
 
     Raises
     ------
@@ -191,7 +191,7 @@ class Journal:
         #: The length of the log at which the broker asks for the next :meth:`tidy` in another
         #: thread.
         self._long = MAX_LOG // 2
-        #: Whether ``synchronous`` is off since a checkpoint. After the next commit, it is on again.
+        #: Whether a checkpoint has switched ``synchronous`` off. The next commit switches it on.
         self._unsynced = False
         self._known: dict[str, str] = {}
         try:
@@ -228,7 +228,7 @@ class Journal:
         return str(row[0]) if row else ""
 
     def _log_size(self) -> int:
-        """Return the bytes of the log that are in use; its file does not shrink.
+        """Return the bytes of the log that are in use. The log's file may be larger.
 
         The size comes from ``mxFrame``, which https://www.sqlite.org/walformat.html describes.
         """
@@ -318,17 +318,17 @@ class Journal:
             self._log.info("The journal %s was not tidied up: %s", self.path, error)
 
     def _bound_log(self) -> None:
-        """If the log has become long, let the next transaction start it again from its beginning.
+        """If the log has become long, move it into the file; the next write starts a new log.
 
         While the broker writes without a pause, :meth:`tidy` cannot do this, because new writes
         come after :meth:`tidy` has read the log. During this method, the broker writes nothing
         else.
 
-        This method does not sync the file; the next :meth:`tidy` does. If the machine loses its
-        power before that, rows are lost. The next commit writes a new header at the beginning of
-        the log. It does not sync the header, because a sync delays the event loop by 0.2 to 12 ms.
-        A sync of the header would protect the file only if all data from the old log were already
-        on the disk.
+        This method does not sync the file, because a sync delays the event loop by 0.2 to 12 ms.
+        The next :meth:`tidy` syncs the file. If the machine loses its power before that, rows are
+        lost. The next commit writes a new header at the beginning of the log, and does not sync the
+        header either: this sync would protect the file only if the disk already had all data of the
+        old log.
         """
         self._commits += 1
         try:
@@ -341,8 +341,8 @@ class Journal:
             if size < MAX_LOG // 2:
                 self._long = MAX_LOG // 2
             elif size >= self._long:
-                # The broker does not ask for a :meth:`tidy` at each check, because :meth:`tidy`
-                # competes with the commits for the disk and the file's lock.
+                # The next call of ``on_long`` waits until the log has grown further, because
+                # :meth:`tidy` competes with the commits for the disk and the file's lock.
                 self._long = size + MAX_LOG // 8
                 self._on_long()
             if size < MAX_LOG:
@@ -373,9 +373,9 @@ class Journal:
             db.execute("PRAGMA journal_mode = WAL").fetchall()
             db.execute("PRAGMA synchronous = NORMAL")
             # If the log is longer than this limit, SQLite truncates it on the event loop, which
-            # takes milliseconds. The next sync then takes milliseconds, too: the log grows again,
-            # and the growth of a file changes the file system's own data. This limit is so high
-            # that the log exceeds it only during a long read.
+            # takes milliseconds. The next sync takes milliseconds, too, because the log grows
+            # again, and the file system must write its own data. The log exceeds this limit only
+            # during a long read.
             db.execute(f"PRAGMA journal_size_limit = {2 * MAX_LOG}").fetchall()
             # tidy() makes the checkpoints, without delaying the event loop.
             db.execute("PRAGMA wal_autocheckpoint = 0").fetchall()
@@ -387,7 +387,7 @@ class Journal:
                     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
             elif version != SCHEMA_VERSION:
                 raise ValueError(
-                    f"it has version {version} and this broker writes {SCHEMA_VERSION}"
+                    f"it has version {version}, but this broker needs {SCHEMA_VERSION}"
                 )
             # A frame of the log is a page and its header.
             self._frame = int(db.execute("PRAGMA page_size").fetchone()[0]) + 24
@@ -414,8 +414,8 @@ class Journal:
         except (OSError, sqlite3.Error, ValueError) as second:
             raise self._unusable(second) from None
         self.set_aside = (
-            f"The journal {self.path} was damaged ({error}) and is now {aside.name}; kernels that "
-            "were open have to be restarted to use a GPU again."
+            f"The journal {self.path} was damaged ({error}). The broker renamed it to {aside.name} "
+            "and began a new one. Restart the kernels that were open to use a GPU in them again."
         )
         self._log.error("%s", self.set_aside)
         return db
@@ -467,23 +467,23 @@ class Journal:
         except (FileNotFoundError, sqlite3.Error):
             return  # the file is new or damaged; opening it will show which
         if machine and row is not None and row[0] != machine:
-            raise self._not_ours("is of another machine")
+            raise self._not_ours("belongs to another machine")
 
     def _not_ours(self, why: str) -> JournalUnusable:
         return JournalUnusable(
-            f"The journal {self.path} {why}, and was left as it is.",
-            next_step="Move it away, or set c.GPUPool.state_dir to a folder of your own on this "
-            "machine.",
+            f"The journal {self.path} {why}, so the broker did not change it.",
+            next_step="Move the file away, or set c.GPUPool.state_dir to a folder of your own on "
+            "this machine.",
         )
 
     def _newer(self, version: int) -> JournalUnusable:
         return JournalUnusable(
-            f"The journal {self.path} was written by a newer jupyter_gpupool (version {version} of "
-            f"the file; this one knows {SCHEMA_VERSION}) and was left as it is, with the kernels "
-            "that are open.",
+            f"A newer jupyter_gpupool wrote the journal {self.path}: the file has version "
+            f"{version}, and this jupyter_gpupool can read version {SCHEMA_VERSION}. Neither the "
+            "file nor the open kernels were changed.",
             code=Code.JOURNAL_NEWER,
-            next_step="Install the newer version again. To go on with this one, end those kernels "
-            "and move the file away.",
+            next_step="Install the newer version again. To keep this older version, end the open "
+            "kernels and move the file away.",
         )
 
     def _unusable(self, error: Exception) -> JournalUnusable:

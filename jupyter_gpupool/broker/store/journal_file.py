@@ -34,8 +34,8 @@ from ...procfs import ProcessId, alive
 from ...startrecord import BadRecord, read_record
 from .journal import Journal, JournalUnusable, unusable
 
-#: The number of tries for the lock, and seconds between two tries. More than one try is necessary,
-#: because a client that checks the lock has it for an instant.
+#: The number of tries for the lock, and seconds between two tries. One try is not enough, because a
+#: client that checks the lock holds it for an instant.
 TRIES, PAUSE = 10, 0.02
 
 
@@ -62,8 +62,9 @@ def place(state_dir: Path, socket: Path) -> Place:
     folder = local_machine.make_private(local_machine.local_folder())
     return Place(
         folder / name,
-        f"{state_dir} is on a network file system ({kind}), where a journal is not safe: it is in "
-        f"{folder} instead. Set c.GPUPool.state_dir to a local folder.",
+        f"{state_dir} is on a network file system ({kind}), where a journal is not safe, so the "
+        f"journal is in {folder}. To choose another folder, set c.GPUPool.state_dir to a local "
+        "folder.",
     )
 
 
@@ -137,11 +138,11 @@ class JournalLock:
             holder = json.loads(os.pread(descriptor, 4096, 0))
             pid, socket = str(holder["pid"]), str(holder["socket"])
         return BrokerUnavailable(
-            f"A GPU pool broker (process {pid}) already has this machine's journal and listens at "
-            f"{socket or 'an unknown place'}.",
+            f"A GPU pool broker (process {pid}) already uses this machine's journal and listens "
+            f"at {socket or 'an unknown place'}.",
             code=Code.ALREADY_RUNNING,
-            next_step="Use that one, end it first, or give this one another c.GPUPool.socket and "
-            "c.GPUPool.state_dir.",
+            next_step="Use that broker, or end it first. Or set another c.GPUPool.socket and "
+            "another c.GPUPool.state_dir for this broker.",
             details={"socket": socket},
         )
 
@@ -181,14 +182,14 @@ def take_over(path: Path, state_dir: Path, socket: Path, log: logging.Logger) ->
             continue
         except (OSError, sqlite3.Error) as error:
             raise JournalUnusable(
-                f"The journal {old} of an older version cannot be taken over as {path}: {error}.",
-                next_step="Make room or correct the permissions; or, if all pooled kernels have "
-                f"ended, move it away: mv {old} {old}.old",
+                f"The journal {old} of an older version cannot be moved to {path}: {error}.",
+                next_step="Make room or correct the permissions. Or, if all pooled kernels have "
+                f"ended, move the old journal away: mv {old} {old}.old",
             ) from None
         for suffix in ("-wal", "-shm", ""):
             with suppress(OSError):  # nothing reads the old journal again
                 old.with_name(old.name + suffix).unlink()
-        log.info("The journal %s continues as %s", old, path)
+        log.info("Moved the journal %s of an older version to %s", old, path)
         return
 
 
@@ -242,8 +243,8 @@ def _sync(path: Path) -> None:
 def _check_ended(old: Path, listened: Path, own: Path) -> None:
     """Refuse to go on with a journal whose broker, of an older version, still lives.
 
-    An older version locks only its socket, and somebody may have deleted this lock. But SQLite
-    keeps locks on an open journal, and the operating system shows which process has these locks.
+    An older version locks only its socket, and somebody may have deleted the file of this lock. But
+    SQLite locks an open journal, and the operating system shows which process holds these locks.
     """
     holder = _holder(old)
     # This broker itself has locked ``own``, so the lock of ``own`` shows no older broker.
@@ -259,10 +260,10 @@ def _check_ended(old: Path, listened: Path, own: Path) -> None:
     if holder is not None:
         process = f" (process {holder})" if holder > 0 else ""
         raise BrokerUnavailable(
-            f"A GPU pool broker of an older version{process} has the journal {old} and listens at "
+            f"A GPU pool broker of an older version{process} uses the journal {old} and listens at "
             f"{listened}.",
             code=Code.ALREADY_RUNNING,
-            next_step="Use that one, or end it first.",
+            next_step="Use that broker, or end it first.",
             details={"socket": str(listened)},
         )
 
@@ -347,9 +348,10 @@ def check_home(journal: Journal, socket: Path) -> None:
         raise SessionsElsewhere(
             f"{_kernels(pids)} a GPU pool broker at {home}, which has ended. A broker at {socket} "
             f"would take over the sessions, but the kernels look for their broker at {home}.",
-            next_step=f"Start the broker there: jupyter gpupool broker --socket {home}. If nothing "
-            "can listen there any more, start this one with --take-over: idle GPU memory is freed, "
-            "but those kernels cannot ask for a GPU again until they are restarted.",
+            next_step=f"Start the broker there: jupyter gpupool broker --socket {home}. If no "
+            "broker can listen there any more, start this broker with --take-over. It then frees "
+            "the GPU memory of idle kernels, but these kernels cannot ask for a GPU again until "
+            "you restart them.",
             details={"socket": home},
         )
 
@@ -374,15 +376,15 @@ def check_record(socket: Path, path: Path) -> None:
     if pids:
         folder = Path(record.journal).parent
         raise JournalElsewhere(
-            f"{_kernels(pids)} this broker, but their sessions are in the journal "
-            f"{record.journal}, and this configuration uses {path}.",
+            f"{_kernels(pids)} this broker, but the sessions are in the journal "
+            f"{record.journal}, and this configuration uses the journal {path}.",
             next_step=f"Set c.GPUPool.state_dir to {str(folder)!r}, or end the kernels: processes "
             f"{', '.join(map(str, pids))}.",
         )
 
 
 def living(stored: Mapping[str, Mapping[str, Any]]) -> list[int]:
-    """Return the process ids of those kernels in a journal that still run."""
+    """Return the process ids of the kernels in a journal that still run."""
     found = []
     for entry in stored.values():
         try:

@@ -58,8 +58,8 @@ from .usage import UsageBook
 
 #: Until an agent has reconnected, this hold replaces the agent's own holds, so that the pool does
 #: not take the slice. The hold ends after a limited time. With the attach policy ``lazy``, this
-#: time is only GRACE_LAZY seconds: the guard shows whether the session uses its device, so only a
-#: cell that computes nothing needs this hold.
+#: time is only GRACE_LAZY seconds. There the guard shows that a session uses its device, and the
+#: pool then leaves it the slice. So the hold only protects a cell that does not compute now.
 RECOVERED_HOLD = "recovered"
 GRACE_LAZY = 2.0
 
@@ -74,13 +74,13 @@ class RecoveredSession:
     #: The time at which the session became idle with its slice, from the journal; 0.0 if the
     #: session was not idle.
     idle_since: float = 0.0
-    #: Whether the session was active without a hold of its agent.
+    #: Whether the session was active, and its only hold was the hold for its CUDA activity.
     computed: bool = False
 
     def at_rest(self, since: float = 0.0) -> None:
-        """Count the session as idle since ``since``, or else since the time in the journal.
+        """Count the session as idle since ``since`` or, if it is 0, since the time in the journal.
 
-        The broker then does not wait for the session's agent.
+        The broker does not wait for the agent of an idle session.
         """
         idle_since = since or self.idle_since
         self.record = replace(self.record, state="idle", holds=(), idle_since=idle_since)
@@ -133,16 +133,16 @@ def check_reach(
         return
     # Leave out the rest of the problem, which may give advice about a missing driver.
     why = problem.partition(". ")[0].rstrip(".") or "The devices of the machine have changed"
-    many, them = "A kernel", "this kernel"
+    many, it, them = "a kernel", "it", "the kernel: process"
     if len(pids) > 1:
-        many, them = f"{len(pids)} kernels", "these kernels"
+        many, it, them = f"{len(pids)} kernels", "they", "the kernels: processes"
     driver = f"on c.GPUPool.emulate = {was!r}" if was else "on the machine's NVIDIA driver"
     raise OutOfReach(
-        f"{many} of the previous broker would be lost, because this broker cannot reach the GPUs "
-        f"of {them}. {why}. Nothing was changed.",
-        next_step=f"That broker ran {driver}: start this one with the same options (a new Pooled "
-        "GPU kernel of the same server does), or repair the driver, or end the kernels: processes "
-        f"{', '.join(map(str, sorted(pids)))}.",
+        f"This broker cannot reach the GPUs of {many} of the previous broker, so {it} would be "
+        f"lost. {why}. Nothing was changed.",
+        next_step=f"The previous broker ran {driver}. Start this broker with the same options (a "
+        "new Pooled GPU kernel of the same server does that), repair the driver, or end "
+        f"{them} {', '.join(map(str, sorted(pids)))}.",
     )
 
 
@@ -227,8 +227,8 @@ class Recovery:
         if quiet and one.idle_since:
             one.at_rest()
         elif quiet and alone >= self._activity.quiet_after:
-            # The page shows no use, so the session has not used its device since the last broker's
-            # check.
+            # The page shows no use, so the session has not used its device since the earlier broker
+            # last checked the page.
             one.at_rest(now - alone)
         elif one.computed and session.page is not None:
             one.in_use(now)
@@ -325,11 +325,11 @@ async def _recover_one(
             state = await devices.driver_state(session.process, session=session.id)
         except DriverError as error:
             log.error("Session %s cannot be unlocked: %s", session.id, error)
-    log.info("Session %s was %s, the driver says %s", session.id, record.state, state)
+    log.info("Session %s: the journal says %s, the driver says %s", session.id, record.state, state)
     moving, session.moving = session.moving, {}
     if state == "hung":
-        # The process is stopped or stuck. Until the broker knows which of the two is true, the
-        # session keeps the slice or the suspended state that it had.
+        # The process is stopped or stuck. The broker does not know which, so the session keeps the
+        # slice or the suspended state that it had.
         state = "checkpointed" if record.suspended and record.state != "attaching" else "running"
     if state in ("failed", "locked"):
         return RecoveredSession(

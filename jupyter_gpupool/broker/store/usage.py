@@ -2,13 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """Keeps the usage of users and groups in the journal, so that fair shares survive a restart.
 
-The journal has two values. The first is the usage of all users and groups. The broker writes it
-once a minute while there are leases. The second is the usage of those that have used anything since
-then. The broker writes it every second. If leases outlive this broker, the next broker counts their
-memory from this broker's last commit on. (Their compute in this time is not known.) So a broker
-that is killed loses about a second of usage. No write is synced to the disk.
+The journal has two values. The first value is the usage of all users and groups. While there are
+leases, the broker writes it once a minute. The second value is the usage of the users and groups
+that have used a GPU since the first value was written. While there are leases, the broker writes it
+every second. So if a broker is killed, about a second of usage is lost. No write is synced to the
+disk.
 
-The times in these values are times of day, because the next broker's clock need not continue this
+A lease may outlive its broker. The next broker counts the memory of this lease from the earlier
+broker's last commit. It does not know how much the lease has computed since.
+
+The times in both values are times of day, because the next broker's clock may differ from this
 broker's clock.
 """
 
@@ -28,7 +31,7 @@ from ..core import Core
 #: The names of the two values in the journal.
 _ALL, _RECENT = "usage", "usage-recent"
 
-#: Seconds between two writes of the recent usage, and of all, while there are leases.
+#: While there are leases: seconds between two writes of the recent usage, and of all usage.
 SOON, LATER = 1.0, 60.0
 
 #: The broker keeps the usage of at most this many users and this many groups: the largest users
@@ -48,9 +51,8 @@ class UsageBook:
         #: The time at which the broker last wrote the usage of all.
         self._saved_at = -math.inf
         #: The time at which the previous broker last wrote. It is None if there was no previous
-        #: broker, or if the machine has rebooted since. The time between the two brokers counts
-        #: only the seconds that the machine was awake, because a lease uses nothing while the
-        #: machine sleeps.
+        #: broker, or if the machine has rebooted since. The seconds since then count only while the
+        #: machine is awake, because a lease uses nothing while the machine sleeps.
         gone = time.monotonic() - float(core.journal.meta("awake") or math.inf)
         self._since = core.now() - gone if gone >= 0 else None
 

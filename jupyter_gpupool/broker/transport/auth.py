@@ -2,9 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Identify the peer of a connection, and check what that user may see and do.
 
-Identity comes from the operating system (``SO_PEERCRED``), or for containers from the socket that
-the peer can reach (``usersockets``), never from a message. A session's token in a message proves,
-in addition, that the session was opened for the sender.
+The operating system names the peer (``SO_PEERCRED``). For a container, the socket on which the peer
+connects names the user (``usersockets``). The broker believes no user name in a message. In
+addition, a message may contain a session's token, which proves that the session was opened for the
+sender.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ def peer_of(connection: socket.socket, user: str = "") -> Peer:
 
 
 def shown(user: User) -> str:
-    """Return a user for messages."""
+    """Return the user as text for messages to people."""
     return f"User id {user}" if isinstance(user, int) else f"User {user}"
 
 
-# Names come from NSS, which may ask the network, so they are cached.
+# NSS may ask the network for the names, so this function caches them.
 @lru_cache(maxsize=4096)
 def owner_of(uid: User) -> Owner:
     """Return the user as an owner. A user id without an account becomes a name."""

@@ -30,9 +30,9 @@ from .dispatch import ABUSE_PRICE, BAD_PRICE, BYTES_PER_POINT, PRICES, Dispatche
 if TYPE_CHECKING:
     from ..sessions import LiveSession
 
-#: The most bytes that are read from a peer at once. The broker reads the rest of a longer request
-#: only while it reads few other long requests of the same user. Otherwise a hundred busy
-#: connections would keep the loop reading.
+#: The most bytes that the broker reads from a peer at once. It reads the rest of a longer request
+#: only while it reads few other long requests of this user. Otherwise a hundred busy connections
+#: would keep the loop reading.
 CHUNK = 16 << 10
 
 #: The most bytes of incomplete and waiting requests that the broker keeps at the same time for all
@@ -48,8 +48,8 @@ MAX_WAITING = 256
 #: With this many unread bytes of answers, a peer gets no further answer.
 HIGH_WATER = 32 << 10
 
-#: The number of unread bytes at which the connection is closed. Above HIGH_WATER, the broker adds
-#: only messages that the peer did not ask for.
+#: The number of unread bytes at which the broker closes the connection. Above HIGH_WATER, the
+#: broker sends only messages that are not answers.
 MAX_UNREAD = 1 << 20
 
 #: Seconds within which a peer must read if more than HIGH_WATER is unread, or must send the rest of
@@ -183,9 +183,9 @@ class Connection(asyncio.BufferedProtocol):
 
         The transport cannot send a descriptor, so this method uses the socket itself. This works
         only if the connection has no other unread answers. Otherwise the peer gets no descriptor,
-        and may ask again on a new connection. A peer that never reads keeps one descriptor under
-        way for each connection. Linux counts these descriptors for all processes of the broker's
-        user. If there are too many, Linux passes no further descriptor to any process.
+        and may ask again on a new connection. If a peer never reads, one descriptor stays under way
+        on each connection. Linux limits the number of such descriptors of the broker's user. At the
+        limit, no process of this user can pass a descriptor.
         """
         if not self.open or self._transport is None or request_id is None:
             return
@@ -196,7 +196,7 @@ class Connection(asyncio.BufferedProtocol):
         line = encode({"type": "ok", "id": request_id})
         try:
             with socket.socket(fileno=os.dup(own)) as ours:
-                # The buffer is empty, so the system sends either all of a line of this length or
+                # The buffer is empty and the line is short, so the system sends the whole line or
                 # nothing.
                 socket.send_fds(ours, [line], [descriptor])
         except OSError:
@@ -243,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
             )
 
     def speaks_for(self, session: LiveSession | None) -> None:
-        """Note for which session the peer speaks from now on; None for no session."""
+        """Note that the peer speaks for ``session`` from now on, or for no session (None)."""
         self.session = session
 
     def hold_early(self, session: LiveSession | None) -> None:
@@ -264,7 +264,7 @@ class Connection(asyncio.BufferedProtocol):
         self._read_state = "answering"
 
     def end_read(self, cost: float) -> None:
-        """Go on after the answer to a read, for which a thread has worked ``cost`` points."""
+        """Charge ``cost`` points for the answer to a read, and handle the next request."""
         self.account.reads.pay(cost, asyncio.get_running_loop().time())
         if self._read_state == "answering":
             self._read_state = ""
@@ -343,7 +343,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         self._ended = True
         self._go_on()
-        return True  # this side closes the connection when all requests are handled
+        return True  # the broker closes the connection after all requests are handled
 
     def pause_writing(self) -> None:
         if self._choked is None:
@@ -373,7 +373,7 @@ class Connection(asyncio.BufferedProtocol):
     # ------------------------------------------------------------------ internals
 
     def _go_on(self) -> None:
-        """Ask for a turn after a change, if there is a request to handle."""
+        """Ask the dispatcher for a turn, if there is a request to handle."""
         if not self.accepted:
             return
         if not self._has_line() and len(self._buffer) > 0 and not self._check_unfinished():
@@ -406,7 +406,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._next is not None and bool(self._read_state)
 
     def _look_at_reading(self) -> None:
-        """Read from the peer only while the broker can handle the peer's requests soon."""
+        """Start or stop reading: read only if the broker can handle the peer's requests soon."""
         if self._transport is None or self._transport.is_closing() or self._ended:
             return
         stuck = self._next is not None or self._act_waits or self._choked is not None
@@ -418,14 +418,14 @@ class Connection(asyncio.BufferedProtocol):
         self._reading = wanted
 
     def _may_read_on(self) -> bool:
-        """Return whether to read the rest of a long request now, before others of its user."""
+        """Return whether the connection may read the rest of a long request now."""
         whole = self._has_line()
         if self.accepted:
             (self._end_long if whole else self._begin_long)()
         return not whole and (not self.accepted or self in self.account.long)
 
     def _begin_long(self) -> None:
-        """Take one of the user's places for a long request, now or later, and limit its time."""
+        """Take one of the user's places for long requests, or wait for it; limit the time."""
         self.account.begin_long(self)
         if self._rest is None and self in self.account.long:
             loop = asyncio.get_running_loop()
@@ -504,7 +504,7 @@ class Connection(asyncio.BufferedProtocol):
         self.service.counters.messages += 1
 
     def _finish(self) -> None:
-        """Close the connection, because the peer will send nothing more."""
+        """Close the connection, because the peer sends no more requests."""
         if self._buffer and self.accepted:
             self._forget_buffer()
             self._bad_message(ProtocolError("The connection ended in the middle of a message."))
@@ -552,7 +552,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def _unread(descriptor: int) -> int:
-    """Return the memory of data that a socket has sent and its peer has not read; 0 if unknown."""
+    """Return the memory of the sent data that the peer has not read; 0 if it is unknown."""
     try:
         size = fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4))
     except OSError:

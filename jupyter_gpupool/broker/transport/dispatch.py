@@ -26,17 +26,17 @@ from ...errors import Code, GPUPoolError, RefusedError
 from ..ratelimit import TokenBucket
 from .auth import User
 
-#: Points of one turn of the event loop, and of one user's part of it. Other clients need
-#: several turns for a connection and an answer, so a turn is short.
+#: Points of one turn of the event loop, and of one user's part of the turn. A turn is short,
+#: because a client needs several turns to connect and to get its answer.
 TURN, QUANTUM = 5.0, 2.5
 
-#: Requests between two collections of young garbage. Python counts new objects minus freed objects,
-#: and begins a collection at a certain count. If each new record replaces an old one, Python
-#: therefore collects rarely, and then looks at all new objects at once. That takes 4 ms of the
-#: event loop, in the middle of a request.
+#: Requests between two collections of young garbage. Python itself collects when the number of new
+#: objects minus the number of freed objects reaches a limit. If each new record replaces an old
+#: record, Python reaches the limit rarely. It then has many new objects to look at, which takes
+#: 4 ms of the event loop in the middle of a request.
 COLLECT = 16
 
-#: The most points by which an expensive request can shorten later turns.
+#: The most points by which an expensive request can shorten the turns after it.
 MAX_OWED = 100.0
 
 #: Seconds that a read waits for its user's budget before it is refused.
@@ -106,7 +106,8 @@ class Dispatcher:
         self._owed = 0.0
         #: Requests since the last collection of garbage.
         self._served = 0
-        #: The number of reads that waited for their user's budget, and how many were refused.
+        #: The number of reads that have waited for their user's budget, and the number of refused
+        #: reads.
         self.delayed = 0
         self.busy = 0
 
@@ -170,8 +171,8 @@ class Dispatcher:
     def note_unread(self, connection: Requester, more: int) -> None:
         """Note ``more`` unread bytes of a connection.
 
-        If the user then has more unread bytes than allowed, close the user's connections with the
-        most unread bytes.
+        If a user, or all users together, have more unread bytes than allowed, this method closes
+        connections with the most unread bytes.
         """
         account = connection.account
         self._count_unread(account, more)
@@ -189,8 +190,8 @@ class Dispatcher:
 
     def _turn(self) -> None:
         self._turn_handle = None
-        # After an expensive request, a few turns handle no request. In these turns, the loop reads
-        # and accepts connections.
+        # After an expensive request, a few turns handle no request, so that the loop can read from
+        # connections and accept them.
         left = TURN - self._owed
         try:
             while self._active and left > 0:
@@ -205,7 +206,7 @@ class Dispatcher:
                 self._turn_handle = self._loop.call_soon(self._turn)
 
     def _serve_one(self, account: UserAccount, left: float) -> float:
-        """Serve one user as long as its share and ``left`` last; return the cost."""
+        """Give one user its share of the turn, at most ``left`` points; return the points used."""
         account.deficit = min(QUANTUM, account.deficit + QUANTUM)
         try:
             return self._spend(account, left)
@@ -217,7 +218,7 @@ class Dispatcher:
                 account.deficit = min(0.0, account.deficit)
 
     def _spend(self, account: UserAccount, left: float) -> float:
-        """Handle a user's requests while its share and ``left`` last; return their cost."""
+        """Handle requests until the user's share or ``left`` is used up; return their cost."""
         spent = 0.0
         while account.ready and account.deficit > 0 and spent < left:
             connection = next(iter(account.ready))
@@ -285,10 +286,10 @@ class Dispatcher:
         owed = sum(connection.next_price() for connection, _ in account.waiting_reads)
         seconds = max(LOOK, round(account.reads.seconds_until(owed, now), 2))
         return RefusedError(
-            "Your processes send the broker more requests than it serves one user: this one "
-            f"waited {PATIENCE:g} s.",
+            "Your processes send more requests than the broker handles for one user, so it did not "
+            f"handle this request within {PATIENCE:g} s.",
             code=Code.BUSY,
-            next_step=f"Try again in {seconds:g} s, and less often.",
+            next_step=f"Try again in {seconds:g} s, and send fewer requests.",
             details={"retry_after": seconds},
         )
 
@@ -356,10 +357,10 @@ BAD_PRICE = 4.0
 #: Bytes, received or sent, that cost one point in addition to the price of their request.
 BYTES_PER_POINT = 16 << 10
 
-#: Points for one user's acts, per second and in one burst: half of the event loop.
+#: Points for one user's acts, per second (half of the event loop's points) and in one burst.
 ACTS = 10_000.0, 20_000.0
 
-#: Points for one user's reads, per second and in one burst: a fifth of the event loop.
+#: Points for one user's reads, per second (a fifth of the event loop's points) and in one burst.
 READS = 4_000.0, 8_000.0
 
 #: The most long requests of one user that are read at the same time.
@@ -383,7 +384,7 @@ class UserAccount:
         self.connects = TokenBucket(*CONNECTS, now)
         self.connections: set[Requester] = set()
         self.watchers = 0
-        #: Connections in the middle of a long request: those being read, and those that wait.
+        #: Connections with an incomplete long request: those that are read, and those that wait.
         self.long: set[Requester] = set()
         self.longer: dict[Requester, None] = {}
         #: Bytes received but not handled; bytes sent but not read.
@@ -419,7 +420,7 @@ class UserAccount:
                 following.read_on()
 
     def rested(self, now: float) -> bool:
-        """Return whether the account has the same values as a new account."""
+        """Return whether the account equals a new account, so that the dispatcher can drop it."""
         return (
             not self.connections
             and not self.ready

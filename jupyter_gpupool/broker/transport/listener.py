@@ -27,7 +27,7 @@ from .auth import User, peer_of, shown
 from .connection import Connection, Service
 from .dispatch import Dispatcher
 
-#: Connections that may wait in the kernel: hundreds of notebooks may start at the same time.
+#: Connections that may wait in Linux, because hundreds of notebooks may start at the same time.
 BACKLOG = 512
 
 
@@ -171,14 +171,15 @@ class Claim:
         except FileExistsError:
             pass
         except OSError as error:
-            raise self._refuse(f"needs the folder {folder} ({error.strerror})") from None
+            what = f"needs the folder {folder}, which cannot be made ({error.strerror})"
+            raise self._refuse(what) from None
         found = os.lstat(folder)
         if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
-            raise self._refuse("has a parent that is a symbolic link or not a folder")
+            raise self._refuse(f"is in {folder}, which is a symbolic link or not a folder")
         if found.st_uid not in (os.geteuid(), 0):
             raise self._refuse(f"is in a folder of user id {found.st_uid}")
         if found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX:
-            raise self._refuse("is in a folder that other users may write")
+            raise self._refuse("is in a folder to which other users may write")
 
     @property
     def _lock_path(self) -> Path:
@@ -200,19 +201,19 @@ class Claim:
                 raise BrokerUnavailable(
                     f"A GPU pool broker (process {holder}) already listens at {self.path}.",
                     code=Code.ALREADY_RUNNING,
-                    next_step="Use that one, or end it first.",
+                    next_step="Use that broker, or end it first.",
                 ) from None
             if _is_at(lock, name):
                 break
-            # The holder ended and removed its lock's file between the two calls. A new file may
-            # exist.
+            # The broker that had the lock removed the lock's file between the two calls. There may
+            # be a new file.
             os.close(lock)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n{local_machine.pid_namespace()}\n".encode(), 0)
         return lock
 
     def _give_up_lock(self) -> None:
-        """Remove the lock's file, then release the lock; a process that has it open tries again."""
+        """Remove the lock's file, then release the lock."""
         if _is_at(self._lock, self._lock_path):
             with suppress(OSError):
                 self._lock_path.unlink()
@@ -238,7 +239,7 @@ class Claim:
             except OSError as error:
                 if error.errno != errno.EAGAIN:  # EAGAIN: a broker listens, and its queue is full
                     # No broker listens at this file. If systemd has passed a socket to this broker,
-                    # this file is not the file of that socket, so no client can reach that socket.
+                    # the socket's own file is lost, so no client can reach the socket.
                     self._drop_given()
                     self.path.unlink()
                     return
@@ -264,13 +265,13 @@ ACCEPTS = 32
 #: further connections.
 LOBBY = 128
 
-#: Seconds without accepting connections when no descriptors are left.
+#: Seconds for which the broker accepts no connections when no descriptors are left.
 PAUSE = 0.2
 
 #: Seconds between two log records about a lack of descriptors.
 COMPLAIN = 60.0
 
-#: Descriptors that are kept for other uses than connections.
+#: Descriptors that the broker needs for other things than connections.
 RESERVED = 64
 
 
@@ -284,8 +285,9 @@ class Door:
     """Accepts connections until :meth:`close`: a few in each turn of the loop, within budgets.
 
     asyncio's own server accepts all connections in its backlog at once, before anything else runs,
-    and makes a transport for each. A user who connects and leaves all the time would keep the loop
-    busy. Here, a connection that exceeds its user's budget waits as a bare socket.
+    and makes a transport for each connection. So a user could keep the loop busy by connecting and
+    disconnecting all the time. Here, a connection that exceeds its user's budget waits as a bare
+    socket.
 
     ``make`` returns the protocol of a new connection. ``user`` names the owner of a user's own
     socket.
@@ -348,8 +350,8 @@ class Door:
         if self._loop.time() - self._complained_at >= COMPLAIN:
             self._complained_at = self._loop.time()
             self._log.error(
-                "No connection can be accepted now: %s; raise the broker's limit (LimitNOFILE, "
-                "ulimit -n)", error.strerror,
+                "The broker can accept no connection now: %s. Raise its limit of open files "
+                "(LimitNOFILE, ulimit -n)", error.strerror,
             )  # fmt: skip
 
     def _again(self) -> None:

@@ -134,7 +134,7 @@ class UserSockets:
                     self._refused[name] = problem
                     if problem:
                         self._log.error(
-                            "There is no socket for containers in %s, because the folder %s",
+                            "There is no socket for containers in %s, because this path %s",
                             self._folder / name, problem,
                         )  # fmt: skip
 
@@ -183,8 +183,8 @@ class UserSockets:
         """Stop serving a user whose folder or socket was removed."""
         served = self._served.pop(name)
         served.door.close()
-        # If somebody removes the whole folder, the socket may be removed first. So the broker does
-        # not make the socket again.
+        # The broker does not make the socket again, because somebody may be removing the whole
+        # folder.
         self._revoked[name] = served.folder
         for connection in [*self._service.dispatcher.account(name).connections]:
             connection.close()
@@ -192,7 +192,7 @@ class UserSockets:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return which file is at ``path``; (0, 0) if there is none."""
+    """Return the device and inode of the file at ``path``; (0, 0) if there is no file."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -203,17 +203,17 @@ def _identity(path: Path) -> tuple[int, int]:
 def _problem(folder: Path) -> str:
     """Return why a folder cannot be a user's folder, or ""."""
     if not _NAME.fullmatch(folder.name):
-        return "has a name that no user can have here: letters, digits and ._@+- only, at most 64"
+        return "has a name that is not allowed: use at most 64 letters, digits and ._@+-"
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode):
-        return "is no folder"
+        return "is not a folder"
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        return "can be written by another user than the broker's"
+        return "can be changed by another user than the broker's"
     return ""
 
 
 def _bind(path: Path) -> socket.socket:
-    """Return a listening socket at ``path``; it replaces one that an earlier broker left."""
+    """Return a listening socket at ``path``. It replaces the socket of an earlier broker."""
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:

@@ -213,7 +213,7 @@ def complete_mapping(
         If the two lists do not match, or one of them names a device twice.
     """
     if len(origin) != len(target) or len({*origin}) != len(origin) or len({*target}) != len(target):
-        raise ValueError(f"{origin} cannot be mapped onto {target} one to one.")
+        raise ValueError(f"{origin} cannot be mapped one to one onto {target}.")
     moves = dict(zip(origin, target, strict=True))
     if all(old == new for old, new in moves.items()):
         return None

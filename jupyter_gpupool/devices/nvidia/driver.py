@@ -36,10 +36,11 @@ _PROBLEMS = {
         "Load it (modprobe nvidia) or reboot."
     ),
     "LIB_RM_VERSION_MISMATCH": (
-        "The NVIDIA driver was updated and its kernel module is still the old one. Reboot."
+        "The NVIDIA driver was updated, but its old kernel module is still loaded. Reboot."
     ),
     "NO_PERMISSION": (
-        "This user may not use the NVIDIA driver. Check the permissions of /dev/nvidia*."
+        "This user has no permission to use the NVIDIA driver. "
+        "Check the permissions of /dev/nvidia*."
     ),
 }
 
@@ -68,9 +69,9 @@ def kill_hazard(module: Path = MODULE) -> str:
     if version is None or "open kernel module" not in text.lower():
         return ""
     return (
-        f"The open kernel module {version[1]} is known to hang the machine when a process that was "
-        "suspended and resumed is killed. Before the pool ends such a kernel, the pool suspends it "
-        "again. A kill by anything else (kill -9, out of memory) is not safe: after such a kill, "
+        f"The open kernel module {version[1]} is known to hang the machine when a resumed process "
+        "is killed. Therefore the pool suspends a resumed kernel again before it ends the kernel. "
+        "A kill from outside the pool (kill -9, out of memory) is not safe: after such a kill, "
         "the pool tests the GPU before another kernel gets it."
     )
 
@@ -88,22 +89,23 @@ def capabilities(driver_version: str) -> Capabilities:
         return Capabilities(
             suspend=False,
             migrate=False,
-            reason=f"Driver {driver_version} cannot suspend processes; "
-            f"{SUSPEND_FLOOR} is the first that can.",
+            reason=f"Driver {driver_version} is too old to suspend processes: "
+            f"install {SUSPEND_FLOOR} or newer.",
         )
     if major < MIGRATE_FLOOR:
         return Capabilities(
             suspend=True,
             migrate=False,
-            reason=f"Driver {driver_version} cannot move a suspended process to another device; "
-            f"{MIGRATE_FLOOR} is the first that can.",
+            reason=f"Driver {driver_version} is too old to move a suspended process to another "
+            f"device: install {MIGRATE_FLOOR} or newer.",
         )
     return Capabilities(suspend=True, migrate=True)
 
 
 def problem(name: str, text: str) -> str:
     """Return a sentence for people about NVML's error ``name``; ``text`` is NVML's sentence."""
-    return _PROBLEMS.get(name, f"The NVIDIA driver does not start: {text}. Run nvidia-smi to see.")
+    other = f"The NVIDIA driver does not start: {text}. Run nvidia-smi for details."
+    return _PROBLEMS.get(name, other)
 
 
 # ---------------------------------------------------------------------- for the doctor
@@ -132,11 +134,12 @@ def loaded_driver(version_file: Path = MODULE) -> Finding:
             "warn",
             "driver",
             "no NVIDIA kernel driver is loaded",
-            "Install one (580 or newer is best), or emulate: c.GPUPool.emulate = '2x16GiB'.",
+            "Install the driver (580 or newer is best), or emulate GPUs: "
+            "c.GPUPool.emulate = '2x16GiB'.",
         )
     hazard = kill_hazard(version_file)
     if hazard:
-        todo = "Install the proprietary module or another branch."
+        todo = "Install the proprietary kernel module, or another branch of the driver."
         return Finding("warn", "driver", hazard, todo)
     version = next((w for w in text.split() if w[:1].isdigit() and "." in w), "")
     able = capabilities(version)
@@ -164,6 +167,6 @@ def persistence_mode() -> list[Finding]:
         return [Finding("fail", "persistence", message[0], "Repair the driver.")]
     off = [line.split(",")[0] for line in done.stdout.splitlines() if "Disabled" in line]
     if off:
-        todo = "As root: nvidia-smi -pm 1, or enable nvidia-persistenced."
+        todo = "Run nvidia-smi -pm 1 as root, or enable nvidia-persistenced."
         return [Finding("warn", "persistence", f"off on GPU {', '.join(off)}", todo)]
     return [Finding("ok", "persistence", "on")]

@@ -122,8 +122,8 @@ class Examiner:
                 tier, reason = "unguarded", ""
         elif tier == "unguarded" and self._guard and not reason:
             reason = (
-                "The GPU was tested without the guard, and kernels of an earlier broker still use "
-                "it. End them and restart the broker: it then tests the GPU again."
+                "This GPU was tested without the guard, and kernels of an earlier broker still use "
+                "the GPU. End these kernels and restart the broker, so that it tests the GPU again."
             )
         return replace(
             device,

@@ -78,14 +78,14 @@ class GuardFrame(selftest.Frame):
         """Return "" if the program allocated its memory through the guard, else the problem."""
         before = self.page.read()
         if before.gate != page.OPEN or not any(slot.pid == target.pid for slot in before.slots):
-            return "its calls did not go through the guard"
+            return "the test program's calls did not go through the guard"
         if sum(before.used) < SIZE:
-            return f"it counted {sum(before.used)} of {SIZE} bytes"
+            return f"the guard counted only {sum(before.used)} of {SIZE} bytes"
         answer = await target.call("over", selftest.STEP_TIMEOUT, size=TOO_MUCH)
         if answer["result"] != "CUDA_ERROR_OUT_OF_MEMORY":
             return f"an allocation beyond the grant returned {answer['result']}"
         left = sum(self.page.read().used) - sum(before.used)
-        return f"a refused allocation left {left} bytes counted" if left else ""
+        return f"a refused allocation changed the guard's count by {left} bytes" if left else ""
 
     async def hold(self, target: Child) -> str:
         """Close the gate, then start a call; return why the gate does not hold the call, or ""."""
@@ -93,11 +93,11 @@ class GuardFrame(selftest.Frame):
         self.page.set_gate(page.CLOSED)
         self._held = asyncio.create_task(super().check(target, ""))
         if not await self._until(lambda now: now.waiting > 0 or self._returned()):
-            return "it did not come to the closed gate"
+            return "the test program did not reach the closed gate"
         if self._returned():
             return "a call went through the closed gate"
         if not await self._until(lambda now: now.inflight == 0):
-            return "calls did not leave the driver"
+            return "earlier calls did not return from the driver"
         return ""
 
     async def check(self, target: Child, device: str) -> bool:

@@ -103,7 +103,7 @@ def choose(configured: str = "") -> str:
             raise ConfigError(
                 f"c.GPUPool.device_python is {configured}, which is not a program that can be "
                 "started.",
-                next_step=f"Leave the option out, and run: {INSTALL}",
+                next_step=f"Remove the option from the configuration, then run: {INSTALL}",
             )
         return configured
     for folder in places():

@@ -268,8 +268,8 @@ class Inventory:
             raise DriverError(self.down, code=Code.PAUSED)
         if uuid not in self._devices:
             raise DriverError(
-                "The driver did not list it at the last resume. When nvidia-smi -L lists it again, "
-                "pause the whole pool and resume it: that looks for the GPUs again.",
+                "The driver did not list this GPU at the last resume. When nvidia-smi -L lists the "
+                "GPU again, pause the whole pool and resume it, so that it looks for GPUs again.",
                 code=Code.UNKNOWN_DEVICE,
             )
         await self._sampler.renew([uuid])
@@ -280,7 +280,7 @@ class Inventory:
             raise DriverError(sample.lost, code=Code.LOST)
         if uuid in self.untested:
             raise DriverError(
-                device.tier_reason or "It has too little free memory for the test.",
+                device.tier_reason or "The GPU has too little free memory for the test.",
                 code=Code.NO_ROOM,
             )
         return device
@@ -483,7 +483,7 @@ class Inventory:
         except KeyError:
             known = ", ".join(self._devices) or "none"
             raise DriverError(
-                f"There is no device {uuid}; there is: {known}.", code=Code.UNKNOWN_DEVICE
+                f"There is no device {uuid}; the devices are: {known}.", code=Code.UNKNOWN_DEVICE
             ) from None
 
     def _physical(self) -> tuple[str, ...]:

@@ -119,7 +119,7 @@ class Operation:
         except Refused as refused:
             return await self._give_up(refused)
         except DriverError as error:
-            return await self._give_up(Refused("drain", f"It was not suspended. {error}"))
+            return await self._give_up(Refused("drain", f"The pool stopped this suspend. {error}"))
         if procfs.ending(self._root):
             return self._suspended("gone", checkpoint.absent(self._root, "gone"), targets)
         if not targets:  # the others have ended, and the root has no context
@@ -147,7 +147,8 @@ class Operation:
                 if state == "running" and not await self._lock(process):
                     continue
                 if state == "failed":
-                    raise Refused("failed", f"The driver has lost process {process.pid}.")
+                    lost = f"The driver has lost the state of process {process.pid}."
+                    raise Refused("failed", lost)
                 if state:
                     targets.append(process)
                     # A dead broker may have locked the process: an undo must unlock it, too.
@@ -178,7 +179,7 @@ class Operation:
             raise Refused(
                 "drain",
                 f"The GPU work of process {process.pid} did not finish in "
-                f"{self._calls.lock_timeout:g} s, so it was not suspended.",
+                f"{self._calls.lock_timeout:g} s, so the process was not suspended.",
             )
         raise self._calls.refusal(process, answer)
 
@@ -255,7 +256,7 @@ class Operation:
                     self.kept.insert(0, process)
                     self._kept_why = (
                         f"Process {process.pid} is not back on its GPU yet ({answer.message}); "
-                        "the driver has its state, and the pool tries again."
+                        "the driver still has the state of the process, and the pool tries again."
                     )
                     continue
             if answer.value == "locked":
@@ -268,7 +269,7 @@ class Operation:
                 self.unsettled.append(process)
                 continue
             status: SuspendStatus = "hung" if answer.outcome == "hung" else "failed"
-            what = answer.message or f"the driver says {answer.value!r}"
+            what = answer.message or f"the driver reports the state {answer.value!r}"
             trouble = status, f"Process {process.pid} could not be brought back: {what}"
         return trouble
 
@@ -310,8 +311,8 @@ class Operation:
                 if process.pid in self._calls.pids and process.bytes != 0:
                     raise Refused(
                         "pinned",
-                        f"Process {process.pid} holds memory on {sample.uuid}, but the driver "
-                        f"offers no way to suspend it.",
+                        f"Process {process.pid} has memory on {sample.uuid}, but the driver "
+                        "offers no way to suspend this process.",
                     )
 
     async def _verify(
@@ -324,7 +325,7 @@ class Operation:
         try:
             after, free = await self._sampler.wait_freed(pids, before)
         except DriverError as error:
-            message = f"Whether the memory is free could not be verified. {error}"
+            message = f"The pool could not verify that the memory is free. {error}"
             return self._suspended("suspended", message, targets, freed_bytes(before, None, pids))
         message = ""
         if not free:
@@ -444,8 +445,8 @@ class Operation:
             return self._resumed("no-room", f"Nothing was resumed. {answer.message}")
         if untouched and moves and answer.code in _NOT_MOVED:
             text = (
-                f"The driver does not move process {process.pid} to another GPU "
-                f"({answer.code}); it is resumed on the one where it was."
+                f"The driver did not move process {process.pid} to another GPU "
+                f"({answer.code}); the pool resumes the process on its old GPU."
             )
             return replace(self._resumed("refused", text), stay=True)
         if untouched:
@@ -540,7 +541,7 @@ async def land(
     if suspended.status in ("gone", "failed", "hung"):
         return ResumeOutcome(suspended.status, suspended.message)
     if suspended.status != "suspended":
-        text = suspended.message or "The driver offers no way to suspend it."
+        text = suspended.message or "The driver offers no way to suspend the process."
         return ResumeOutcome("refused", text, stay=suspended.status != "drain")
     restoring()
     outcome = await operation.again().resume(devices, origin, need, everything)

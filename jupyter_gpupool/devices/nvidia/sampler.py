@@ -157,8 +157,8 @@ class Sampler:
             return task.result()
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         raise DriverError(
-            f"NVML has not answered for {self._timeout:g} s; the driver is copying for another "
-            "kernel.",
+            f"NVML has not answered for {self._timeout:g} s, while the driver copies the memory of "
+            "another kernel.",
             code=Code.NVML,
         )
 
@@ -331,8 +331,8 @@ class Numbers:
             self.proven = self._known if self._known is not None else self._initial or None
         if self.proven is False and not self._settled:
             self._log.warning(
-                "NVML lists process numbers of another PID namespace, as in a container: the pool "
-                "counts memory without them, and ends no process by such a number"
+                "The process numbers that NVML lists belong to another PID namespace, as in a "
+                "container. The pool does not use these numbers to count memory or to end a process"
             )
         self._settled = True
 
@@ -354,8 +354,9 @@ class Numbers:
         if max(self._absent.values(), default=0) >= ABSENT:
             self.proven = False
             self._log.warning(
-                "NVML lists process numbers that do not exist here: they are of another PID "
-                "namespace, and count as no process from now on"
+                "NVML lists process numbers that do not exist here, so they belong to another PID "
+                "namespace. From now on, the pool does not use these numbers to count memory or to "
+                "end a process"
             )
 
 

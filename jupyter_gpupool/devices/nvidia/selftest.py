@@ -124,6 +124,10 @@ class _NoRoom(Exception):
     """Another process took the memory."""
 
 
+def _no_memory(error: Exception) -> str:
+    return f"There was too little free memory for the self-test: {error}"
+
+
 class Frame:
     """Steps around each suspend and resume of the test program. This base class adds none."""
 
@@ -168,7 +172,9 @@ async def judge(
         await stage.start(target, uuid, SIZE, STEP_TIMEOUT)
         process = None if target.pid is None else procfs.identify(target.pid)
         if process is None:
-            return Abilities(False, False, frame.failed("the test program ended as it started"))
+            return Abilities(
+                False, False, frame.failed("the test program ended while it was starting")
+            )
 
         async def there_and_back(destination: str) -> str:
             problem = await frame.hold(target)
@@ -202,16 +208,17 @@ async def judge(
             except _NoRoom as error:
                 # The test did not try the move. Without room, the move would take at least the
                 # driver's whole time-out.
-                return Abilities(True, False, f"The self-test had no room on another GPU: {error}")
+                why = f"Another GPU had too little free memory for the self-test: {error}"
+                return Abilities(True, False, why)
             if problem:
                 return Abilities(True, False, f"The self-test on another device failed: {problem}")
             return Abilities(True, True)
     except _NoRoom as error:
-        return Abilities(True, False, f"The self-test had no room: {error}", tested=False)
+        return Abilities(True, False, _no_memory(error), tested=False)
     except (ChildLost, GPUPoolError, OSError) as error:
         if "CUDA_ERROR_OUT_OF_MEMORY" in str(error):
-            return Abilities(True, False, f"The self-test had no room: {error}", tested=False)
-        return Abilities(False, False, frame.failed(f"it did not run: {error}"))
+            return Abilities(True, False, _no_memory(error), tested=False)
+        return Abilities(False, False, frame.failed(f"the test did not finish: {error}"))
     finally:
         if retire and where and process is not None:
             with contextlib.suppress(ChildLost, GPUPoolError, OSError):

@@ -114,7 +114,9 @@ class DeviceService(Inventory):
             # The session's state is safe in host memory, but the driver may be unable to restore it
             # on a GPU.
             return ResumeOutcome(
-                "no-room", f"The pool suspended it from device {gone[0]}, which is no longer there."
+                "no-room",
+                f"The session was suspended from device {gone[0]}, which the driver no longer "
+                "lists.",
             )
 
         async def run(operation: Operation) -> ResumeOutcome:

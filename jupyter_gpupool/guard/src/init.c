@@ -43,8 +43,8 @@ static int by_text(const char *text, size_t length, const char *home)
                 return ENDS; /* two UUIDs begin like this: CUDA treats the entry as no device */
             found = i;
         }
-    /* The program may still have the UUID of a home device from before the lease. Treat this UUID
-     * as the slice's device at the same place in the list. */
+    /* The program may have read the UUID of a home device before the lease. The home device at
+     * place i of `home` stands for the slice's device at place i. */
     for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
         size_t n = strcspn(home, ",");
         if (n == length && !strncasecmp(text, home, n))
@@ -99,7 +99,7 @@ static void choose_visible(void)
         dprintf(2,
                 "jupyter_gpupool: CUDA_VISIBLE_DEVICES=\"%.64s\" names a GPU that this session does not "
                 "have; %s.\n",
-                asked, all ? "CUDA uses the GPU of the session instead" : "it is left out");
+                asked, all ? "CUDA uses the GPU of the session instead" : "CUDA ignores this GPU");
     }
     if (all)
         while (seen < (int)guard_page->devices) {

@@ -336,7 +336,7 @@ static const char *map(const char *path, bool *lost)
         return "cannot be opened. Restart the kernel";
     if (fstat(fd, &st) || !S_ISREG(st.st_mode) || st.st_size < (off_t)sizeof(struct page)) {
         close(fd);
-        return "is too short, or not a file. Restart the kernel";
+        return "is not a file, or is too short. Restart the kernel";
     }
     struct page *page = mmap(NULL, sizeof *page, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (page == MAP_FAILED) {
@@ -347,7 +347,7 @@ static const char *map(const char *path, bool *lost)
         page->devices > PAGE_DEVICES) {
         munmap(page, sizeof *page);
         close(fd);
-        return "is of another version of jupyter_gpupool than the guard. Restart the kernel";
+        return "and the guard are from different versions of jupyter_gpupool. Restart the kernel";
     }
     /* If the broker has reused the descriptor's number, the link leads to another session's page.
      * This process must not use the gate and the accounts of that page. */
@@ -397,8 +397,11 @@ enum page_state page_settle(void)
         return state;
     nvml_calls_began(guard_page);
     if (!take_slot())
-        return refuse("cannot be used by a process that cannot read /proc/self/stat. A later call tries again");
-    return guard_slot() ? PAGE_READY : refuse("has no room for a 257th process. End some of its processes");
+        return refuse("cannot be used, because this process cannot read /proc/self/stat. A later "
+                      "call tries again");
+    return guard_slot() ? PAGE_READY
+                        : refuse("has no room for more than 256 processes. End some of the "
+                                 "session's processes");
 }
 
 /* Returns the session's page to the NVML library of the guard. That library has no connection to

@@ -30,7 +30,7 @@ struct table {
     uint8_t seen[16];
 };
 
-_Static_assert(sizeof(struct stripe) == 64, "stripes share no cache line");
+_Static_assert(sizeof(struct stripe) == 64, "each stripe must have its own cache line");
 
 /* ---- memory and locks */
 

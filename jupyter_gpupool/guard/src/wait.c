@@ -114,9 +114,9 @@ static bool hold_back(void)
         return false;
     /* In a notebook the agent shows its own message instead of this one. */
     static const char told[] =
-        "\nGPU pool: a thread of a library waits for a GPU slice. If its call ended now, arrays "
-        "that the call may reuse could be lost, so the interrupt changed nothing. Interrupt once "
-        "more to end the call.\n";
+        "\nGPU pool: a library's thread waits for a GPU slice. The interrupt did not end its CUDA "
+        "call, because the program could lose arrays that the call may reuse. Interrupt once more "
+        "to end the call.\n";
     if (isatty(STDERR_FILENO))
         (void)!write(STDERR_FILENO, told, sizeof told - 1);
     return true;

@@ -152,7 +152,9 @@ describe('a notice of the start', () => {
     FakeNotification.answer = 'denied';
     actions(new FakeModel(session(queued)));
     await press('Tell me when it starts');
-    screen.getByText(/^This page shows a message when it starts/);
+    screen.getByText(
+      /^Your browser blocks notifications, so this page shows a message/
+    );
     FakeNotification.answer = 'granted';
   });
 });

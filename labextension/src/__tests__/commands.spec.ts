@@ -177,7 +177,7 @@ describe('the commands', () => {
     expect(Notification.manager.notifications[0]!.options.autoClose).toBe(REFUSAL);
   });
 
-  test('the notice of a silent broker disappears when it answers', async () => {
+  test('the notice of a silent broker disappears when the broker answers', async () => {
     services.start('a');
     followPool(model);
     FakeSocket.one.snapshot();
@@ -248,7 +248,7 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${3 * 1024 ** 3}}`]);
   });
 
-  test('the dialog shows the bounds and requests bytes', async () => {
+  test('the dialog shows the bounds and sends the size in bytes', async () => {
     services.start('a');
     // A session on two GPUs may ask for less memory per GPU than a session on one GPU.
     const two = { ...aSession().request, devices: 2 };
@@ -280,7 +280,7 @@ describe('the commands', () => {
     expect(asked).toEqual([`PATCH sessions/kernel-a {"memory":${memory}}`]);
   });
 
-  test('the dialog reopens after a wrong size and accepts its bound', async () => {
+  test('the dialog reopens after a wrong size and accepts the bound', async () => {
     services.start('a');
     const most_bytes = Math.round(23.68 * 1024 ** 3);
     FakeSocket.one.snapshot(aPool({ sessions: [aSession({ id: 'a', most_bytes })] }));
@@ -293,7 +293,7 @@ describe('the commands', () => {
       await new Promise(resolve => setTimeout(resolve, 5));
       second = await dialog();
     }
-    expect(second.textContent).toContain('25 GiB is more than you may ask for');
+    expect(second.textContent).toContain('25 GiB is too much. You may ask for at most');
     const input = second.querySelector('input')!;
     expect(input.value).toBe('25');
     input.value = '23.7';
@@ -335,7 +335,7 @@ describe('the commands', () => {
     answer.body = { code: 'no-broker', message: 'No broker.', next_step: 'Start one.' };
     await commands.execute(CommandIDs.refresh);
     expect(shown()).toEqual([
-      ['info', 'The pool starts with the first Pooled GPU kernel.']
+      ['info', 'The pool starts when the first Pooled GPU kernel starts.']
     ]);
   });
 });

@@ -25,9 +25,11 @@ describe('the order that stops all grants of slices', () => {
 
 describe('an order in words', () => {
   it('the text of an order has the admin’s reason, if any', () => {
-    expect(byAdmin(trans, on(''))).toBe('paused by the administrator: new driver');
+    expect(byAdmin(trans, on(''))).toBe(
+      'the administrator has paused all GPUs (new driver)'
+    );
     const drained = anOrder({ kind: 'drain', reason: '' });
-    expect(byAdmin(trans, drained)).toBe('drained by the administrator');
+    expect(byAdmin(trans, drained)).toBe('the administrator has drained all GPUs');
   });
 
   it('the text of an order names admin, time and reason', () => {

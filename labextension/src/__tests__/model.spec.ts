@@ -85,7 +85,7 @@ describe('requests and kernels', () => {
     expect(model.session('kernel-a')).toBeNull();
   });
 
-  test('a new kernel cancels the request after the last kernel’s end', async () => {
+  test('no request follows a kernel’s end if a new kernel has started', async () => {
     services.start('a');
     services.end();
     services.start('b');
@@ -98,13 +98,13 @@ describe('requests and kernels', () => {
     answer.status = 0;
     FakeSocket.one.drop();
     await frame();
-    expect(model.broker.nextStep).toBe('The pool tries again by itself.');
+    expect(model.broker.nextStep).toBe('This page tries again by itself.');
     services.end();
     await jest.advanceTimersByTimeAsync(LAST_LOOK + 20);
     expect(model.broker).toEqual({
       status: 'away',
       message: 'The Jupyter server does not answer.',
-      nextStep: 'Refresh to try again.',
+      nextStep: 'Choose Refresh to try again.',
       code: 'network'
     });
   });
@@ -219,7 +219,7 @@ describe('messages of the server', () => {
     expect(model.session('kernel-a')?.id).toBe(id);
   });
 
-  test('the model never returns another user’s session of a kernel', async () => {
+  test('the model never returns a session of another user', async () => {
     const socket = await live();
     const other = { ...aSession(), mine: false } as never;
     socket.delta({ now: 1001, sessions: [other] });
@@ -243,7 +243,7 @@ describe('messages of the server', () => {
 });
 
 describe('the clock', () => {
-  test('the model’s clock follows the broker’s clock, not ours', async () => {
+  test('the model’s clock follows the broker’s, not this computer’s', async () => {
     await live();
     const at = model.now();
     await jest.advanceTimersByTimeAsync(5000);
@@ -332,7 +332,7 @@ describe('a broker that is away', () => {
     expect(FakeSocket.one).not.toBe(socket);
   });
 
-  test('the page sends a request only after a refused websocket', async () => {
+  test('the page sends a request only if its websocket is refused', async () => {
     (await live()).drop();
     expect(asked).toEqual([]);
     expect(model.broker.status).toBe('up');
@@ -378,7 +378,7 @@ describe('a broker that is away', () => {
     await model.refresh();
     expect(model.broker).toEqual({
       status: 'away',
-      message: 'The Jupyter server refuses this page access to the GPU pool.',
+      message: 'The Jupyter server does not let this page use the GPU pool.',
       nextStep: 'Log in again, and reload the page.',
       code: 'unknown',
       denied: true
@@ -400,7 +400,7 @@ describe('a broker that is away', () => {
     expect(model.broker.status).toBe('up');
   });
 
-  test('a login page as the answer means that the pool is away', async () => {
+  test('the pool is away if the server answers with a login page', async () => {
     answer.body = null;
     await model.refresh();
     expect(model.broker.status).toBe('away');

@@ -77,14 +77,14 @@ describe('the idle warning', () => {
     return socket;
   }
 
-  test('the warning names document, time, and seconds of the resume', async () => {
+  test('the warning names document, time, and duration of the resume', async () => {
     await warn();
     // The text names a time of day, because it does not count down.
     const at = timeOfDay(trans, localTime(model, 1020), true);
     expect(shown().map(n => [n.type, n.message])).toEqual([
       [
         'warning',
-        `a.ipynb: its GPU slice goes back to the pool at ${at}. It takes ~3 s to bring 6 GiB back.`
+        `a.ipynb: its GPU slice goes back to the pool at ${at}. It takes ~3 s to restore 6 GiB.`
       ]
     ]);
     expect(shown()[0]!.options.autoClose).toBe(20_000);
@@ -99,9 +99,7 @@ describe('the idle warning', () => {
     const late = new Date(2026, 10, 21, 23, 59, 59);
     const text = warning(trans, `${'long'.repeat(30)}.ipynb`, unknown, late);
     expect(text).toMatch(/11:59:59\sPM/);
-    expect(text).toMatch(
-      /How long it takes to bring its data back is not known yet\.$/
-    );
+    expect(text).toMatch(/The time to restore its data is not known yet\.$/);
     expect(text.length).toBeLessThanOrEqual(140);
     const known = { ...unknown, bytes: 999 * GIB, resume_seconds: 5300 };
     const longest = warning(trans, 'long'.repeat(30), known, late);
@@ -326,7 +324,10 @@ describe('the launcher', () => {
     expect(own[0]).toBe(
       'No driver. Run `jupyter gpupool doctor` in a terminal: it says what is missing.'
     );
-    const told = explanation(trans, 'No driver. `jupyter gpupool doctor` says more.');
+    const told = explanation(
+      trans,
+      'No driver. Run `jupyter gpupool doctor` for details.'
+    );
     expect(told.join(' ').match(/doctor/g)).toHaveLength(1);
     expect(told.join(' ')).toContain('GPUPOOL_EMULATE');
   });
@@ -376,7 +377,7 @@ describe('the launcher', () => {
       broker: { status: 'up' as const, message: '', nextStep: '' }
     });
     const name = 'Pooled GPU (Python 3)';
-    const what = `${name}: a GPU while cells use CUDA.`;
+    const what = `${name}: gets a GPU when cells use CUDA.`;
     expect(tile(trans, name, pool(null))).toBe(what);
     const devices = [
       aDevice({ memory_free: 3 * GIB }),
@@ -389,7 +390,7 @@ describe('the launcher', () => {
       'EMULATED: no real GPU is used.'
     );
     expect(tile(trans, name, pool(aPool(), false))).toBe(
-      `${name}: no GPU found. Choose it to see what to do.`
+      `${name}: no GPU found. Choose this kernel to see what to do.`
     );
     const away = { ...pool(aPool()), broker: { ...pool(null).broker, status: 'away' } };
     expect(tile(trans, name, away as never)).toBe(what);
@@ -463,7 +464,7 @@ describe('the launcher', () => {
   });
 });
 
-test('the client sends a change to the URL of the kernel', async () => {
+test('the client sends a kernel’s new request to the kernel’s URL', async () => {
   const client = new PoolClient(services.serverSettings);
   answer.body = aPool() satisfies IPool;
   await client.change('a/b', { memory: 1 });

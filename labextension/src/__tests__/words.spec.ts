@@ -144,7 +144,7 @@ describe('a session', () => {
     [{ wanted: true, keep_until: NOW + 60 }, 'Idle on GPU 0, kept', false],
     [{ stays_reason: 'Host memory is full.' }, 'Idle on GPU 0, stays', false],
     [
-      { devices: ['GPU-2'], stays_reason: 'This GPU cannot be suspended.' },
+      { devices: ['GPU-2'], stays_reason: 'State on this GPU cannot be moved.' },
       'Idle on GPU 2, stays',
       false
     ],
@@ -256,7 +256,7 @@ describe('a session', () => {
       'move'
     ],
     [{ state: 'detached' }, 'No GPU', 'none'],
-    [{ state: 'detached', suspended_bytes: GIB }, 'In host memory 1 GiB', 'host'],
+    [{ state: 'detached', suspended_bytes: GIB }, 'In host memory: 1 GiB', 'host'],
     [{ state: 'queued' }, 'Waiting', 'wait'],
     [{ state: 'queued', queue_position: 2 }, 'Waiting: 2nd, no estimate yet', 'wait'],
     [{ state: 'attaching' }, 'Attaching…', 'move'],

@@ -177,7 +177,7 @@ export class Orders {
     const typed = await ask(trans, {
       title: trans.__('Take the slice of %1 back?', called(trans, row)),
       lines: [
-        trans.__('The state of the kernel moves to host memory; nothing is lost.'),
+        trans.__('The state of the kernel moves to host memory. Nothing is lost.'),
         trans.__(
           'A running cell then waits for a new slice, behind the kernels in the queue.'
         )
@@ -198,7 +198,7 @@ export class Orders {
     const trans = this._trans;
     const typed = await ask(trans, {
       title: trans.__('Change the priority of %1?', called(trans, row)),
-      lines: [trans.__('It is in the class %1 now.', row.session.priority)],
+      lines: [trans.__('The kernel’s priority class is now %1.', row.session.priority)],
       accept: trans.__('Change it'),
       choices: classes,
       choice: row.session.priority
@@ -213,8 +213,10 @@ export class Orders {
     const typed = await ask(trans, {
       title: trans.__('Shut down %1?', called(trans, row)),
       lines: [
-        trans.__('The variables of the kernel are lost. Its files are not.'),
-        trans.__('Its Jupyter server may start it again, empty.')
+        trans.__('The variables of the kernel are lost, but its files are kept.'),
+        trans.__(
+          'The owner’s Jupyter server may then restart the kernel, without variables.'
+        )
       ],
       accept: trans.__('Shut it down'),
       harm: true
@@ -229,26 +231,28 @@ export class Orders {
     const trans = this._trans;
     const forms: Record<typeof action, IForm> = {
       drain: {
-        title: trans.__('Empty GPU %1?', device.index),
+        title: trans.__('Drain GPU %1?', device.index),
         lines: [
-          trans.__('No kernel gets a slice there until you put it back.'),
-          trans.__('Kernels leave it when they are idle, and go on elsewhere.')
+          trans.__('No kernel gets a slice of this GPU until you put it back.'),
+          trans.__(
+            'Kernels leave this GPU when they are idle, and continue on other GPUs.'
+          )
         ],
-        accept: trans.__('Empty it')
+        accept: trans.__('Drain it')
       },
       pause: {
         title: trans.__('Pause GPU %1?', device.index),
         lines: [
-          trans.__('Kernels leave it when they are idle.'),
+          trans.__('Kernels leave this GPU when they are idle.'),
           trans.__(
-            'Then the pool closes its device file, so that maintenance can begin.'
+            'Then the pool closes the device file of the GPU, so that maintenance can begin.'
           )
         ],
         accept: trans.__('Pause it')
       },
       resume: {
         title: trans.__('Put GPU %1 back into service?', device.index),
-        lines: [trans.__('The pool tests it first.')],
+        lines: [trans.__('The pool tests the GPU first.')],
         accept: trans.__('Put it back')
       }
     };

@@ -105,7 +105,11 @@ export function stateText(trans: TranslationBundle, shown: IRow): string {
   switch (shown.session.state) {
     case 'queued':
       return request.devices > 1
-        ? trans.__('Waits for %1 on each of %2', bytes(request.memory), request.devices)
+        ? trans.__(
+            'Waits for %1 on each of %2 GPUs',
+            bytes(request.memory),
+            request.devices
+          )
         : trans.__('Waits for %1', bytes(request.memory));
     case 'attaching':
       return trans.__('Moving to the GPU');
@@ -117,7 +121,7 @@ export function stateText(trans: TranslationBundle, shown: IRow): string {
       return trans.__('Moving to host memory');
     default:
       return suspended > 0
-        ? trans.__('In host memory %1', bytes(suspended))
+        ? trans.__('In host memory: %1', bytes(suspended))
         : trans.__('No GPU');
   }
 }

@@ -46,13 +46,15 @@ function columns(trans: TranslationBundle): readonly IColumn[] {
     {
       sort: 'busy',
       title: trans.__('CUDA'),
-      meaning: trans.__('Share of its time with a slice in which it used CUDA')
+      meaning: trans.__(
+        'While the kernel had a slice, it used CUDA for this share of the time'
+      )
     },
     {
       sort: 'waste',
       title: trans.__('Wasted'),
       meaning: trans.__(
-        'Size of its slice, and time with a slice in which it did not use CUDA. Sorts by size times time.'
+        'The size of the slice, and how long the kernel had a slice without using CUDA. This column sorts by size multiplied by time.'
       )
     },
     { sort: 'idle', title: trans.__('Idle for') },
@@ -168,7 +170,7 @@ function Devices(props: {
         const actions: ['drain' | 'pause' | 'resume', string][] = order
           ? [['resume', trans.__('Put back…')]]
           : [
-              ['drain', trans.__('Empty…')],
+              ['drain', trans.__('Drain…')],
               ['pause', trans.__('Pause…')]
             ];
         return (
@@ -332,7 +334,7 @@ function SessionRow(
       </td>
       <td>
         {recall !== null
-          ? trans.__('Taken back at %1', time(recall))
+          ? trans.__('Goes back at %1', time(recall))
           : row.kept !== null && until !== null && time(until)}
       </td>
       <td className="jp-mod-number">
@@ -347,7 +349,7 @@ function SessionRow(
                 () => orders.recall(row)
               )
             : button(
-                trans.__('Let it stay'),
+                trans.__('Do not take back'),
                 trans.__('Let %1 keep its slice', row.name),
                 () => orders.keep(row)
               ))}

@@ -23,7 +23,7 @@ async function agreed(trans: TranslationBundle, lines: string[]): Promise<boolea
     defaultButton: 0,
     buttons: [
       Dialog.cancelButton({ label: trans.__('Cancel') }),
-      Dialog.warnButton({ label: trans.__('Lose them and restart') })
+      Dialog.warnButton({ label: trans.__('Lose the variables and restart') })
     ]
   });
   return button.accept;
@@ -51,7 +51,7 @@ export const elsewherePlugin: JupyterFrontEndPlugin<void> = {
     app.commands.addCommand(RESTART_ELSEWHERE, {
       label: trans.__('Restart Where the Cluster Has Room…'),
       caption: trans.__(
-        'Start this kernel anew, on the machine that the cluster chooses'
+        'Start another kernel for this document, on a machine that the cluster chooses'
       ),
       isEnabled: () => there() !== null,
       // For a kernel on this machine there is nothing to choose.

@@ -28,11 +28,11 @@ export function losses(
     (session?.used_bytes ?? session?.footprint_bytes ?? 0);
   return [
     trans.__(
-      'Another kernel starts on the machine that the cluster chooses now. A notebook runs again from its first cell.'
+      'Another kernel starts, on a machine that the cluster chooses. If the document is a notebook, all its cells run again.'
     ),
     held > 0
       ? trans.__(
-          'All variables of the kernel on %1 are lost, including its %2 of data on the GPU or in host memory.',
+          'All variables of the kernel on %1 are lost, and so is its data on the GPU or in host memory (%2).',
           machine,
           bytes(held)
         )
@@ -40,7 +40,7 @@ export function losses(
     ...(session?.unreachable
       ? [
           trans.__(
-            '%1 does not answer, so its kernel cannot be ended now. It may still run, and change the same files.',
+            '%1 does not answer, so this server cannot end the kernel there now. The old kernel may still run, and change files that the new kernel uses.',
             machine
           )
         ]

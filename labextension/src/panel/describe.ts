@@ -9,7 +9,7 @@ import { bytes, part } from '../words';
 import type { ISlice } from './arrange';
 import type { IPart } from './geometry';
 
-/** `2 GPUs · 6 kernels have one · 2 wait`: the pool in one line. */
+/** `2 GPUs · 6 kernels have a slice · 2 wait`: the pool in one line. */
 export function inShort(
   trans: TranslationBundle,
   devices: number,
@@ -19,7 +19,7 @@ export function inShort(
   return trans.__(
     '%1 · %2 · %3',
     trans._n('%1 GPU', '%1 GPUs', devices),
-    trans._n('%1 kernel has one', '%1 kernels have one', having),
+    trans._n('%1 kernel has a slice', '%1 kernels have a slice', having),
     trans._n('%1 waits', '%1 wait', waiting)
   );
 }
@@ -52,10 +52,14 @@ export function notes(trans: TranslationBundle, device: IDevice): string[] {
   }
   const said: string[] = [];
   if (device.tier === 'unguarded') {
-    said.push(trans.__('The pool does not enforce the size of a slice here.'));
+    said.push(trans.__('The pool does not enforce the size of slices on this GPU.'));
   }
   if (!device.can_suspend) {
-    said.push(trans.__('A kernel here keeps its slice until it frees its memory.'));
+    said.push(
+      trans.__(
+        'A kernel keeps its slice of this GPU until the kernel frees its GPU memory.'
+      )
+    );
   }
   return said;
 }

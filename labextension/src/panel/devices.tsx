@@ -29,7 +29,7 @@ export const Devices = React.memo(function Devices(props: {
           aria-pressed={full}
           onClick={() => setFull(!full)}
         >
-          {trans.__('All in full')}
+          {trans.__('Show each GPU')}
         </button>
       )}
       {many && !full ? (
@@ -83,7 +83,7 @@ function Group(props: { readonly rows: readonly IDeviceRow[] }): React.ReactElem
         )}
         <span className="jp-gpupool-figure">
           {trans.__(
-            '%1 in use of %2 · %3',
+            '%1 of %2 in use · %3',
             taken,
             props.rows.length,
             bytes(first?.memory_total ?? 0)

@@ -39,7 +39,7 @@ export function Header(props: IHeaderProps): React.ReactElement {
       {away && <Away broker={broker} live={live} />}
       {asleep && (
         <p className="jp-gpupool-plain" role="status">
-          {trans.__('The pool starts with the first Pooled GPU kernel.')}
+          {trans.__('The pool starts when the first Pooled GPU kernel starts.')}
         </p>
       )}
       {empty && !away && <NoDevice view={view} found={props.found} />}
@@ -53,7 +53,7 @@ export function Header(props: IHeaderProps): React.ReactElement {
       )}
       {view && (gone || !live) && (
         <p className="jp-gpupool-plain">
-          {trans.__('Shown as of %1.', dayAndTime(trans, localTime(model, view.now)))}
+          {trans.__('Last update: %1.', dayAndTime(trans, localTime(model, view.now)))}
         </p>
       )}
       {!live && (
@@ -72,7 +72,9 @@ export function Emulated(props: {
   return (
     <span
       className="jp-gpupool-emulated"
-      title={trans.__('These GPUs are emulated in host memory; all else is real.')}
+      title={trans.__(
+        'These GPUs are emulated in host memory. All other parts of the pool are real.'
+      )}
     >
       {trans.__('EMULATED')}
     </span>
@@ -93,14 +95,14 @@ function Away(props: {
       <strong>
         {props.broker.denied
           ? trans.__('No access to the GPU pool')
-          : trans.__('GPU pool away')}
+          : trans.__('No answer from the GPU pool')}
       </strong>
       {[props.broker.message, props.broker.nextStep].filter(Boolean).map(line => (
         <p key={line}>
           <Marked line={line} />
         </p>
       ))}
-      {props.live && <p>{trans.__('Trying again by itself.')}</p>}
+      {props.live && <p>{trans.__('This panel tries again by itself.')}</p>}
     </div>
   );
 }
@@ -125,8 +127,12 @@ function NoDevice(props: {
       )}
       <p>
         {remote
-          ? trans.__('Your pooled kernels run on other machines, on the GPUs there.')
-          : trans.__('Kernels of the pool do not start here; others do.')}
+          ? trans.__(
+              'Your pooled kernels run on other machines and use the GPUs there.'
+            )
+          : trans.__(
+              'Kernels of the pool cannot start on this machine, but other kernels can.'
+            )}
       </p>
     </div>
   );

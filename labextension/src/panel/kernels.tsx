@@ -52,7 +52,9 @@ export const Kernels = React.memo(function Kernels(props: {
       {elsewhere.length > 0 && (
         <>
           <p className="jp-gpupool-plain">
-            {trans.__('Your kernels on another server; release or keep them there:')}
+            {trans.__(
+              'You have these kernels on another server. Release or keep their slices there:'
+            )}
           </p>
           <ul className="jp-gpupool-list">
             {elsewhere.map(row => (
@@ -100,13 +102,13 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
       <StateWords {...props} />
       {goesBack(session) && (
         <div className="jp-gpupool-why">
-          {goingBack(trans, session)} {trans.__('Keeping it cancels that.')}
+          {goingBack(trans, session)} {trans.__('To cancel this, keep the slice.')}
         </div>
       )}
       {recall !== null && (
         <div className="jp-gpupool-why">
           {trans.__(
-            'The administrator takes its slice back at %1. Nothing is lost.',
+            'The administrator will take this kernel’s slice back at %1. Nothing is lost.',
             dayAndTime(trans, localTime(model, recall))
           )}
         </div>
@@ -114,7 +116,7 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
       {session.preempted && (
         <div className="jp-gpupool-why">
           {trans.__(
-            'Its slice was taken in the middle of its work: %1',
+            'The pool took this kernel’s slice while the kernel was working: %1',
             session.preempted
           )}
         </div>
@@ -122,7 +124,7 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
       {session.state === 'detached' && session.taken_reason && (
         <div className="jp-gpupool-why">
           {trans.__(
-            'The pool took its slice while it was idle: %1; %2.',
+            'The pool took this kernel’s slice while the kernel was idle: %1; %2.',
             session.taken_reason,
             comesBack(trans, session.attach)
           )}
@@ -130,12 +132,15 @@ const Kernel = React.memo(function Kernel(props: IKernelProps): React.ReactEleme
       )}
       {session.pinned_reason && (
         <div className="jp-gpupool-why">
-          {trans.__('Its state cannot leave the GPU: %1', session.pinned_reason)}
+          {trans.__(
+            'The kernel’s state cannot leave the GPU: %1',
+            session.pinned_reason
+          )}
         </div>
       )}
       {session.state === 'idle' && session.stays_reason && (
         <div className="jp-gpupool-why">
-          {trans.__('It keeps its slice: %1', session.stays_reason)}
+          {trans.__('The kernel keeps its slice: %1', session.stays_reason)}
         </div>
       )}
       <Lines
@@ -181,7 +186,7 @@ const Lines = React.memo(function Lines(props: ILinesProps): React.ReactElement 
       />
       <Sparkline
         name={trans.__('CUDA')}
-        full={trans.__('Share of time in which it used CUDA')}
+        full={trans.__('Share of time in which the kernel used CUDA')}
         time={of.time}
         values={of.busy}
         now={history.now}
@@ -275,7 +280,7 @@ function Actions(props: IActionsProps): React.ReactElement {
       {kept && (
         <p className="jp-gpupool-plain">
           {trans.__(
-            'Kept until %1, even when idle.',
+            'The slice is kept until %1, even while the kernel is idle.',
             dayAndTime(trans, localTime(model, until))
           )}
         </p>

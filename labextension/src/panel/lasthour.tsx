@@ -50,7 +50,7 @@ export const LastHour = React.memo(function LastHour(props: {
   if (hour === null) {
     return (
       <p className="jp-gpupool-plain">
-        {trans.__('Open a Pooled GPU kernel to see this.')}
+        {trans.__('To see the last hour, open a Pooled GPU kernel.')}
       </p>
     );
   }
@@ -87,7 +87,7 @@ export const LastHour = React.memo(function LastHour(props: {
     <>
       <p className="jp-gpupool-plain jp-gpupool-figure">
         {trans.__(
-          'Each point is the mean of a minute; for the queue, its maximum. A gap means no data.'
+          'Each point is the mean of one minute. In the graph of the queue, it is the maximum. A gap means that there is no data.'
         )}
       </p>
       {many && (

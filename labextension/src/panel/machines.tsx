@@ -26,7 +26,7 @@ export const Machines = React.memo(function Machines(): React.ReactElement | nul
       {found.connected === false && (
         <p className="jp-gpupool-plain" role="status">
           {trans.__(
-            'The cluster’s ledger does not answer: only this machine is shown.'
+            'The cluster’s ledger does not answer, so only this machine is shown.'
           )}
         </p>
       )}

@@ -31,7 +31,7 @@ export const Notices = React.memo(function Notices(props: {
           )}
           {order.closed ? null : (
             <p>
-              {trans.__('Kernels that use a GPU there may finish their work first.')}
+              {trans.__('Kernels that already use a GPU may finish their work first.')}
             </p>
           )}
         </li>

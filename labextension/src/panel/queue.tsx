@@ -49,7 +49,7 @@ export const Queue = React.memo(function Queue(props: {
       </ol>
       {more > 0 && (
         <p className="jp-gpupool-plain">
-          {trans._n('%1 more waits.', '%1 more wait.', more)}
+          {trans._n('%1 more kernel waits.', '%1 more kernels wait.', more)}
         </p>
       )}
     </>
@@ -141,12 +141,12 @@ function Help(props: {
   );
 }
 
-/** `6 GiB`, `6 GiB on each of 2`: what a session asks for; empty if that is not known. */
+/** `6 GiB`, `6 GiB on each of 2 GPUs`: what a session asks for; empty if not known. */
 function size(trans: TranslationBundle, asks: IAnySession['asks']): string {
   if (!asks || asks.memory <= 0) {
     return '';
   }
   return asks.devices > 1
-    ? trans.__('%1 on each of %2', bytes(asks.memory), asks.devices)
+    ? trans.__('%1 on each of %2 GPUs', bytes(asks.memory), asks.devices)
     : bytes(asks.memory);
 }

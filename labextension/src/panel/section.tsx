@@ -52,7 +52,7 @@ export function Badge({ number }: { readonly number: number }): React.ReactEleme
   );
 }
 
-/** There are ten colours; further kernels share them and differ by their number. */
+/** From the 11th kernel on, the colours repeat; the number tells the kernels apart. */
 export function hue(number: number): string {
   return `jp-gpupool-hue${((number - 1) % 10) + 1}`;
 }

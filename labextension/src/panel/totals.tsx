@@ -45,7 +45,7 @@ export const HostMemory = React.memo(function HostMemory(props: {
   const { trans } = useTools();
   const { budget_bytes: budget, used_bytes: used, available_bytes: left } = props.host;
   const mine = Math.min(props.suspended, used);
-  const text = trans.__('%1 hold suspended kernels', part(trans, used, budget));
+  const text = trans.__('%1 used by suspended kernels', part(trans, used, budget));
   return (
     <>
       <Meter
@@ -87,7 +87,7 @@ export const Share = React.memo(function Share(props: {
             key={budget.group}
             label={
               budget.group
-                ? trans.__('GPU-seconds of group %1 used today', budget.group)
+                ? trans.__('GPU-seconds used by group %1 today', budget.group)
                 : trans.__('My GPU-seconds used today')
             }
             text={trans.__(
@@ -110,24 +110,27 @@ export const Usage = React.memo(function Usage(): React.ReactElement {
   if (history === null) {
     return (
       <p className="jp-gpupool-plain">
-        {trans.__('? Open a Pooled GPU kernel to see this.')}
+        {trans.__('Not known. To see your use of the GPUs, open a Pooled GPU kernel.')}
       </p>
     );
   }
   const { attached_seconds: attached, kernel_seconds: open } = history.usage;
   const share = open > 0 ? Math.min(1, attached / open) : null;
-  const text = trans.__(
-    'Your kernels had a GPU for %1 of %2 (%3) since the server started.',
-    duration(trans, attached),
-    duration(trans, open),
-    share === null ? '?' : trans.__('%1 %', Math.round(share * 100))
-  );
+  const text =
+    share === null
+      ? trans.__('None of your kernels has run since the server started.')
+      : trans.__(
+          'Since the server started, your kernels ran for %2 and had a GPU for %1 (%3 of this time).',
+          duration(trans, attached),
+          duration(trans, open),
+          trans.__('%1 %', Math.round(share * 100))
+        );
   return (
     <>
       {/* A meter needs a value, so an unknown share has no meter. */}
       {share !== null && (
         <Meter
-          label={trans.__('Share of time with a slice of a GPU')}
+          label={trans.__('Share of the time in which your kernels had a slice')}
           text={text}
           mine={share}
           others={0}

@@ -163,14 +163,14 @@ async function shutDown(
 ): Promise<{ note: string }> {
   const { button } = await showDialog({
     title: trans.__('Shut down the kernel of %1?', name),
-    body: trans.__('Its variables are lost. Its files are not.'),
+    body: trans.__('The kernel’s variables are lost, but its files are kept.'),
     buttons: [
       Dialog.cancelButton({ label: trans.__('Cancel') }),
       Dialog.warnButton({ label: trans.__('Shut it down') })
     ]
   });
   if (!button.accept) {
-    return { note: trans.__('The kernel goes on.') };
+    return { note: trans.__('The kernel keeps running.') };
   }
   await documents.shutDown(kernelId);
   return { note: trans.__('The kernel has ended.') };

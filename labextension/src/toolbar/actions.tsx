@@ -88,14 +88,14 @@ export function Actions(props: IProps): React.JSX.Element {
       {kept && until !== null ? (
         <p className="jp-gpupool-Popover-note" role="status">
           {trans.__(
-            'Kept until %1, even when idle.',
+            'The slice is kept until %1, even while the kernel is idle.',
             dayAndTime(trans, localTime(model, until))
           )}
         </p>
       ) : null}
       {leaving ? (
         <p className="jp-gpupool-Popover-note">
-          {goingBack(trans, session)} {trans.__('Keeping it cancels that.')}
+          {goingBack(trans, session)} {trans.__('To cancel this, keep the slice.')}
         </p>
       ) : null}
       <Answer answer={answer} />

@@ -138,15 +138,15 @@ export function Ask(props: IProps): React.JSX.Element {
           ? null
           : trans.__('You may ask for up to %1 per GPU.', bytes(most)) + ' '}
         {wanted !== null && wanted !== request.memory
-          ? trans.__('To ask for: %1.', exact(wanted)) + ' '
+          ? trans.__('New request: %1.', exact(wanted)) + ' '
           : null}
         {request.limit > request.memory
           ? trans.__(
-              'Asked for now: %1; it may grow to %2 while that much is free.',
+              'Current request: %1. The slice may grow to %2 while that much memory is free.',
               exact(request.memory),
               bytes(request.limit)
             )
-          : trans.__('Asked for now: %1.', exact(request.memory))}
+          : trans.__('Current request: %1.', exact(request.memory))}
       </p>
       <Answer id={`${id}-answer`} answer={answer} />
     </form>

@@ -69,7 +69,7 @@ export function Card(props: IProps): React.JSX.Element {
       {it.nearlyFull ? (
         <p className="jp-gpupool-Popover-full">
           {trans.__(
-            'The slice is nearly full: ask for more, or free some in the kernel.'
+            'The slice is nearly full: ask for more memory, or free some in the kernel.'
           )}
         </p>
       ) : null}
@@ -174,7 +174,9 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
     case 'no-device':
       return [
         view?.problem ?? '',
-        trans.__('Kernels of the pool do not start here; others do.')
+        trans.__(
+          'Kernels of the pool cannot start on this machine, but other kernels can.'
+        )
       ].filter(Boolean);
     default:
       break;
@@ -182,7 +184,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
   if (session === null) {
     return [
       trans.__(
-        'The pool does not know this kernel yet. If this lasts, restart the kernel.'
+        'The pool does not know this kernel yet. If this message stays, restart the kernel.'
       )
     ];
   }
@@ -198,13 +200,13 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
       return session.preempted
         ? [
             preemptedReason(session),
-            trans.__('Its state is in host memory, and nothing is lost.')
+            trans.__('The kernel’s state is in host memory, and nothing is lost.')
           ]
         : [];
     case 'idle':
       if (session.pinned_reason) {
         return [
-          trans.__('It is pinned: its state cannot be moved off the GPU.'),
+          trans.__('The kernel is pinned: its state must stay on the GPU.'),
           session.pinned_reason
         ];
       }
@@ -212,10 +214,10 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
         return [session.stays_reason];
       }
       if (session.wanted) {
-        return [trans.__('%1: others wait for it.', it.said.text)];
+        return [trans.__('%1. Other kernels wait for this slice.', it.said.text)];
       }
       return session.leaves_at === null
-        ? [trans.__('It keeps the slice until somebody else needs it.')]
+        ? [trans.__('The kernel keeps the slice until another kernel needs it.')]
         : [`${it.said.text}.`];
     case 'detached': {
       const order = session.machine ? null : pauseOf(view);
@@ -236,7 +238,7 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
             ...(session.taken_reason
               ? [
                   trans.__(
-                    'The pool took the slice while it was idle: %1.',
+                    'The pool took the slice while the kernel was idle: %1.',
                     session.taken_reason
                   )
                 ]
@@ -245,7 +247,9 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
         : [getting(trans, session.attach, size)];
     }
     case 'detaching':
-      return [trans.__('Your data stays as it is; it comes back when it is needed.')];
+      return [
+        trans.__('Your data does not change, and returns to a GPU when it is needed.')
+      ];
     default:
       return session.pinned_reason ? [session.pinned_reason] : [];
   }
@@ -254,10 +258,13 @@ function notes(trans: TranslationBundle, it: ISituation): string[] {
 function getting(trans: TranslationBundle, attach: string, size: string): string {
   switch (attach) {
     case 'cell':
-      return trans.__('It gets %1 when a cell runs.', size);
+      return trans.__('The kernel gets a slice of %1 when a cell runs.', size);
     case 'manual':
-      return trans.__('It gets %1 when you run %gpu attach.', size);
+      return trans.__('The kernel gets a slice of %1 when you run %gpu attach.', size);
     default:
-      return trans.__('It gets %1 when a cell first uses CUDA.', size);
+      return trans.__(
+        'The kernel gets a slice of %1 when a cell first uses CUDA.',
+        size
+      );
   }
 }

@@ -143,7 +143,9 @@ export function ChipButton(props: IButtonProps): React.JSX.Element {
   const session = situation.kind === 'ours' ? situation.session : null;
   const back = goesBack(session) ? goingBack(trans, session) : '';
   const full = situation.nearlyFull
-    ? trans.__('The slice is nearly full: ask for more, or free some in the kernel.')
+    ? trans.__(
+        'The slice is nearly full: ask for more memory, or free some in the kernel.'
+      )
     : '';
   const mark = (text: string) => (emulated ? trans.__('%1 (emulated)', text) : text);
   return (

@@ -50,7 +50,9 @@ export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
     };
     app.commands.addCommand(OPEN, {
       label: trans.__('Show the GPU of This Notebook'),
-      caption: trans.__('What the kernel has, why it waits, and what you can do'),
+      caption: trans.__(
+        'Show which slice this kernel has, why it waits, and what you can do'
+      ),
       isEnabled: args => find(args['kernelId']) !== null,
       execute: args => {
         const context = find(args['kernelId']);
@@ -63,7 +65,7 @@ export const popoverPlugin: JupyterFrontEndPlugin<IPoolPopovers> = {
             kernelId: {
               type: 'string',
               description: trans.__(
-                'The kernel; by default that of the document in front'
+                'Id of the kernel. The default is the kernel of the active document.'
               )
             }
           }

@@ -91,7 +91,11 @@ export function situation(
             headline: trans.__('This page has no access to the GPU pool.')
           }
         : {
-            said: plain(trans.__('GPU pool away'), 'away', trans.__('Away')),
+            said: plain(
+              trans.__('No answer from the GPU pool'),
+              'away',
+              trans.__('No answer')
+            ),
             news: trans.__('The GPU pool does not answer'),
             headline: trans.__('The GPU pool does not answer.')
           })
@@ -127,7 +131,7 @@ export function situation(
       said,
       news: said.text,
       headline: trans.__(
-        '%1 does not answer; this %2 probably runs on there.',
+        '%1 does not answer. This %2 probably still runs there.',
         session.machine,
         what
       )
@@ -152,8 +156,8 @@ export function situation(
         trans.__(
           'Waiting: %1',
           order.kind === 'pause'
-            ? trans.__('paused by the administrator')
-            : trans.__('drained by the administrator')
+            ? trans.__('the administrator has paused all GPUs')
+            : trans.__('the administrator has drained all GPUs')
         ),
         'wait',
         order.kind === 'pause' ? trans.__('Paused') : trans.__('Drained')
@@ -270,7 +274,7 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
       return trans.__('Moving to host memory');
     case 'active':
       // No sizes: a slice grows in steps, and a screen reader would announce each step.
-      return trans.__('At work on %1', where);
+      return trans.__('Working on %1', where);
     case 'idle':
       if (session.pinned_reason) {
         return trans.__('Idle on %1, pinned', where);
@@ -279,14 +283,14 @@ function news(trans: TranslationBundle, session: ISession | null, view: IPool): 
         return trans.__('Idle on %1, stays', where);
       }
       if (session.wanted) {
-        return trans.__('Idle on %1, and others wait', where);
+        return trans.__('Idle on %1, and other kernels wait', where);
       }
       return session.leaves_at === null
         ? trans.__('Idle on %1', where)
         : trans.__('Idle on %1, goes back to the pool by itself', where);
     default:
       return session.suspended_bytes > 0
-        ? trans.__('In host memory %1', bytes(session.suspended_bytes))
+        ? trans.__('In host memory: %1', bytes(session.suspended_bytes))
         : trans.__('No GPU');
   }
 }
@@ -307,7 +311,10 @@ function headline(
   switch (session.state) {
     case 'queued':
       return session.preempted
-        ? trans.__('The GPU was taken from this %1; it goes on by itself.', what)
+        ? trans.__(
+            'The pool took the GPU from this %1. The %1 will continue by itself.',
+            what
+          )
         : trans.__('This %1 waits for a GPU.', what);
     case 'attaching':
       return session.suspended_bytes > 0
@@ -318,12 +325,12 @@ function headline(
           )
         : trans.__('This %1 is getting a GPU.', what);
     case 'detaching':
-      return trans.__('This %1 is moving to host memory.', what);
+      return trans.__('The state of this %1 is moving to host memory.', what);
     case 'active':
       return used === null
         ? trans.__('This %1 has %2 on %3.', what, bytes(session.granted_bytes), where)
         : trans.__(
-            'This %1 has %2 on %3.',
+            'This %1 uses %2 on %3.',
             what,
             part(trans, used, session.granted_bytes),
             where

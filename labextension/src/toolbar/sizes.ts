@@ -94,8 +94,11 @@ export function readSize(
   if (size === null) {
     const typed = text.trim().slice(0, 24);
     const fault = typed
-      ? trans.__('“%1” is not a size. Write one like 12, 12 GiB or 512 MiB.', typed)
-      : trans.__('Write a size like 12, 12 GiB or 512 MiB.');
+      ? trans.__(
+          '“%1” is not a size. Type a size such as 12, 12 GiB or 512 MiB.',
+          typed
+        )
+      : trans.__('Type a size such as 12, 12 GiB or 512 MiB.');
     return { fault };
   }
   if (size >= MOST) {
@@ -103,11 +106,7 @@ export function readSize(
     const fault =
       most === null
         ? trans.__('“%1” is more than any GPU has.', typed)
-        : trans.__(
-            '“%1” is more than you may ask for: at most %2.',
-            typed,
-            bytes(most)
-          );
+        : trans.__('“%1” is too much. You may ask for at most %2.', typed, bytes(most));
     return { fault };
   }
   if (most !== null && size > most) {
@@ -116,7 +115,7 @@ export function readSize(
       ? { size: most, fault: '' }
       : {
           fault: trans.__(
-            '%1 is more than you may ask for: at most %2.',
+            '%1 is too much. You may ask for at most %2.',
             exact(size),
             bytes(most)
           )

@@ -8,7 +8,7 @@ import * as React from 'react';
 import type { IExplanation, ISession, PoolClient } from '../api';
 import { refusal } from '../tell';
 
-/** Milliseconds after which the plan is fetched again, because it contains times. */
+/** Milliseconds after which the page fetches the plan again: its times get old. */
 export const AGAIN = 10_000;
 
 export interface IPlan {

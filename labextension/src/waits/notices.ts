@@ -49,9 +49,9 @@ export class StartNotices {
     this._wanted.set(kernelId, name);
     this._changed.emit();
     return (await permission()) === 'granted'
-      ? trans.__('Your browser notifies you when it starts.')
+      ? trans.__('Your browser notifies you when the kernel gets its GPU.')
       : trans.__(
-          'This page shows a message when it starts: the browser blocks its notifications.'
+          'Your browser blocks notifications, so this page shows a message when the kernel gets its GPU.'
         );
   }
 

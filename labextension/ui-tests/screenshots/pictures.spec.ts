@@ -122,7 +122,7 @@ test('the pictures of all states and places are taken', async ({ browser }) => {
   await shoot(lab, 'panel-wide', ['#jp-gpupool-panel-tab']);
   await late.activate();
   await ask('kill');
-  await chip(late, 'away', /^GPU pool away$/);
+  await chip(late, 'away', /^No answer from the GPU pool$/);
   await ask('start');
   await lab.clear();
   await lab.close();
@@ -192,7 +192,7 @@ test('pictures show a preempted cell and how it continues', async ({ browser }) 
     '.jp-Cell-outputArea'
   ]);
   await ask('leave', { name: 'urgent' });
-  await expect(notebook.output).toContainText('went on');
+  await expect(notebook.output).toContainText('then continued');
   await shoot(lab, 'went-on', [BAR, `${BAR} .jp-gpupool-chip`, '.jp-Cell-outputArea']);
   work.end();
   await lab.clear();

@@ -50,7 +50,7 @@ test('the chip shows all states from no GPU to host memory', async ({ lab }) => 
   await ask('fault', { name: 'slow-copies', bandwidth: '512MiB/s' });
   await ask('options', { idle_timeout: 4 });
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in 0:0[123]$/);
-  await expect(notebook.chip).toHaveText(/^In host memory 1\.\d GiB$/);
+  await expect(notebook.chip).toHaveText(/^In host memory: 1\.\d GiB$/);
   expect(await said()).toContain('Moving to host memory…');
 
   await ask('options', { idle_timeout: 3600 });
@@ -92,7 +92,7 @@ test('two notebooks compete for one device', async ({ lab }) => {
   expect(await said()).toContainEqual(expect.stringMatching(/^Waiting: 1st/));
 });
 
-test('the chip is short in a narrow bar, and keys reach it', async ({ lab }) => {
+test('the chip is short in a narrow bar, and arrow keys focus it', async ({ lab }) => {
   const { page } = lab;
   const notebook = await lab.notebook('narrow');
   await notebook.run(uses(64));
@@ -176,7 +176,7 @@ test('the chip shows that the broker was killed and is back', async ({ lab }) =>
   await notebook.run(uses(64));
   await expect(notebook.chip).toHaveText(/^Idle, back/);
   await ask('kill');
-  await expect(notebook.chip).toHaveText('GPU pool away');
+  await expect(notebook.chip).toHaveText('No answer from the GPU pool');
   await notebook.chip.click();
   await expect(lab.popover).toContainText('The GPU pool does not answer.');
   await lab.page.keyboard.press('Escape');

@@ -140,7 +140,7 @@ test('a kernel runs, suspends and restarts on another machine', async ({ browser
   await page.menu.clickMenuItem(item);
   const dialog = page.locator('.jp-Dialog');
   await expect(dialog).toContainText(
-    'All variables of the kernel on m1 are lost, including its'
+    'All variables of the kernel on m1 are lost, and so is its data'
   );
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
   // Enter must choose "Cancel", so that the user loses nothing.
@@ -150,7 +150,7 @@ test('a kernel runs, suspends and restarts on another machine', async ({ browser
   expect(await far()).toBeDefined();
 
   await page.menu.clickMenuItem(item);
-  await dialog.getByRole('button', { name: 'Lose them and restart' }).click();
+  await dialog.getByRole('button', { name: 'Lose the variables and restart' }).click();
   await expect.poll(far).toBeUndefined();
   // The notebook's cells ran again, in another kernel, on the machine with room.
   await expect

@@ -34,9 +34,9 @@ test('the panel shows devices, queue, kernels and host memory', async ({ lab }) 
         hasText: text
       });
   await expect(on(/^stranger \(uid-21001\)6 GiB · in use$/)).toHaveCount(1);
-  await expect(mine.chip).toHaveText(/^In host memory 1\.\d GiB$/);
+  await expect(mine.chip).toHaveText(/^In host memory: 1\.\d GiB$/);
   await expect(on(/^batch \(uid-21001\)7 GiB · in use$/)).toHaveCount(1);
-  await expect(panel).toContainText('2 GPUs · 2 kernels have one · 0 wait');
+  await expect(panel).toContainText('2 GPUs · 2 kernels have a slice · 0 wait');
   await expect(panel.getByRole('meter', { name: /^Host memory/ })).toHaveAttribute(
     'aria-valuetext',
     /^1\.\d of 16 GiB/
@@ -44,11 +44,11 @@ test('the panel shows devices, queue, kernels and host memory', async ({ lab }) 
   // Popover and panel say why the pool took the slice, and how the data come back.
   const kernels = panel.getByRole('region', { name: 'My kernels on this server' });
   await expect(kernels).toContainText(
-    /The pool took its slice while it was idle: .+; the next CUDA call brings it back\./
+    /The pool took this kernel’s slice while the kernel was idle: .+; the next CUDA call brings it back\./
   );
   await mine.chip.click();
   await expect(lab.popover).toContainText(
-    /Your data is safe in host memory; the next CUDA call brings it back\.The pool took the slice while it was idle: .+\./
+    /Your data is safe in host memory; the next CUDA call brings it back\.The pool took the slice while the kernel was idle: .+\./
   );
   await page.keyboard.press('Escape');
 
@@ -71,10 +71,10 @@ test('the panel shows devices, queue, kernels and host memory', async ({ lab }) 
   ).toBeVisible();
   await expect(kernels.getByRole('img', { name: /^Memory/ })).toBeVisible();
   await expect(
-    kernels.getByRole('img', { name: /^Share of time in which it used CUDA/ })
+    kernels.getByRole('img', { name: /^Share of time in which the kernel used CUDA/ })
   ).toBeVisible();
   await expect(panel.getByRole('region', { name: 'Use' })).toContainText(
-    /Your kernels had a GPU for \d.* of \d.* since/
+    /Since the server started, your kernels ran for \d.* and had a GPU for \d.* \(/
   );
   const hour = panel.getByRole('region', { name: 'Last hour' });
   await expect(
@@ -150,7 +150,7 @@ test('the panel in a tab can shut down a kernel by keyboard', async ({ lab }) =>
   await end.focus();
   await page.keyboard.press('Enter');
   const dialog = page.getByRole('dialog');
-  await expect(dialog).toContainText('Its variables are lost.');
+  await expect(dialog).toContainText('The kernel’s variables are lost,');
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
   await page.keyboard.press('Escape');
   await expect(dialog).toHaveCount(0);
@@ -249,9 +249,11 @@ test('the admin’s page shows waste, and orders need a confirmation', async ({
     .locator('.Toastify__toast')
     .getByRole('button', { name: 'Show all' })
     .click();
-  await expect(dialog).toContainText('a running cell waits for its next slice.');
+  await expect(dialog).toContainText(
+    'a running cell waits until the kernel has a slice again.'
+  );
   await dialog.getByRole('button', { name: 'Close' }).click();
-  await expect(row('small.ipynb')).toContainText('Taken back at');
+  await expect(row('small.ipynb')).toContainText('Goes back at');
   const rows = await ask<{ detail: { order: string } }[]>('rows', { kinds: ['admin'] });
   expect(rows.map(found => found.detail.order)).toEqual(['recall']);
 
@@ -271,7 +273,7 @@ test('the admin’s page shows waste, and orders need a confirmation', async ({
     .getByRole('button', { name: 'Change the priority of small.ipynb' })
     .focus();
   await page.keyboard.press('Enter');
-  await expect(dialog).toContainText('It is in the class notebook now.');
+  await expect(dialog).toContainText('The kernel’s priority class is now notebook.');
   const classes = dialog.getByLabel('Priority class');
   await expect(classes).toBeFocused();
   await expect(classes).toHaveValue('notebook');
@@ -328,12 +330,12 @@ test('the admin’s page shows waste, and orders need a confirmation', async ({
     await expect(dialog).toHaveCount(0);
   };
   await page.locator('.jp-gpupool-admin').focus();
-  for (const name of ['GPU 0: Empty…', 'GPU 0: Pause…', 'GPU 1: Empty…']) {
+  for (const name of ['GPU 0: Drain…', 'GPU 0: Pause…', 'GPU 1: Drain…']) {
     await page.keyboard.press('Tab');
     await expect(admin.getByRole('button', { name, exact: true })).toBeFocused();
   }
   for (const [text, title, accept, done] of [
-    ['Empty', 'Empty GPU 1?', 'Empty it', 'drained by the administrator'],
+    ['Drain', 'Drain GPU 1?', 'Drain it', 'drained by the administrator'],
     ['Pause', 'Pause GPU 1?', 'Pause it', 'paused by the administrator']
   ] as const) {
     await gpu(text).focus();
@@ -341,11 +343,11 @@ test('the admin’s page shows waste, and orders need a confirmation', async ({
     await expect(admin).toContainText(done);
     await order('Put back', 'Put GPU 1 back into service?', 'Put it back');
     await expect(admin).not.toContainText(done);
-    await expect(gpu('Empty')).toBeFocused();
+    await expect(gpu('Drain')).toBeFocused();
   }
 });
 
-test('without a pooled kernel, the panel asks once and on demand', async ({ lab }) => {
+test('the panel without a kernel asks when opened and on Refresh', async ({ lab }) => {
   await ask('fresh');
   // Load a page that never had a pooled kernel. The old page sends one last request
   // when it learns, perhaps late, that its kernels have ended.
@@ -356,7 +358,7 @@ test('without a pooled kernel, the panel asks once and on demand', async ({ lab 
   await expect(lab.panel).toContainText('No Pooled GPU kernel is open.');
   expect(asked()).toEqual(['GET']);
   await lab.panel.getByRole('button', { name: 'Refresh' }).click();
-  await expect(lab.panel).toContainText('2 GPUs · 0 kernels have one · 0 wait');
+  await expect(lab.panel).toContainText('2 GPUs · 0 kernels have a slice · 0 wait');
   expect(asked()).toEqual(['GET', 'GET']);
 });
 
@@ -369,8 +371,8 @@ test('the panel shows 64 devices in 300 pixels', async ({ lab }) => {
   await page.sidebar.setWidth(300, 'right');
   const cells = panel.locator('.jp-gpupool-cell');
   await expect(cells).toHaveCount(64);
-  await expect(panel).toContainText('64 GPUs · 1 kernel has one · 0 wait');
-  await expect(panel).toContainText('1 in use of 64');
+  await expect(panel).toContainText('64 GPUs · 1 kernel has a slice · 0 wait');
+  await expect(panel).toContainText('1 of 64 in use');
   await expectNoScroll();
   // The grid is one tab stop; arrow keys move the focus inside it.
   await expect(panel.locator('.jp-gpupool-cell[tabindex="0"]')).toHaveCount(1);
@@ -386,7 +388,7 @@ test('the panel shows 64 devices in 300 pixels', async ({ lab }) => {
   await hour.getByRole('button', { name: 'Each GPU' }).click();
   await expect(hour.getByRole('img')).toHaveCount(2 * 64 + 1);
   await hour.getByRole('button', { name: 'Each GPU' }).click();
-  await panel.getByRole('button', { name: 'All in full' }).click();
+  await panel.getByRole('button', { name: 'Show each GPU' }).click();
   await expect(panel.getByRole('img', { name: / in slices, / })).toHaveCount(64);
   await expectNoScroll();
   expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
@@ -415,7 +417,7 @@ test('panel and chip show an administrator’s pause and its reason', async ({ l
   );
   await expect(mine.chip).toHaveText(/^In host memory/);
   await mine.run('buffer.fill(1, stream=stream); stream.sync()', false);
-  await expect(mine.chip).toHaveText('Waiting: paused by the administrator');
+  await expect(mine.chip).toHaveText('Waiting: the administrator has paused all GPUs');
   expect(await faults(lab.page, '.jp-gpupool-panel')).toEqual([]);
   await ask('maintain', { action: 'resume' });
   await expect(notice).toHaveCount(0);

@@ -12,7 +12,7 @@ test.beforeEach(async () => {
   await ask('fresh');
 });
 
-test('a request for another size is accepted, or refused', async ({ lab }) => {
+test('the popover accepts a new size but none above the limit', async ({ lab }) => {
   const notebook = await lab.notebook('asks');
   await expect(notebook.chip).toHaveText('No GPU');
   await notebook.chip.click();
@@ -22,7 +22,7 @@ test('a request for another size is accepted, or refused', async ({ lab }) => {
   await field.fill('3');
   await popover.getByRole('button', { name: 'Ask for it' }).click();
   await expect(popover.getByRole('status').first()).not.toBeEmpty();
-  await expect(popover).toContainText('Asked for now: 3 GiB.');
+  await expect(popover).toContainText('Current request: 3 GiB.');
   expect((await session(notebook.kernelId))?.request.memory).toBe(3 * GiB);
 
   // The page itself refuses more than the limit per GPU.
@@ -64,7 +64,7 @@ test('"get a GPU now" works, and a full slice is shown', async ({ lab }) => {
   await notebook.run(uses(5530) + work.code, false);
   await expect(notebook.chip).toHaveText(/of 6 GiB on GPU [01], nearly full$/);
   await notebook.chip.click();
-  await expect(popover).toContainText('The slice is nearly full: ask for more');
+  await expect(popover).toContainText('The slice is nearly full: ask for more memory');
   expect(await faults(page, '.jp-gpupool-Popover')).toEqual([]);
   const field = popover.getByRole('textbox', { name: 'GPU memory' });
   work.end();
@@ -87,7 +87,9 @@ test('the popover keeps an idle slice, and gives it back', async ({ lab }) => {
   await notebook.chip.click();
   const { popover } = lab;
   await popover.getByRole('button', { name: 'Keep for 10 minutes' }).click();
-  await expect(popover).toContainText(/Kept until .*\d.*, even when idle/);
+  await expect(popover).toContainText(
+    /The slice is kept until .*\d.*, even while the kernel is idle/
+  );
   await expect
     .poll(async () => (await session(notebook.kernelId))?.keep_until)
     .toBeGreaterThan(Date.now() / 1000 + 500);
@@ -117,12 +119,12 @@ test('a pending release is shown, and a keep cancels it', async ({ lab }) => {
   const release = popover.getByRole('button', { name: 'Release now' });
   await release.click();
   const pending = 'Goes back to the pool when its work on the GPU is done.';
-  await expect(popover).toContainText(`${pending} Keeping it cancels that.`);
+  await expect(popover).toContainText(`${pending} To cancel this, keep the slice.`);
   await expect(release).toHaveAttribute('aria-disabled', 'true');
   await expect(notebook.chip).toHaveAttribute('title', new RegExp(pending));
   await popover.getByRole('button', { name: 'Keep for 10 minutes' }).click();
   await expect(popover).not.toContainText(pending);
-  await expect(popover).toContainText('Kept until');
+  await expect(popover).toContainText('The slice is kept until');
   await release.click();
   await expect(popover).toContainText(pending);
   work.end();

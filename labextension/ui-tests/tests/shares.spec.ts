@@ -35,7 +35,7 @@ test('a preempted cell says why, and that it continues', async ({ lab }) => {
 
   await notebook.chip.click();
   await expect(popover.getByRole('heading', { level: 2 })).toHaveText(
-    'The GPU was taken from this notebook; it goes on by itself.'
+    'The pool took the GPU from this notebook. The notebook will continue by itself.'
   );
   await expect(popover).toContainText(sentence);
   await expect(popover).toContainText('It is 1st of 1 in the queue: it was preempted');
@@ -48,7 +48,7 @@ test('a preempted cell says why, and that it continues', async ({ lab }) => {
   await lab.execute('gpupool:show-panel');
   const kernels = panel.getByRole('region', { name: 'My kernels on this server' });
   await expect(kernels).toContainText(
-    `Its slice was taken in the middle of its work: ${why}`
+    `The pool took this kernel’s slice while the kernel was working: ${why}`
   );
   expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
   expect(await faults(page, '.jp-NotebookPanel-toolbar .jp-gpupool-Chip')).toEqual([]);
@@ -80,7 +80,7 @@ test('group, share and the rest of the daily budget are shown', async ({ lab }) 
   await notebook.chip.click();
   const share = popover.getByRole('region', { name: 'My share' });
   await expect(share).toContainText('Your group is bio.');
-  await expect(share).toContainText('Group bio has 6 GiB, above the 4 GiB');
+  await expect(share).toContainText('Group bio has 6 GiB, above its guaranteed 4 GiB');
   await expect(share).toContainText(left);
   await expect(
     popover.getByRole('region', { name: 'Who may take this slice?' })
@@ -92,7 +92,7 @@ test('group, share and the rest of the daily budget are shown', async ({ lab }) 
   const mine = panel.getByRole('region', { name: 'My share' });
   await expect(mine).toContainText(left);
   await expect(
-    mine.getByRole('meter', { name: 'GPU-seconds of group bio used today' })
+    mine.getByRole('meter', { name: 'GPU-seconds used by group bio today' })
   ).toHaveAttribute('aria-valuetext', /^\d+ of 3600 GPU-seconds$/);
   expect(await faults(page, '.jp-gpupool-panel')).toEqual([]);
   await page.sidebar.close('right');

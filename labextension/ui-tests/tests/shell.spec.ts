@@ -8,7 +8,7 @@ import { faults } from '../axe';
 import { expect, test } from '../lab';
 import { ask, session, uses } from '../pool';
 
-test('a toast warns before a slice is taken, and can keep it', async ({ lab }) => {
+test('a toast warns before a slice is taken and offers to keep it', async ({ lab }) => {
   await ask('fresh', { idle_timeout: 12 });
   const notebook = await lab.notebook('toast');
   await notebook.run(uses(512));
@@ -71,7 +71,7 @@ test('launcher, palette and running kernels show the pool', async ({ lab }) => {
   ).toHaveCount(1);
   await expect(tile).toHaveAttribute(
     'title',
-    /^Pooled GPU \(Python 3\): a GPU while cells use CUDA\. 15\.5 of 15\.5 GiB is free\.\nAt most 7\.8 GiB is free on one GPU\.\nEMULATED: no real GPU is used\.$/
+    /^Pooled GPU \(Python 3\): gets a GPU when cells use CUDA\. 15\.5 of 15\.5 GiB is free\.\nAt most 7\.8 GiB is free on one GPU\.\nEMULATED: no real GPU is used\.$/
   );
 
   // The badge is below the picture, and the text does not make the tile high.
@@ -99,7 +99,7 @@ test('launcher, palette and running kernels show the pool', async ({ lab }) => {
   await notebook.activate();
   await lab.execute('gpupool:why', {}, false);
   const dialog = page.locator('.jp-Dialog');
-  await expect(dialog).toContainText('It keeps, without using it,');
+  await expect(dialog).toContainText('It is idle and keeps');
   expect(await faults(page, '.jp-Dialog')).toEqual([]);
   await dialog.getByRole('button', { name: 'Close' }).click();
 

@@ -8,7 +8,7 @@ import { faults } from '../axe';
 import { expect, Lab, test, type ISite } from '../lab';
 import { ask, neighbour, uses } from '../pool';
 
-test('a non-admin sees slices and waits without names', async ({ browser }) => {
+test('a non-admin sees slices and the queue without names', async ({ browser }) => {
   test.skip(process.getuid?.() !== 0, 'only root can start servers of other users');
   await ask('fresh', { preempt: [] });
   await neighbour('secret', { gib: 7 });

@@ -61,7 +61,7 @@ async function notified(lab: Lab): Promise<() => Promise<string[]>> {
   return () => lab.page.evaluate(() => (window as unknown as { told: string[] }).told);
 }
 
-test('a key starts a waiting cell with the free memory', async ({ lab }) => {
+test('the keyboard starts a waiting cell with less memory', async ({ lab }) => {
   const [, beta, work] = await scene(lab);
   const { page, popover } = lab;
   const start = beta.output.getByRole('button', { name: 'Start now with 4 GiB' });
@@ -72,7 +72,7 @@ test('a key starts a waiting cell with the free memory', async ({ lab }) => {
 
   await beta.chip.click();
   const why = popover.getByRole('region', { name: 'Why am I waiting?' });
-  await expect(why).toContainText('With 4 GiB instead of 6 GiB it would start now.');
+  await expect(why).toContainText('With 4 GiB instead of 6 GiB, it would start now.');
   for (const name of [
     'Start now with 4 GiB',
     'Stop waiting',
@@ -97,7 +97,7 @@ test('a key starts a waiting cell with the free memory', async ({ lab }) => {
   work.end();
 });
 
-test('the panel offers the same buttons, by keyboard, at 300 px', async ({ lab }) => {
+test('buttons of a wait work by keyboard in a panel of 300 px', async ({ lab }) => {
   const [, beta, work] = await scene(lab);
   const { page, panel } = lab;
   await lab.execute('gpupool:show-panel');
@@ -192,7 +192,7 @@ test('after "stop waiting", one line says what happened', async ({ lab }) => {
   work.end();
 });
 
-test('all places show the same time of a wait from the start', async ({ lab }) => {
+test('from the start of a wait, all places show the same time', async ({ lab }) => {
   let said = (): Promise<string[]> => Promise.resolve([]);
   const [, beta, work] = await scene(lab, async notebook => {
     said = await notebook.listen();

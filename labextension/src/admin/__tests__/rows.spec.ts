@@ -29,7 +29,7 @@ describe('rows', () => {
   const ids = (...args: Parameters<typeof rows>) =>
     rows(...args).map(found => found.session.id);
 
-  it('rows can be sorted by waste: slice times unused time', () => {
+  it('rows can be sorted by waste, which is size times unused time', () => {
     expect(ids(view([waits, session(), hog]), 'waste', false)).toEqual([
       'bb',
       'aa',
@@ -52,9 +52,9 @@ describe('rows', () => {
     expect([row(waits, NOW).waits, row(hog, NOW).idle]).toEqual([40, 600]);
     expect(stateText(trans, row(waits, NOW))).toBe('Waits for 4 GiB');
     const two = { ...waits, request: { memory: GIB, devices: 2 } };
-    expect(stateText(trans, row(two, NOW))).toBe('Waits for 1 GiB on each of 2');
+    expect(stateText(trans, row(two, NOW))).toBe('Waits for 1 GiB on each of 2 GPUs');
     const away = session({ state: 'detached', suspended_bytes: 3 * GIB });
-    expect(stateText(trans, row(away, NOW))).toBe('In host memory 3 GiB');
+    expect(stateText(trans, row(away, NOW))).toBe('In host memory: 3 GiB');
   });
 
   it.each([

@@ -64,7 +64,7 @@ it('the admin’s page shows GPUs, waits, utilisation, emulation', () => {
     refresh: () => undefined
   };
   const { rerender } = render(<AdminPage {...props} view={found} />);
-  screen.getByText('1 GPU · 1 kernel has one · 1 waits');
+  screen.getByText('1 GPU · 1 kernel has a slice · 1 waits');
   expect(screen.getByRole('list', { name: 'GPUs' }).textContent).toContain('43 % busy');
   expect(screen.queryByText('EMULATED')).toBeNull();
   const devices = found.devices.map(device => ({ ...device, emulated: true }));
@@ -155,7 +155,7 @@ describe('the page of admins', () => {
 
   it('the page cancels a recall, and shows a refusal', async () => {
     const { asked } = show();
-    screen.getByText(/^Taken back at /);
+    screen.getByText(/^Goes back at /);
     await press('Let late.ipynb keep its slice');
     await told('late.ipynb: Done: keep bb');
     expect(asked).toEqual(['keep bb']);
@@ -164,7 +164,7 @@ describe('the page of admins', () => {
     await told('work.ipynb: Not allowed. Ask root.');
   });
 
-  it('the page removes an answer when its time is over', async () => {
+  it('the page removes an answer after some time', async () => {
     show();
     await press('Let late.ipynb keep its slice');
     await told('late.ipynb: Done: keep bb');
@@ -180,7 +180,9 @@ describe('the page of admins', () => {
     const { asked } = show();
     await press('Shut down work.ipynb');
     const shown = await dialog();
-    within(shown).getByText('The variables of the kernel are lost. Its files are not.');
+    within(shown).getByText(
+      'The variables of the kernel are lost, but its files are kept.'
+    );
     expect(document.activeElement?.textContent).toBe('Cancel');
     await answer(false);
     expect(asked).toEqual([]);

@@ -8,7 +8,7 @@ import { losses, restart } from '../restart';
 import { aPool, aSession, GIB, NOTHING, trans } from '../../__tests__/defaults';
 
 const FIRST =
-  'Another kernel starts on the machine that the cluster chooses now. A notebook runs again from its first cell.';
+  'Another kernel starts, on a machine that the cluster chooses. If the document is a notebook, all its cells run again.';
 
 function lost(more: Partial<ISession> | null): string[] {
   const session = more && aSession({ id: 'a', machine: 'gpu2', ...more });
@@ -26,7 +26,7 @@ describe('the question about a restart elsewhere', () => {
   it('the question names the lost bytes, used and suspended', () => {
     expect(lost({ used_bytes: 2 * GIB, suspended_bytes: GIB })).toEqual([
       FIRST,
-      'All variables of the kernel on gpu2 are lost, including its 3 GiB of data on the GPU or in host memory.'
+      'All variables of the kernel on gpu2 are lost, and so is its data on the GPU or in host memory (3 GiB).'
     ]);
   });
 
@@ -39,7 +39,7 @@ describe('the question about a restart elsewhere', () => {
 
   it('the question says that an unreachable kernel may still run', () => {
     expect(lost({ unreachable: 'gpu2 does not answer.' }).slice(2)).toEqual([
-      'gpu2 does not answer, so its kernel cannot be ended now. It may still run, and change the same files.'
+      'gpu2 does not answer, so this server cannot end the kernel there now. The old kernel may still run, and change files that the new kernel uses.'
     ]);
   });
 });

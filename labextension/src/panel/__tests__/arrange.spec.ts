@@ -39,7 +39,7 @@ describe('Arranger', () => {
     expect(after.devices).toBe(before.devices);
   });
 
-  it('a row changes with its name or with the front document', () => {
+  it('a row changes if its name or the front document changes', () => {
     const arranger = new Arranger();
     const view = pool([device(0)], [mine('a'), mine('b')]);
     const before = arranger.arrange(view, () => null, null, true);
@@ -52,7 +52,7 @@ describe('Arranger', () => {
     expect(after.rows[0]!.slices.map(slice => slice.active)).toEqual([true, false]);
   });
 
-  it('a kernel keeps its number, which is reused after its end', () => {
+  it('a kernel keeps its number, and a new kernel gets a free one', () => {
     const arranger = new Arranger();
     const numbers = (...ids: string[]) =>
       arranger
@@ -149,7 +149,7 @@ describe('Arranger', () => {
     ).toEqual([[[8, 7 * GIB]], [[2, null]], []]);
   });
 
-  it('the slices of a session on several devices are separate', () => {
+  it('a session has a separate slice in the row of each device', () => {
     const has = (first: number) =>
       mine('a', {
         devices: ['GPU-0', 'GPU-1'],
@@ -179,7 +179,7 @@ describe('Arranger', () => {
     ]);
   });
 
-  it('a kernel on another machine is only among my kernels', () => {
+  it('a kernel on another machine is listed only in "My kernels"', () => {
     // Machines of the same model may give emulated devices the same UUIDs.
     const far = { machine: 'gpu2', suspended_bytes: GIB } as const;
     const view = pool(

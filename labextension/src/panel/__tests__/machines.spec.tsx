@@ -104,7 +104,9 @@ describe('the machines of a cluster', () => {
 
   it('notes report a silent ledger and omitted machines', () => {
     show(cluster([machine('gpu1', { here: true })], { connected: false, left_out: 2 }));
-    within(screen.getByRole('status')).getByText(/ledger does not answer: only this/);
+    within(screen.getByRole('status')).getByText(
+      /ledger does not answer, so only this/
+    );
     screen.getByText('2 more machines are not shown.');
   });
 });
@@ -133,7 +135,7 @@ describe('the requests for the machines', () => {
     return { model, history, answer, asked: () => asked };
   }
 
-  it('requests are sent only in a cluster, for a shown widget', async () => {
+  it('requests are sent only in a cluster while a widget is shown', async () => {
     const { model, history, answer, asked } = watch(pool([]));
     const hold = history.hold();
     await jest.advanceTimersByTimeAsync(3 * INTERVAL);

@@ -127,7 +127,7 @@ describe('the header', () => {
   it('the header gives the state of the pool in one sentence', () => {
     const waits = mine('w', { ...queued, queue_position: 1 });
     show(pool([device(0), device(1)], [mine('a'), other('b'), waits]));
-    screen.getByText('2 GPUs · 2 kernels have one · 1 waits');
+    screen.getByText('2 GPUs · 2 kernels have a slice · 1 waits');
     expect(screen.queryByText('EMULATED')).toBeNull();
     expect(screen.queryByRole('button', { name: 'Refresh' })).toBeNull();
   });
@@ -168,17 +168,19 @@ describe('the header', () => {
       nextStep: 'Start it.'
     } as const;
     const { again } = show(pool([device(0)]), { broker });
-    const banner = within(screen.getByText('GPU pool away').parentElement!);
+    const banner = within(
+      screen.getByText('No answer from the GPU pool').parentElement!
+    );
     banner.getByText('It was stopped.');
     banner.getByText('Start it.');
-    banner.getByText('Trying again by itself.');
-    screen.getByText(`Shown as of ${clockAt(0)}.`);
+    banner.getByText('This panel tries again by itself.');
+    screen.getByText(`Last update: ${clockAt(0)}.`);
     screen.getByRole('img', BARS);
     // The toolbar announces that the broker is away, so the panel does not.
     expect(banner.queryByRole('status')).toBeNull();
     expect(screen.queryByRole('alert')).toBeNull();
     again(null);
-    screen.getByText('GPU pool away');
+    screen.getByText('No answer from the GPU pool');
     expect(screen.queryByRole('region')).toBeNull();
   });
 
@@ -186,8 +188,8 @@ describe('the header', () => {
     const broker = { status: 'away', message: 'Off.', nextStep: '' } as const;
     show(null, { broker, live: false });
     // Here no other part announces that the broker is away.
-    within(screen.getByRole('status')).getByText('GPU pool away');
-    expect(screen.queryByText('Trying again by itself.')).toBeNull();
+    within(screen.getByRole('status')).getByText('No answer from the GPU pool');
+    expect(screen.queryByText('This panel tries again by itself.')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });
   });
 
@@ -199,8 +201,8 @@ describe('the header', () => {
       code: 'no-broker'
     } as const;
     const { container } = show(null, { broker, live: false });
-    screen.getByText('The pool starts with the first Pooled GPU kernel.');
-    expect(screen.queryByText('GPU pool away')).toBeNull();
+    screen.getByText('The pool starts when the first Pooled GPU kernel starts.');
+    expect(screen.queryByText('No answer from the GPU pool')).toBeNull();
     expect(container.querySelector('.jp-gpupool-alert')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });
   });
@@ -208,17 +210,19 @@ describe('the header', () => {
   it('the header warns of a missing broker and of a fault', () => {
     const away = { status: 'away', message: '', nextStep: '' } as const;
     show(null, { broker: { ...away, code: 'no-broker' } });
-    screen.getByText('GPU pool away');
+    screen.getByText('No answer from the GPU pool');
     cleanup();
     show(null, { broker: { ...away, code: 'bad-socket' }, live: false });
-    screen.getByText('GPU pool away');
+    screen.getByText('No answer from the GPU pool');
   });
 
   it('the header explains that there is no GPU', () => {
     show(pool([], [], { problem: 'No driver: `jupyter gpupool doctor`.' }));
     screen.getByText('No GPU found');
     expect(screen.getByText('jupyter gpupool doctor').tagName).toBe('CODE');
-    screen.getByText('Kernels of the pool do not start here; others do.');
+    screen.getByText(
+      'Kernels of the pool cannot start on this machine, but other kernels can.'
+    );
     expect(screen.queryByRole('region', { name: 'Devices' })).toBeNull();
     screen.getByRole('region', { name: 'Host memory' });
   });
@@ -227,7 +231,9 @@ describe('the header', () => {
     const remote_kernels = { 'kernel-a': 'gpu2' };
     show(pool([], [], { problem: 'No driver.', remote_kernels }));
     screen.getByText('No GPU on this machine');
-    screen.getByText('Your pooled kernels run on other machines, on the GPUs there.');
+    screen.getByText(
+      'Your pooled kernels run on other machines and use the GPUs there.'
+    );
     expect(screen.queryByText('No GPU found')).toBeNull();
   });
 
@@ -244,7 +250,7 @@ describe('the header', () => {
     const broker = { status: 'away', message: 'No socket.', nextStep: '' } as const;
     show(null, { live: false, found, broker });
     screen.getByText('No GPU found');
-    expect(screen.queryByText('GPU pool away')).toBeNull();
+    expect(screen.queryByText('No answer from the GPU pool')).toBeNull();
   });
 
   it('the header says that the user has no access to the pool', () => {
@@ -262,7 +268,7 @@ describe('the header', () => {
   it('the header shows the view’s age, and fetches on demand', async () => {
     // The view is a quarter of an hour old, and the broker's clock has continued.
     const { model } = show(pool([device(0)]), { live: false, time: NOW + 900 });
-    screen.getByText(`Shown as of ${clockAt(-900)}.`);
+    screen.getByText(`Last update: ${clockAt(-900)}.`);
     screen.getByText(/^No Pooled GPU kernel is open\./);
     expect(model.refreshed).toBe(0);
     await act(async () => {
@@ -272,7 +278,7 @@ describe('the header', () => {
     expect(model.refreshed).toBe(1);
   });
 
-  it('the header shows that it fetches', () => {
+  it('the header says that it is asking the pool', () => {
     show(null);
     screen.getByText('Asking the pool…');
   });
@@ -301,7 +307,7 @@ describe('devices', () => {
     screen.getByRole('img', { name: /^GPU 8,/ });
     fireEvent.click(cells[8]!);
     expect(screen.queryByRole('img', BARS)).toBeNull();
-    fireEvent.click(screen.getByRole('button', { name: 'All in full' }));
+    fireEvent.click(screen.getByRole('button', { name: 'Show each GPU' }));
     expect(screen.getAllByRole('img', BARS)).toHaveLength(count);
     expect(opened).toEqual([]);
   });
@@ -313,8 +319,8 @@ describe('devices', () => {
     show(pool(devices));
     expect(screen.getByRole('list', { name: 'NVIDIA H100' }).children).toHaveLength(4);
     expect(screen.getByRole('list', { name: 'NVIDIA A100' }).children).toHaveLength(8);
-    screen.getByText('0 in use of 4 · 16 GiB');
-    screen.getByText('8 in use of 8 · 16 GiB');
+    screen.getByText('0 of 4 in use · 16 GiB');
+    screen.getByText('8 of 8 in use · 16 GiB');
   });
 
   it('arrow keys move the focus between devices in the grid', () => {
@@ -382,8 +388,10 @@ describe('devices', () => {
       ])
     );
     screen.getByText('Not used: The admin took it out.');
-    screen.getByText('The pool does not enforce the size of a slice here.');
-    screen.getByText('A kernel here keeps its slice until it frees its memory.');
+    screen.getByText('The pool does not enforce the size of slices on this GPU.');
+    screen.getByText(
+      'A kernel keeps its slice of this GPU until the kernel frees its GPU memory.'
+    );
     screen.getByRole('img', { name: /^GPU 0,.*; Out of service: 15 GiB;/ });
     screen.getByRole('img', { name: /^GPU 1,.*; Free: 15 GiB;/ });
   });
@@ -478,7 +486,7 @@ describe('the queue', () => {
     );
     const items = region('Queue').getAllByRole('listitem');
     expect(items[0]!.textContent).toBe(
-      '1stAnother user (batch)12 GiB on each of 2Has waited 40 s for GPU memory that is in use.'
+      '1stAnother user (batch)12 GiB on each of 2 GPUsHas waited 40 s for GPU memory that is in use.'
     );
     expect(items[1]!.textContent).toBe(
       '2nd1kernel-a.ipynb8 GiB · 20 to 60 s leftNo device has 8 GiB free.Stop waitingTell me when it starts'
@@ -504,7 +512,7 @@ describe('the queue', () => {
     } as const;
     show(pool([device(0)], [mine('a', lost)]));
     region('My kernels on this server').getByText(
-      'The pool took its slice while it was idle: another kernel waits for memory; the next CUDA call brings it back.'
+      'The pool took this kernel’s slice while the kernel was idle: another kernel waits for memory; the next CUDA call brings it back.'
     );
   });
 
@@ -521,7 +529,7 @@ describe('the queue', () => {
     );
     show(pool([device(0)], [...many, mine('a', { ...queued, queue_position: 51 })]));
     expect(region('Queue').getAllByRole('listitem')).toHaveLength(21);
-    region('Queue').getByText('30 more wait.');
+    region('Queue').getByText('30 more kernels wait.');
   });
 
   it('the queue says that nobody waits', () => {
@@ -536,7 +544,9 @@ describe('my kernels', () => {
     show(pool([device(0)], [mine('a', { ...queued, preempted, queue_position: 1 })]));
     const kernels = region('My kernels on this server');
     kernels.getByText('Preempted: 1st, no estimate yet');
-    kernels.getByText(`Its slice was taken in the middle of its work: ${preempted}`);
+    kernels.getByText(
+      `The pool took this kernel’s slice while the kernel was working: ${preempted}`
+    );
   });
 
   const kernels = () => region('My kernels on this server');
@@ -563,10 +573,10 @@ describe('my kernels', () => {
     );
     kernels().getByText('6 of 8 GiB on GPU 0');
     kernels().getByText('Idle, back to the pool in 0:42');
-    kernels().getByText('In host memory 6 GiB');
-    kernels().getByText('Its state cannot leave the GPU: it is shared memory');
+    kernels().getByText('In host memory: 6 GiB');
+    kernels().getByText('The kernel’s state cannot leave the GPU: it is shared memory');
     kernels().getByText('Idle on GPU 0, stays');
-    kernels().getByText('It keeps its slice: Host memory is full.');
+    kernels().getByText('The kernel keeps its slice: Host memory is full.');
     expect(kernels().getAllByText('tab closed')).toHaveLength(1);
     kernels().getByText('Idle on GPU 0, about to leave');
     const link = kernels().getByRole('button', { name: 'kernel-b.ipynb' });
@@ -601,7 +611,7 @@ describe('my kernels', () => {
   it('my kernel of another server has no buttons', () => {
     show(pool([device(0)], [mine('a', { here: false })]));
     kernels().getByText('No kernel of this server is in the pool.');
-    kernels().getByText(/^Your kernels on another server/);
+    kernels().getByText(/^You have these kernels on another server/);
     expect(kernels().getByRole('listitem').textContent).toBe(
       '1kernel-a.ipynb6 of 8 GiB on GPU 0'
     );
@@ -648,11 +658,13 @@ describe('my kernels', () => {
       act(() => jest.advanceTimersByTime(OLD));
 
       again(pool([device(0)], [mine('a', { keep_until: NOW + 1500 })]));
-      kernels().getByText(`Kept until ${clockAt(1500)}, even when idle.`);
+      kernels().getByText(
+        `The slice is kept until ${clockAt(1500)}, even while the kernel is idle.`
+      );
       model.time = NOW + 1501;
       act(() => jest.advanceTimersByTime(1000));
       expect(button().textContent).toBe('Keep for 25 minutes');
-      expect(kernels().queryByText(/^Kept until/)).toBeNull();
+      expect(kernels().queryByText(/^The slice is kept until/)).toBeNull();
       expect(jest.getTimerCount()).toBe(0);
     } finally {
       jest.useRealTimers();
@@ -704,7 +716,7 @@ describe('my kernels', () => {
   it('my kernel shows that a release is pending', () => {
     const { model } = show(pool([device(0)], [mine('a', { release_asked: true })]));
     kernels().getByText(
-      'Goes back to the pool when its work on the GPU is done. Keeping it cancels that.'
+      'Goes back to the pool when its work on the GPU is done. To cancel this, keep the slice.'
     );
     const button = kernels().getByRole('button', { name: /^Release/ });
     expect(button.getAttribute('aria-disabled')).toBe('true');
@@ -741,7 +753,7 @@ describe('my kernels', () => {
   it('my kernel can be shut down, and shows an admin’s recall', async () => {
     const { opened } = show(pool([device(0)], [mine('a', { recall_at: NOW + 300 })]));
     kernels().getByText(
-      `The administrator takes its slice back at ${clockAt(300)}. Nothing is lost.`
+      `The administrator will take this kernel’s slice back at ${clockAt(300)}. Nothing is lost.`
     );
     await press(/^Shut down the kernel of kernel-a/);
     expect(opened).toEqual(['shut down kernel-a']);
@@ -757,13 +769,13 @@ describe('my kernels', () => {
       name: 'Memory in the last 5 minutes: least 1 GiB, most 2 GiB, now 2 GiB'
     });
     kernels().getByRole('img', {
-      name: 'Share of time in which it used CUDA in the last 5 minutes: least 20 %, most 20 %, now not known'
+      name: 'Share of time in which the kernel used CUDA in the last 5 minutes: least 20 %, most 20 %, now not known'
     });
   });
 });
 
 describe('the totals', () => {
-  it('the totals show my part of host memory, and the sum', () => {
+  it('the totals show the host memory of all kernels, and my part', () => {
     show(
       pool(
         [device(0)],
@@ -772,7 +784,7 @@ describe('the totals', () => {
       )
     );
     const host = region('Host memory');
-    host.getByText('8 of 32 GiB hold suspended kernels · yours: 4 GiB');
+    host.getByText('8 of 32 GiB used by suspended kernels · yours: 4 GiB');
     host.getByText('Free on this machine: ?');
     const meter = host.getByRole('meter');
     expect(meter.getAttribute('aria-valuenow')).toBe('25');
@@ -792,15 +804,17 @@ describe('the totals', () => {
 
   it('the totals show the share of time with a slice', () => {
     const { past } = show(pool([device(0)]));
-    region('Use').getByText('? Open a Pooled GPU kernel to see this.');
+    region('Use').getByText(
+      'Not known. To see your use of the GPUs, open a Pooled GPU kernel.'
+    );
     act(() => past.change(history()));
     expect(region('Use').getByRole('meter').getAttribute('aria-valuenow')).toBe('19');
     region('Use').getByText(
-      'Your kernels had a GPU for 24 min of 2.1 h (19 %) since the server started.'
+      'Since the server started, your kernels ran for 2.1 h and had a GPU for 24 min (19 % of this time).'
     );
     const nothing = { since: NOW, attached_seconds: 0, kernel_seconds: 0 };
     act(() => past.change(history({ usage: nothing })));
-    region('Use').getByText(/ \(\?\) since/);
+    region('Use').getByText('None of your kernels has run since the server started.');
     expect(region('Use').queryByRole('meter')).toBeNull();
   });
 });
@@ -808,7 +822,7 @@ describe('the totals', () => {
 describe('the last hour', () => {
   it('the last hour has one graph per device and one for the queue', () => {
     const { past } = show(pool([device(0)]));
-    region('Last hour').getByText('Open a Pooled GPU kernel to see this.');
+    region('Last hour').getByText('To see the last hour, open a Pooled GPU kernel.');
     past.hour = {
       now: NOW,
       step: 60,
@@ -830,7 +844,7 @@ describe('the last hour', () => {
 });
 
 describe('the last hour of many devices', () => {
-  it('many devices share one graph, and have their own on demand', () => {
+  it('many devices share a graph, and a button shows separate ones', () => {
     const devices = Array.from({ length: 9 }, (_, i) => device(i));
     const { past } = show(pool(devices));
     const one = { granted: [null, GIB], used: [], utilisation: [null, 50] };
@@ -875,7 +889,7 @@ describe('my share', () => {
     const share = region('My share');
     standing.forEach(line => share.getByText(line));
     const meter = share.getByRole('meter', {
-      name: 'GPU-seconds of group bio used today'
+      name: 'GPU-seconds used by group bio today'
     });
     expect(meter.getAttribute('aria-valuenow')).toBe('30');
     expect(meter.getAttribute('aria-valuetext')).toBe('30 of 100 GPU-seconds');

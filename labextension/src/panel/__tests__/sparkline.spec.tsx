@@ -34,7 +34,7 @@ describe('path', () => {
     expect(path(at(SPAN + 1, 0), [1, 1], now, 1)).toBe('M150 1.0h0');
   });
 
-  it('the path has at most one point per column, and the last one', () => {
+  it('the path has at most one point per column, and the last point', () => {
     const time = Array.from({ length: 3001 }, (_, i) => now - 300 + i / 10);
     const drawn = path(
       time,

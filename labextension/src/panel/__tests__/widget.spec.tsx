@@ -111,13 +111,13 @@ describe('PanelWidget', () => {
     const { panel, model } = made();
     attach(panel);
     screen.getByRole('button', { name: 'Release the slice of label of a' });
-    screen.getByText('1 GPU · 1 kernel has one · 0 wait');
+    screen.getByText('1 GPU · 1 kernel has a slice · 0 wait');
     // The kernel's end closes the connection, often before a message reports the end.
     model.live = false;
     drawn(() => model.changed.emit({ all: true }));
     expect(screen.queryByText('label of a')).toBeNull();
     expect(screen.queryByRole('button', { name: /^Release/ })).toBeNull();
-    screen.getByText('1 GPU · 0 kernels have one · 0 wait');
+    screen.getByText('1 GPU · 0 kernels have a slice · 0 wait');
     screen.getByText(/^No Pooled GPU kernel is open/);
   });
 

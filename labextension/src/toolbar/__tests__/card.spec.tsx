@@ -69,7 +69,7 @@ describe('the popover', () => {
   it('use, guarantee and limit of an active slice are shown', () => {
     card(new FakeModel(session({ request: burst })));
     screen.getByRole('heading', {
-      name: 'This notebook has 6 of 8 GiB on GPU 1 (emulated).'
+      name: 'This notebook uses 6 of 8 GiB on GPU 1 (emulated).'
     });
     screen.getByText('6 GiB used · 8 GiB guaranteed · up to 12 GiB');
     screen.getByText('EMULATED');
@@ -83,8 +83,11 @@ describe('the popover', () => {
   });
 
   it.each([
-    [detached, 'It gets 8 GiB when a cell first uses CUDA.'],
-    [{ ...detached, attach: 'cell' as const }, 'It gets 8 GiB when a cell runs.'],
+    [detached, 'The kernel gets a slice of 8 GiB when a cell first uses CUDA.'],
+    [
+      { ...detached, attach: 'cell' as const },
+      'The kernel gets a slice of 8 GiB when a cell runs.'
+    ],
     [
       { ...detached, suspended_bytes: 6 * GIB },
       'Your data is safe in host memory; the next CUDA call brings it back.'
@@ -95,19 +98,22 @@ describe('the popover', () => {
         suspended_bytes: 6 * GIB,
         taken_reason: 'another kernel waits for memory'
       },
-      'The pool took the slice while it was idle: another kernel waits for memory.'
+      'The pool took the slice while the kernel was idle: another kernel waits for memory.'
     ],
     [{ state: 'idle' as const, leaves_at: 1042 }, 'Idle, back to the pool in 0:42.'],
     [
       { state: 'idle' as const, wanted: true },
-      'Idle: may move to host memory at any moment: others wait for it.'
+      'Idle: may move to host memory at any moment. Other kernels wait for this slice.'
     ],
     [{ state: 'idle' as const, pinned_reason: 'It maps a file.' }, 'It maps a file.'],
-    [{ state: 'idle' as const }, 'It keeps the slice until somebody else needs it.'],
+    [
+      { state: 'idle' as const },
+      'The kernel keeps the slice until another kernel needs it.'
+    ],
     [{ state: 'idle' as const, leaves_at: 990 }, 'Idle on GPU 1, about to leave.'],
     [
-      { state: 'idle' as const, stays_reason: 'This GPU cannot be suspended.' },
-      'This GPU cannot be suspended.'
+      { state: 'idle' as const, stays_reason: 'State on this GPU cannot be moved.' },
+      'State on this GPU cannot be moved.'
     ]
   ])('the popover describes a session with %p', (changes, words) => {
     card(new FakeModel(session(changes)));
@@ -119,7 +125,7 @@ describe('the popover', () => {
     model.shows({ maintenance: [anOrder()] });
     card(model);
     screen.getByRole('heading', {
-      name: 'This notebook waits for a GPU: paused by the administrator: new driver.'
+      name: 'This notebook waits for a GPU: the administrator has paused all GPUs (new driver).'
     });
   });
 
@@ -128,18 +134,18 @@ describe('the popover', () => {
     model.shows({ maintenance: [anOrder()] });
     card(model);
     screen.getByText(
-      'No kernel gets a GPU now: paused by the administrator: new driver.'
+      'No kernel gets a GPU now: the administrator has paused all GPUs (new driver).'
     );
     screen.getByText('Your data is safe in host memory, and CPU work goes on.');
     expect(screen.queryByText(/brings it back/)).toBeNull();
   });
 
-  it('if an idle slice stays, only the reason is shown', () => {
+  it('the popover shows only the reason if an idle slice stays', () => {
     card(
       new FakeModel(session({ state: 'idle', stays_reason: 'Host memory is full.' }))
     );
     screen.getByText('Host memory is full.');
-    expect(screen.queryByText(/until somebody else needs it/)).toBeNull();
+    expect(screen.queryByText(/until another kernel needs it/)).toBeNull();
   });
 
   it('the bytes on each of two devices are shown', () => {
@@ -181,7 +187,9 @@ describe('the popover', () => {
     model.shows({ devices: [], problem: 'There is no NVIDIA driver.' });
     card(model);
     screen.getByText('There is no NVIDIA driver.');
-    screen.getByText('Kernels of the pool do not start here; others do.');
+    screen.getByText(
+      'Kernels of the pool cannot start on this machine, but other kernels can.'
+    );
     expect(screen.queryByRole('slider')).toBeNull();
   });
 
@@ -231,13 +239,13 @@ describe('a request for memory', () => {
     card(new FakeModel(session({ request })));
     expect(field().value).toBe('7.45');
     expect(slider().getAttribute('aria-valuetext')).toBe('7.45 GiB');
-    screen.getByText(/Asked for now: 7\.45 GiB\.$/);
+    screen.getByText(/Current request: 7\.45 GiB\.$/);
     type('0.0001');
-    screen.getByText(/ To ask for: 0\.102 MiB\. Asked for now: 7\.45 GiB\.$/);
+    screen.getByText(/ New request: 0\.102 MiB\. Current request: 7\.45 GiB\.$/);
     expect(slider().getAttribute('aria-valuetext')).toBe('0.102 MiB');
     type('999999999999');
     press('Ask for it');
-    expect(alerted()).toContain('is more than you may ask for: at most 24 GiB.');
+    expect(alerted()).toContain('is too much. You may ask for at most 24 GiB.');
   });
 
   it('the form shows the bound and the present size', () => {
@@ -245,7 +253,7 @@ describe('a request for memory', () => {
     expect(field().value).toBe('8');
     screen.getByText(
       'You may ask for up to 24 GiB per GPU. ' +
-        'Asked for now: 8 GiB; it may grow to 12 GiB while that much is free.'
+        'Current request: 8 GiB. The slice may grow to 12 GiB while that much memory is free.'
     );
     expect(slider().getAttribute('aria-valuetext')).toBe('8 GiB');
     expect(slider().max).toBe('48');
@@ -255,7 +263,7 @@ describe('a request for memory', () => {
     const request = { ...session().request, devices: 2 };
     const model = new FakeModel(session({ request, most_bytes: 12 * GIB }));
     card(model);
-    screen.getByText('You may ask for up to 12 GiB per GPU. Asked for now: 8 GiB.');
+    screen.getByText('You may ask for up to 12 GiB per GPU. Current request: 8 GiB.');
     expect(slider().max).toBe('24');
     fireEvent.change(screen.getByRole('textbox'), { target: { value: '13' } });
     press('Ask for it');
@@ -393,24 +401,24 @@ describe('a release or a keep', () => {
     expect(screen.queryByText(/^Goes back/)).toBeNull();
     act(() => model.becomes({ release_asked: true }));
     screen.getByText(
-      'Goes back to the pool when its work on the GPU is done. Keeping it cancels that.'
+      'Goes back to the pool when its work on the GPU is done. To cancel this, keep the slice.'
     );
     const button = screen.getByRole('button', { name: 'Release now' });
     expect(button.getAttribute('aria-disabled')).toBe('true');
     fireEvent.click(button);
     expect(model.client.release).not.toHaveBeenCalled();
     act(() => model.becomes({ ...detached, release_asked: false }));
-    expect(screen.queryByText(/cancels that/)).toBeNull();
+    expect(screen.queryByText(/To cancel this/)).toBeNull();
   });
 
   it('the popover does not show a keep that has ended', () => {
     jest.useFakeTimers();
     const model = new FakeModel(session({ keep_until: 1600 }));
     card(model);
-    screen.getByText(/^Kept until/);
+    screen.getByText(/^The slice is kept until/);
     model.time = 1600;
     act(() => jest.advanceTimersByTime(600_050));
-    expect(screen.queryByText(/^Kept until/)).toBeNull();
+    expect(screen.queryByText(/^The slice is kept until/)).toBeNull();
     screen.getByRole('button', { name: 'Keep for 10 minutes' });
   });
 
@@ -431,7 +439,9 @@ describe('a release or a keep', () => {
     press('Keep for 10 minutes');
     await waitFor(() => expect(model.client.keep).toHaveBeenLastCalledWith('k1', 600));
     act(() => model.becomes({ keep_until: model.time + 600 }));
-    expect(status()).toMatch(/^Kept until [^.]*, even when idle\.$/);
+    expect(status()).toMatch(
+      /^The slice is kept until [^.]*, even while the kernel is idle\.$/
+    );
     press('Stop keeping');
     await waitFor(() => expect(model.client.keep).toHaveBeenLastCalledWith('k1', 0));
     await waitFor(() =>
@@ -445,10 +455,10 @@ describe('a release or a keep', () => {
 });
 
 describe('a kernel without a slice', () => {
-  it('a kernel without a slice has no keep', () => {
+  it('a kernel without a slice shows no keep and no keep button', () => {
     card(new FakeModel(session({ ...detached, keep_until: 5000 })));
     expect(screen.queryByRole('button', { name: /keep/i })).toBeNull();
-    expect(screen.queryByText(/^Kept until/)).toBeNull();
+    expect(screen.queryByText(/^The slice is kept until/)).toBeNull();
   });
 
   it('a kernel without a slice can get one, or says why not', async () => {
@@ -477,7 +487,8 @@ describe('a kernel without a slice', () => {
 });
 
 describe('a slice that is nearly full', () => {
-  const text = 'The slice is nearly full: ask for more, or free some in the kernel.';
+  const text =
+    'The slice is nearly full: ask for more memory, or free some in the kernel.';
 
   it.each([
     [7.1, 8, false],
@@ -522,13 +533,13 @@ describe('the lines of the broker', () => {
     expect(screen.queryByRole('button', { name: 'Stop waiting' })).toBeNull();
   });
 
-  it('without a slice or a wait, no lines are requested', () => {
+  it('no lines are requested if a kernel has no slice and no wait', () => {
     const model = new FakeModel(session(detached));
     card(model);
     expect(model.client.why).not.toHaveBeenCalled();
   });
 
-  it('the lines are fetched again after a move or an interval', async () => {
+  it('the lines are fetched again after a queue move or an interval', async () => {
     jest.useFakeTimers();
     const model = new FakeModel(session(queued));
     model.client.why.mockResolvedValue({ lines });
@@ -562,9 +573,9 @@ describe('the lines of the broker', () => {
     const preempted = 'a kernel of a higher priority class needs the GPU';
     card(new FakeModel(session({ ...queued, preempted, suspended_bytes: GIB })));
     screen.getByRole('heading', {
-      name: 'The GPU was taken from this notebook; it goes on by itself.'
+      name: 'The pool took the GPU from this notebook. The notebook will continue by itself.'
     });
     screen.getByText('A kernel of a higher priority class needs the GPU.');
-    screen.getByText('Its state is in host memory, and nothing is lost.');
+    screen.getByText('The kernel’s state is in host memory, and nothing is lost.');
   });
 });

@@ -108,7 +108,7 @@ describe('the chip', () => {
     );
   });
 
-  it('the chip has a short form that is not in its name', async () => {
+  it('the chip has a short text that screen readers do not read', async () => {
     const { button } = await chip(new FakeModel(session(queued)));
     expect(button().textContent).toBe('Waiting: 2nd, 20 to 60 s left');
     const short = button().querySelector<HTMLElement>('.jp-gpupool-Chip-short')!;
@@ -120,11 +120,11 @@ describe('the chip', () => {
     const model = new FakeModel(session(queued));
     model.shows({ maintenance: [anOrder()] });
     const { button } = await chip(model);
-    expect(button().textContent).toBe('Waiting: paused by the administrator');
+    expect(button().textContent).toBe('Waiting: the administrator has paused all GPUs');
     const short = button().querySelector<HTMLElement>('.jp-gpupool-Chip-short')!;
     expect(short.dataset['short']).toBe('Paused');
     expect(screen.getAllByRole('status').map(node => node.textContent)).toContain(
-      'Waiting for a GPU: paused by the administrator: new driver'
+      'Waiting for a GPU: the administrator has paused all GPUs (new driver)'
     );
   });
 
@@ -201,12 +201,12 @@ describe('the chip', () => {
   it('the chip announces states, not figures and seconds', async () => {
     const model = new FakeModel(session());
     const { widget, button } = await chip(model);
-    expect(heard(widget)).toBe('At work on GPU 1');
+    expect(heard(widget)).toBe('Working on GPU 1');
     await until(
       () => model.becomes({ used_bytes: 7 * GIB, granted_bytes: 9 * GIB }),
       () => expect(button().textContent).toContain('9 GiB, 8 guaranteed')
     );
-    expect(heard(widget)).toBe('At work on GPU 1');
+    expect(heard(widget)).toBe('Working on GPU 1');
     await until(
       () => model.becomes({ state: 'idle', leaves_at: 1042 }),
       () => expect(button().textContent).toContain('0:42')
@@ -235,7 +235,7 @@ describe('the popover', () => {
     const found = await opened(button());
     await waitFor(() => expect(document.activeElement).toBe(found));
     const label = document.getElementById(found.getAttribute('aria-labelledby')!);
-    expect(label?.textContent).toContain('This notebook has');
+    expect(label?.textContent).toContain('This notebook uses');
     await waitFor(() => expect(button().getAttribute('aria-expanded')).toBe('true'));
     drawn(() => fireEvent.keyDown(found, { key: 'Escape' }));
     expect(dialog()).toBeNull();
@@ -322,7 +322,7 @@ describe('the status bar item', () => {
     await waitFor(() => expect(button(item)?.textContent).toBe('6 of 8 GiB on GPU 1'));
     await until(
       () => model.becomes({ ...detached, suspended_bytes: 6 * GIB }),
-      () => expect(button(item)?.textContent).toBe('In host memory 6 GiB')
+      () => expect(button(item)?.textContent).toBe('In host memory: 6 GiB')
     );
     follow(item, new FakeContext('python3'));
     expect(item.active).toBe(false);

@@ -61,7 +61,7 @@ describe('sizes', () => {
   it('a size beyond all bounds is reported', () => {
     const far = '999999999999';
     expect(readSize(trans, far, 24 * GIB).fault).toBe(
-      `“${far}” is more than you may ask for: at most 24 GiB.`
+      `“${far}” is too much. You may ask for at most 24 GiB.`
     );
     expect(readSize(trans, far, null).fault).toBe(`“${far}” is more than any GPU has.`);
   });
@@ -84,9 +84,9 @@ describe('sizes', () => {
 
   it('a wrong size is explained', () => {
     expect(readSize(trans, 'a lot', null).fault).toContain('“a lot” is not a size');
-    expect(readSize(trans, ' ', null).fault).toContain('Write a size');
+    expect(readSize(trans, ' ', null).fault).toContain('Type a size');
     expect(readSize(trans, '25', 24 * GIB).fault).toBe(
-      '25 GiB is more than you may ask for: at most 24 GiB.'
+      '25 GiB is too much. You may ask for at most 24 GiB.'
     );
     expect(readSize(trans, '25', null)).toEqual({ size: 25 * GIB, fault: '' });
   });

@@ -50,7 +50,7 @@ describe('KernelWatch', () => {
   });
 
   it.each([
-    [{}, '6 of 8 GiB on GPU 1', 'This notebook has 6 of 8 GiB on GPU 1 (emulated).'],
+    [{}, '6 of 8 GiB on GPU 1', 'This notebook uses 6 of 8 GiB on GPU 1 (emulated).'],
     [
       { used_bytes: null },
       '8 GiB on GPU 1',
@@ -59,7 +59,7 @@ describe('KernelWatch', () => {
     [detached, 'No GPU', 'This notebook has no GPU.'],
     [
       { ...detached, suspended_bytes: 6 * GIB },
-      'In host memory 6 GiB',
+      'In host memory: 6 GiB',
       '6 GiB of this notebook is in host memory.'
     ],
     [queued, 'Waiting: 2nd, 20 to 60 s left', 'This notebook waits for a GPU.'],
@@ -76,7 +76,7 @@ describe('KernelWatch', () => {
     [
       { state: 'detaching' as const },
       'Moving to host memory…',
-      'This notebook is moving to host memory.'
+      'The state of this notebook is moving to host memory.'
     ],
     [
       idle,
@@ -103,7 +103,7 @@ describe('KernelWatch', () => {
     const model = new FakeModel(session());
     const { watch } = watching(model);
     model.away();
-    expect(watch.situation?.said.text).toBe('GPU pool away');
+    expect(watch.situation?.said.text).toBe('No answer from the GPU pool');
     expect(watch.situation?.session?.id).toBe('s1');
     model.back();
     expect(watch.situation?.said.text).toBe('6 of 8 GiB on GPU 1');
@@ -220,12 +220,12 @@ describe('a kernel on another machine', () => {
     return watching(model, new FakeContext('gpupool-python3', 'k1')).watch.situation!;
   }
 
-  it('a kernel elsewhere has its slice on that machine', () => {
+  it('a watch names the other machine that has the kernel’s slice', () => {
     const it = at({});
     expect([it.kind, it.said.text, it.headline, it.emulated]).toEqual([
       'ours',
       '6 of 8 GiB on GPU 3 of gpu2',
-      'This notebook has 6 of 8 GiB on GPU 3 of gpu2.',
+      'This notebook uses 6 of 8 GiB on GPU 3 of gpu2.',
       false
     ]);
   });
@@ -240,7 +240,7 @@ describe('a kernel on another machine', () => {
     expect([it.said.text, it.said.tone, it.headline]).toEqual([
       'gpu2 does not answer',
       'away',
-      'gpu2 does not answer; this notebook probably runs on there.'
+      'gpu2 does not answer. This notebook probably still runs there.'
     ]);
   });
 
