@@ -97,7 +97,7 @@ def _state_lines(
     elif found.reason is not None:
         yield f"It has {sizes} and waits for the rest of its guaranteed memory."
     elif s.lease.slices:
-        use = {"active": "uses", "idle": "is idle and keeps"}.get(s.state, "has")
+        use = {"active": "is active and has", "idle": "is idle and keeps"}.get(s.state, "has")
         yield f"It {use} {sizes}." + (f" {found.text}" if found.text else "")
     else:
         yield "It has no slice and waits for none."
@@ -195,8 +195,8 @@ def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
 
 
 _USES = {
-    "busy": ("uses", "use"),
-    "idle": ("keeps", "keep"),
+    "busy": ("is active and has", "are active and have"),
+    "idle": ("is idle and keeps", "are idle and keep"),
     "leaving": ("is giving back", "are giving back"),
 }
 

@@ -134,7 +134,7 @@ def test_gpu_why_shows_the_slice_and_who_may_take_it(
         pool.until(kernel, state="idle")
         (shown,) = kernel.run("%gpu why").outputs
         text = shown["data"]["text/plain"]
-        if not text.startswith("It uses 3 GiB on GPU 0.\n"):
+        if not text.startswith("It is active and has 3 GiB on GPU 0.\n"):
             break
         assert time.monotonic() < deadline
     assert text.startswith("It is idle and keeps 3 GiB on GPU 0.\nNo kernel waits")

@@ -233,8 +233,8 @@ def test_equal_leases_of_other_users_share_one_line(make):
     lines = lab.pool.why("w").lines
     assert [line.partition(";")[0] for line in lines[1:4]] == [
         "There is no estimate yet of how long it will wait.",
-        "Your kernel a.ipynb uses 4 B on GPU 0",
-        "3 kernels of other users use 4 B each on GPU 0",
+        "Your kernel a.ipynb is active and has 4 B on GPU 0",
+        "3 kernels of other users are active and have 4 B each on GPU 0",
     ]
     assert len({*lines}) == len(lines)
 
@@ -316,7 +316,7 @@ def test_wait_names_an_idle_kernel_that_cannot_be_suspended(make):
     lab.open("w", 8, owner="ann")
     lab.hold("w")
     assert (
-        "Your kernel a.ipynb keeps 12 B on GPU 0; it cannot be suspended: host "
+        "Your kernel a.ipynb is idle and keeps 12 B on GPU 0; it cannot be suspended: host "
         "memory has too little room for the state."
     ) in lab.pool.why("w").lines
 

@@ -40,7 +40,7 @@ test('a preempted cell says why, and that it continues', async ({ lab }) => {
   await expect(popover).toContainText(sentence);
   await expect(popover).toContainText('It is 1st of 1 in the queue: it was preempted');
   await expect(popover).toContainText(
-    /A kernel of another user \(class interactive\) uses 6 GiB on GPU 0|Your kernel boss/
+    /A kernel of another user \(class interactive\) is active and has 6 GiB on GPU 0|Your kernel boss/
   );
   expect(await faults(page, '.jp-gpupool-Popover')).toEqual([]);
   await page.keyboard.press('Escape');
