@@ -97,8 +97,8 @@ class LateReports:
     Parameters
     ----------
     lock:
-        The link's lock. A caller of any method except :meth:`close` must hold this lock. The
-        thread that reports holds it while ``lasting`` and ``over`` run.
+        The link's lock. The caller must hold this lock, except for :meth:`close`. The reporting
+        thread holds this lock while it calls ``lasting`` and ``over``.
     lasting, over:
         Functions that get a hold's id and kind: ``lasting`` reports a hold that continues, ``over``
         reports a hold that has ended.

@@ -426,9 +426,9 @@ def _charge(s: NaiveSession, count: int) -> int:
 def harmless(free: int, more: int, wanted: int, leases: Iterable[int]) -> bool:
     """Return whether a session that waits for ``wanted`` bytes can spare ``more`` without a delay.
 
-    The result is True only if this holds for every order in which the leases may end. If all leases
-    together free too few bytes, the session waits for some other change, of which nothing is known,
-    so the result is False.
+    The leases may end in any order. The result is True if the session has no delay in any order. If
+    all leases together free too few bytes, the session waits for another change. This function does
+    not know that change, so the result is False.
     """
     sizes = list(leases)
     if free + sum(sizes) < wanted:

@@ -5,9 +5,9 @@
 The guard does not count launches, because counting the beginning and the end of each launch would
 cost more than the test of the gate. It does not count other calls that only pass the gate, either.
 So a thread may find the gate open, lose its processor, and enter the driver long after the gate was
-closed. If it enters before the broker locks the driver for the suspend, the lock waits for its
-call, as for every call. If it enters later, it blocks inside the driver, and nobody asks for a
-lease for this thread.
+closed. If the thread enters before the broker locks the driver for the suspend, the lock waits for
+the thread's call. If the thread enters after the lock, the driver blocks the thread, and no process
+asks for a lease for this thread.
 
 So the broker gives each thread the time to enter the driver, as RCU does with its grace periods.
 The way from the gate into the driver is a few instructions long, and no thread sleeps on it. If a
