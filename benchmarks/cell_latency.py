@@ -4,15 +4,16 @@
 
 Five kernels run at the same time and take turns in random order, one ``pass`` cell each:
 
-- *plain* and *plain again*: ipykernel. Their difference is the noise of all differences.
+- *plain* and *plain again*: ipykernel. The difference between these two is the noise of all other
+  differences.
 - *attached*: a kernel with policy ``lazy`` (the default), a slice, a context and device memory.
 - *without CUDA*: a kernel with policy ``lazy`` and no CUDA call. The broker counts its messages.
 - *per cell*: a kernel with a slice and policy ``cell``, which takes a hold for each cell.
 
 A round trip ends when the client has the reply and the kernel is idle again. The difference at p50
-is the median of the differences within each round. The difference at p99 is one p99 minus the other
-p99. The agent's own work for a cell is measured inside the kernels, where no other process disturbs
-it.
+is the median, over all rounds, of the difference within a round. The difference at p99 is the p99
+of the kernel minus the p99 of plain ipykernel. The agent's own work for a cell is measured inside
+the kernels, where no other process disturbs it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: The most milliseconds that a cell may take beyond a cell of plain ipykernel.
+#: A cell may take at most this many milliseconds longer than a cell of plain ipykernel.
 ATTACHED_P50_MS, ATTACHED_P99_MS, CPU_P50_MS = 0.05, 0.5, 0.05
 
 #: Makes a context and allocates a little device memory. The kernel keeps both.
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     plain = took["plain"]
     more = {
         name: {
-            # Compare cells of the same round, because other work disturbs both of them.
+            # Compare cells of the same round, because other work on the machine slows both alike.
             "p50_ms": median(mine - base for mine, base in zip(values, plain, strict=True)),
             "p99_ms": percentile(values, 99) - percentile(plain, 99),
         }

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """One page of JupyterLab in its own Chromium, controlled by the DevTools protocol.
 
-Not a benchmark itself. Chromium's times are seconds of ``time.monotonic``'s clock.
+This module is not a benchmark itself. Chromium's times are in seconds, from the clock of
+``time.monotonic``.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ OPTIONS = (
     "--window-size=1280,800",
 )
 
-#: Trace events during which a page's JavaScript runs, or the browser works for it. A script may
-#: force the browser to compute style and layout at once. The browser does this work within one of
-#: these events, so the benchmark counts this work, too.
+#: Trace events for a page's JavaScript: a script runs, or the browser does work for a script. A
+#: script may force the browser to compute style and layout at once. The time of these events
+#: includes this work, so the benchmark counts it, too.
 SCRIPT = frozenset(
     {
         *("EvaluateScript", "EventDispatch", "FireAnimationFrame", "FireIdleCallback"),
@@ -119,7 +120,7 @@ class Page:
     # ------------------------------------------------------------------ the protocol
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Return the answer to a command; pass the events before it to the functions in ``on``."""
+        """Return the answer to a command; pass earlier events to the functions in ``on``."""
         number = next(self._ids)
         self._socket.send(json.dumps({"id": number, "method": method, "params": parameters}))
         deadline = time.monotonic() + 60
@@ -255,7 +256,7 @@ class Trace:
         self._page.on["Tracing.tracingComplete"] = lambda _: ended.append(True)
         self._page.call("Tracing.end")
         self._page.wait(lambda: ended, "the trace")
-        # The browser also keeps a spare renderer, which is idle. So take the busiest one.
+        # The browser also keeps a spare renderer, which is idle. So take the busiest renderer.
         busiest = max(self._main, key=lambda thread: len(self._spans.get(thread, ())))
         return merged(self._spans.get(busiest, []))
 

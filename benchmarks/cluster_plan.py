@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The cost of a ledger and its nodes for 10, 100 and 1,000 nodes, and of the loss of a ledger.
+"""The cost of a ledger and its nodes, and of the loss of a ledger, with 10 to 1,000 nodes.
 
 ``python -m benchmarks.cluster_plan [--nodes 10,100,1000] [--shards 1,8] [--quick]`` prints JSON.
 
@@ -15,7 +15,7 @@ before its grant. The usual reason is that the user of the cell works on two nod
 
 After half of the time the ledger dies. A new ledger starts 3 s later, because Ray's tuned health
 check takes 3 s to notice the death. ``serving_s`` is the number of seconds from the start of the
-new ledger until it lends.
+new ledger until it lends again.
 
 ``ledger_lines_per_report`` is the number of lines of Python that the ledger runs for a report,
 counted at every hundredth report. Unlike seconds, it is the same on any machine and under any load.
@@ -58,11 +58,12 @@ KERNELS, PER_USER, PER_GROUP = 20, 4, 40
 THINK, COMPUTE = 60.0, 20.0
 USER_SLICES, GROUP_SLICES = 2, 48
 DELAY, NOTICE = 0.001, 3.0
-#: Of this many reports, the simulation counts the lines of one. It times all others.
+#: The simulation counts the lines of one report in this many. It measures the time of all other
+#: reports.
 SAMPLE = 100
 #: Seconds between two regular reports of a node, and the least seconds between any two reports.
 INTERVAL, LEAST = 2.0, 0.05
-#: The part of one core that a ledger may use, and the most seconds until a new ledger lends.
+#: A ledger may use at most this part of one core. A new ledger must lend within this many seconds.
 CPU_BUDGET, SERVING_BUDGET = 0.5, 5.0
 
 

@@ -36,12 +36,12 @@ PACKAGES = (
 
 
 def percentile(values: Iterable[float], percent: float) -> float:
-    """Return the value that ``percent`` per cent of ``values`` do not exceed (nearest rank).
+    """Return the percentile ``percent`` of ``values`` (nearest rank).
 
     Raises
     ------
     ValueError
-        If there are no values, or ``percent`` is not above 0 and at most 100.
+        If there are no values, or if ``percent`` is 0 or less, or more than 100.
     """
     ordered = sorted(values)
     if not ordered:
@@ -68,7 +68,8 @@ def budget(
 ) -> dict[str, Any]:
     """Return one line of the table of budgets.
 
-    ``at_least``: more is better (operations per second), and ``allowed`` is the least allowed.
+    With ``at_least``, a higher figure is better (for example operations per second), and
+    ``allowed`` is the lowest allowed figure.
     """
     met = measured >= allowed if at_least else measured <= allowed
     return {
@@ -187,7 +188,7 @@ def host_kind(facts: Mapping[str, Any]) -> str:
 def write_result(name: str, result: Mapping[str, Any], folder: Path = RESULTS) -> Path:
     """Write ``result`` as ``<name>-<kind of host>-<date>.json`` into ``folder``; return the file.
 
-    A missing ``result["machine"]`` is filled in.
+    If ``result`` has no ``machine``, this function adds it.
     """
     complete = {"benchmark": name, "machine": machine_facts(), **result}
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()

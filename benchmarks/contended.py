@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Checks whether the texts that a user reads in a crowded pool come true, in three scenes.
 
-The pool itself runs on a simulated clock. The texts are those of the cell and the chip. A row is
-wrong if its text turns out to be untrue: the range does not contain the rest of the wait, or the
-kernel does not lose its slice at the end of the countdown. ``python -m benchmarks.contended``
-prints all rows.
+The pool itself runs on a simulated clock. The benchmark checks the texts that the cell and the chip
+show. A row is wrong if its text turns out to be untrue: the range does not contain the rest of the
+wait, or the kernel does not lose its slice at the end of the countdown. ``python -m
+benchmarks.contended`` prints all rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Look:
     scene: str
     at: float
     reads: str
-    #: When the kernel gets or loses its slice, according to the text. None if it names no time.
+    #: When the kernel gets or loses its slice, according to the text. None if the text names no
+    #: time.
     since: float | None = None
     until: float | None = None
     happened: str = ""
@@ -206,7 +207,7 @@ def countdown() -> list[Look]:
 
 
 def neighbours() -> list[Look]:
-    """My idle kernel has 2 GiB; two waiting kernels need 6 GiB each, so its slice helps neither."""
+    """An idle kernel keeps its 2 GiB, because each of the two waiting kernels needs 6 GiB."""
     stage = Stage("idle with 2 GiB, two wait for 6 GiB each")
     for name, gib in (("cat", 5), ("mine", 2), ("bob", 6), ("dan", 6), ("eve", 6)):
         stage.open(name, gib)

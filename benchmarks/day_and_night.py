@@ -4,14 +4,15 @@
 
 There are twelve notebooks that think between their cells: nine of the group ``research`` (weight 3)
 and three of ``students``. There are two inference services with their own guarantee, and two
-trainings, one of each group, that compute without end. All are real kernels and real commands under
+trainings, one of each group, that always compute. All are real kernels and real commands under
 ``jupyter gpupool run``. A schedule lets the class of the trainings run by night only. The notebooks
 ask for more than the machine has, and at night both trainings want the same device. One service
 keeps its slice; the other gets a slice when it has a request.
 
-The day begins when all are ready. It ends at a full minute, because schedules change only then.
-Three quarters of ``--minutes`` are night. A copy takes as long as the copy of a state 16 times as
-large (about a whole slice) at 4 GB/s, the rate that others report for NVIDIA's driver.
+The day begins when all kernels and programs are ready. It ends at a full minute, because schedules
+change only then. Three quarters of ``--minutes`` are night. The emulated copies are slow: to copy a
+state takes as long as to copy 16 times as many bytes (about a whole slice) at 4 GB/s. Others report
+this rate for NVIDIA's driver.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ REQUEST, LATENCY = 0.02, 0.5
 #: fraction of the fair share.
 SHARE = 0.05
 
-#: The pool's shortest turn in seconds, and the part of a turn that moves may take. With weights
-#: 3:1, turns are about 40 s and 13 s long. So in a short night, one turn more or less changes a
-#: group's part of the usage.
+#: The pool's shortest turn in seconds, and the part of a turn that suspends and resumes may take.
+#: With weights 3:1, turns are about 40 s and 13 s long. So in a short night, one turn more or less
+#: changes a group's part of the usage.
 TURN, MOVING = 10.0, 0.1
 
 

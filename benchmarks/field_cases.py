@@ -9,10 +9,11 @@
 ``flood``      one person with 50 notebooks against ten with one each
 
 ``python -m benchmarks.field_cases --case flood`` runs one of them. The cards are emulated and have
-16 GiB. A program uses a 128th of the memory that it asks for, and copies are 128 times slower than
-4 GB/s, the rate that others report for NVIDIA's driver. So a move takes as long as a move of the
-whole slice. To compute, a program launches GPU kernels that take a given time. Two programs that
-compute at the same time do not slow each other down on an emulated card, unless they take turns.
+16 GiB. Others report 4 GB/s for copies by NVIDIA's driver. Here, a program uses a 128th of the
+memory that it asks for, and copies are 128 times slower than 4 GB/s. So a move takes as long as the
+move of a full slice at 4 GB/s. To compute, a program launches GPU kernels that take a given time.
+On an emulated card, two programs that compute at the same time do not slow each other down. A
+program is slower only if it must wait for its turn.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def place(quick: bool, **options: Any) -> Iterator[Place]:
             "emulate": QUICK if quick else CARD,
             "quiet_after": 0.3,
             "sample_interval": 0.25,
-            "host_memory": "64GiB",  # room for whole slices, although the states are small
+            "host_memory": "64GiB",  # enough for whole slices, although the states are small
         }
         settings |= options
         stack.enter_context(private_pool(**settings))
@@ -190,7 +191,7 @@ def services(quick: bool) -> Case:
 
 
 def resident(quick: bool) -> Case:
-    """A service of 12 GiB with rare requests, and a training: one fits beside it, one does not."""
+    """A service of 12 GiB with rare requests, beside a training that fits and one that does not."""
     found: Case = {"budgets": []}
     for memory, fits in ((3.0, True), (8.0, False)):
         with place(quick) as here:
@@ -274,7 +275,7 @@ def production(quick: bool) -> Case:
 
 
 def people(quick: bool) -> Case:
-    """Two people who need 90 % of the card each; one begins when the other's cell ends."""
+    """Two people who each need 90 % of the card; one begins a cell when the other's cell ends."""
     turns = 5 if quick else 20
     with place(quick, idle_timeout=3600.0) as here:
         slice_ = int(14.4 * GiB)
@@ -318,18 +319,19 @@ def flood(quick: bool) -> Case:
     Two budgets limit the waits of the others. A swap is the longest suspend plus the longest resume
     of the same run.
 
-    *p50: two swaps more than before, and the rest of a time slice.* A person whose kernel was
-    suspended while they thought needs at least one swap: the pool moves a victim's state out, and
-    moves the person's state in. If a copy is under way, the person needs up to one more swap,
-    because a device copies one state at a time. The person also needs a victim. The crowd computes
-    without a pause, so each of its kernels keeps its slice for one time slice: at least 10 s, even
-    if its move is short. The pool owes the rest of this time slice to the crowd, so the rest is no
-    part of the two swaps.
-    :func:`benchmarks.owed.waits` takes the rest from the journal, for each wait: the seconds until
-    the first of these time slices ends, or until a victim leaves earlier. A kernel of the crowd
-    that stays longer, or gets its slice first, counts against the budget.
+    *p50: two swaps more than before, and the rest of a time slice.* While a person thinks, the pool
+    may suspend the person's kernel. The person then needs at least one swap: the pool moves a
+    victim's state out, and moves the person's state in. If a copy is under way, the person needs up
+    to one more swap, because a device copies one state at a time. The pool must also find a victim.
+    The crowd computes without a pause, so each of its kernels keeps its slice for one time slice:
+    at least 10 s, even if its move is short. The pool owes the rest of this time slice to the
+    crowd, so the rest is no part of the two swaps. :func:`benchmarks.owed.waits` takes the rest
+    from the journal, for each wait: the seconds until the first of these time slices ends, or until
+    a victim leaves earlier. A kernel of the crowd that stays longer, or gets its slice first,
+    counts against the budget.
 
-    *p99: two swaps and a whole time slice more than the longest wait before*, for the whole wait.
+    *p99: two swaps and a whole time slice more than the longest wait before.* This budget is for
+    the whole wait.
     """
     many, others = (12, 4) if quick else (50, 10)
     me = [getpass.getuser()]

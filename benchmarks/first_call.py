@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""From the first CUDA call to the grant, on an idle pool with nothing to copy.
+"""Time from the first CUDA call to the grant, on an idle pool with nothing to copy.
 
 The kernel times one CUDA call that reaches the device (the call makes a context): once with the
 gate closed, and once with an attached slice. The difference is the cost of the attach: the request
@@ -28,7 +28,8 @@ from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 from jupyter_gpupool.client import Client
 
-#: Milliseconds. Users do not notice a shorter time, and the pool grants once after each idle time.
+#: Budgets in milliseconds. Users do not notice such a short wait, and a kernel waits for a grant
+#: only once after each idle time.
 GRANT_P50_MS, GRANT_P99_MS = 10.0, 30.0
 
 SETUP = """

@@ -4,9 +4,9 @@
 
 A C program in a session allocates and frees memory, in turns through the guard and directly through
 the driver that the guard has opened. Both happen in one process and one run, with the same tables
-of the driver. The program runs alone in its session, and beside seven other processes. The guard
-then sums the accounts of all these processes at each allocation. The emulated driver's own
-allocation takes some 100 ns; a real one takes longer.
+of the driver. The program runs twice: alone in its session, and beside seven other processes. In
+the second case, the guard sums the accounts of all these processes at each allocation. The emulated
+driver's own allocation takes some 100 ns; a real one takes longer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks.common import budget, percentile
 MiB = 1 << 20
 SOURCE = Path(__file__).with_suffix(".c")
 
-#: Most nanoseconds that the guard may add to an allocation, and to a free.
+#: The most nanoseconds that the guard may add to an allocation, and to a free.
 BUDGETS_NS = {"alloc": 80.0, "free": 100.0}
 
 #: An allocation that the broker has just refused may take at most this many nanoseconds.
@@ -82,7 +82,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         for row in results:
             name = f"guard, {what}, {row['call']}, {row['processes']} process(es)"
             budgets.append(budget(name, row[f"{key}_added_ns"], BUDGETS_NS[key], "ns"))
-    # The case with other processes has no budget: the guard also checks whether they still live.
+    # A refusal beside other processes has no budget, because the guard then also checks whether
+    # these processes still live.
     budgets.append(
         budget("guard, a refused allocation, 1 process", refusals[0]["guard_ns"], REFUSED_NS, "ns")
     )
@@ -109,7 +110,8 @@ def session(folder: Path) -> tuple[dict[str, str], str]:
     page.set_devices([done.stdout.strip()])
     page.set_grant([4 << 30], 4 << 30, 1)
     page.set_policy(managed=False, context_bytes=32 * MiB)
-    # Set up the page as it is after a refusal. A broker would clear this entry at any change.
+    # Set up the page as it is after a refusal. A broker would clear this entry at the next change,
+    # but no broker runs here.
     page.set_vain([(4 << 30) + 1], time.monotonic_ns() + 3600 * 10**9)
     page.set_gate(pages.OPEN)
     page.close()

@@ -29,9 +29,10 @@ from benchmarks.guard_allocations import session
 
 SOURCE = Path(__file__).with_suffix(".c")
 
-#: Most nanoseconds that the guard may add to an uncounted call, and to a counted one.
+#: The most nanoseconds that the guard may add to a call that it does not count, and to a call that
+#: it counts.
 BUDGETS_NS = {"free": 2.0, "gate": 2.0, "launch": 2.0, "peek": 2.0, "wait": 10.0, "wrap": 10.0}
-#: Most milliseconds that the guard may add to the start of a program without CUDA.
+#: The most milliseconds that the guard may add to the start of a program without CUDA.
 START_BUDGET_MS = 0.5
 
 

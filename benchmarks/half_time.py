@@ -5,10 +5,10 @@
 Each job waits (as if for data) and computes, in turns of the same length. While one job waits, the
 other computes, and each change moves both states. *Serial* is the time of both jobs one after the
 other, without the pool. To measure it, a quarter of one job's rounds runs alone, and the benchmark
-multiplies the time by eight. A move takes as long as a move of the whole slice at 4 GB/s in both
-directions. Others have measured this rate for suspends with NVIDIA's driver, and 7 GB/s for
-resumes. (A state is a 32nd of its slice, and the device's copies are 32 times slower than 4 GB/s.)
-The pool decides with its default options; ``--quick`` changes only ``quiet_after``.
+multiplies the time by eight. A move takes as long as a move of the whole slice at 4 GB/s, in both
+directions. With NVIDIA's driver, others have measured 4 GB/s for suspends and 7 GB/s for resumes.
+(A state is a 32nd of its slice, and the device's copies are 32 times slower than 4 GB/s.) The pool
+decides with its default options; ``--quick`` changes only ``quiet_after``.
 
 Any pool needs at least 0.5 + 1 / (4 x rounds) + swap / (2 x turn) of the serial time.
 """
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
         "emulate": f"1x{int(card * 1024)}MiB,context=16MiB,bandwidth=125MB/s",
         "default_memory": size,
         "default_limit": size,
-        "host_memory": "64GiB",  # room for whole slices, although the states are small
+        "host_memory": "64GiB",  # enough for whole slices, although the states are small
         "linger": 3600.0,  # the broker outlives the job that runs without the pool
     }
     settings |= {"quiet_after": 0.2} if options.quick else {}

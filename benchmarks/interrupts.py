@@ -5,7 +5,7 @@
 Another kernel holds the only GPU. In each round, a user interrupts one cell of each kind:
 
 - *asleep*: ``time.sleep``, in a kernel with policy ``lazy``. This is the baseline: Jupyter's own
-  time for an interrupt, with no wait for a slice in it.
+  time for an interrupt, without any wait for a slice.
 - *in a call*: a CUDA call of the same kernel, which waits at the guard's gate.
 - *before a cell*: a cell of a kernel with policy ``cell``, which has not begun to run.
 

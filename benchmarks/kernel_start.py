@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.common import budget, percentile, summary
 from benchmarks.kernels import Kernel, private_pool
 
-#: The most milliseconds that a start may take beyond a start of plain ipykernel.
+#: A start may take at most this many milliseconds longer than a start of plain ipykernel.
 BUDGET_MS = 20.0
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                 began = time.perf_counter()
                 with Kernel(name):
                     seconds = time.perf_counter() - began
-                if number:  # the first start of each kind warms the file cache
+                if number:  # omit the first start of each kind: it warms the file cache
                     took[name].append(seconds * 1000)
     plain, pooled = took["python3"], took["gpupool-python3"]
     more = percentile(pooled, 50) - percentile(plain, 50)

@@ -5,8 +5,8 @@
 One broker with emulated devices serves two users of the machine, so this benchmark needs root. One
 user asks for ``status`` on a new connection every 20 ms, and has one session that gets a slice and
 gives it back. The other user runs each kind of attack of ``attack.py`` for some seconds. There are
-quiet seconds before the first attack and after the last one. Both parts of the ratio are from the
-same run.
+quiet seconds before the first attack and after the last one. The same run measures the p99 of the
+quiet seconds and of the attacks.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Time until the cluster shows that a machine is dead or hung, against the age of its reports.
 
-A machine dies when all processes of its part of the cluster are killed, and hangs when all of them
-are stopped. Another machine's broker then shows the machine as silent. The baseline is from the
-same run: how old the machine's last report is while all is well. With Ray in the environment, Ray
-carries the reports. Otherwise a ledger listens on a unix socket.
+To make a machine die, the benchmark kills all processes of the machine's part of the cluster. To
+make a machine hang, it stops all of them. Another machine's broker then shows the machine as
+silent. The baseline is from the same run: how old the machine's last report is while all is well.
+With Ray in the environment, Ray carries the reports. Otherwise a ledger listens on a unix socket.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def send(cluster: Cluster, number: int) -> None:
 def ages(cluster: Cluster, looks: int) -> Iterator[float]:
     """Yield the age of the machine's last report, in milliseconds."""
     for _ in range(looks):
-        time.sleep(1.1)  # the next view is a new one
+        time.sleep(1.1)  # after this time, the broker has a new view
         if found := node(cluster):
             yield found["age"] * 1000
 

@@ -4,10 +4,11 @@
 
 Both figures are from the same run. Three machines are simulated by processes of this host. With Ray
 in the environment, each machine runs ``jupyter gpupool node``. Otherwise each machine runs an
-agent, and one ledger listens on a unix socket. Processes of a real machine share memory, and the
-machine needs it only once. Here, the processes of all three machines share it, so the true figure
-of one machine is between two figures: ``pss_bytes`` divides each page among all processes of this
-host that have it, and ``rss_bytes`` counts each page in every process that has it.
+agent, and one ledger listens on a unix socket. Processes of a real machine share some memory, and
+the machine needs this memory only once. Here, the processes of all three machines share this memory
+with each other. So the true figure of one machine is between two figures: ``pss_bytes`` divides
+each page among all processes of this host that have it, and ``rss_bytes`` counts each page in every
+process that has it.
 """
 
 from __future__ import annotations

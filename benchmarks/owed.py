@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Computes from the journal how much of each wait a time slice explains. Not a benchmark itself.
+"""Computes from the journal how much of each wait is due to a time slice. Not a benchmark itself.
 
 The pool must have one device.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait for a slice: its group, when it began, and how much a time slice explains."""
+    """A wait for a slice: its group, its begin, and the seconds that are due to a time slice."""
 
     group: str
     asked: float
@@ -28,8 +28,8 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
     A kernel of the crowd keeps its slice for ``seconds`` before the pool may preempt it in favour
     of another group. :attr:`Wait.owed` is the time from the request until the first of these time
     slices ends. If the victim is idle, the pool suspends it earlier. In this case,
-    :attr:`Wait.owed` ends at the start of the suspend. The rest of the wait is for moves, and for
-    requests that the pool served first.
+    :attr:`Wait.owed` ends at the start of the suspend. During the rest of the wait, the pool moves
+    states and serves earlier requests.
     """
     found: list[Wait] = []
     #: By session of the crowd: when it got its present slice.
@@ -64,7 +64,7 @@ def waits(rows: Sequence[dict[str, Any]], crowd: str, seconds: float) -> list[Wa
 
 
 def beyond(turns: Sequence[tuple[float, float]], waited: Sequence[Wait]) -> list[float]:
-    """Return the seconds of each turn of a player, without the part that time slices explain.
+    """Return the seconds of each turn of a player, without the part that is due to time slices.
 
     ``turns`` has the begin and the seconds of each turn, as in ``Player.times``. ``waited`` has the
     waits of the same player.

@@ -10,10 +10,10 @@ They complete after the same simulated time as real actions. Samples of devices 
 they are reported separately.
 
 The workload is a day in a busy lab, replayed as fast as the pool can. Every session runs cells (log
-normal, median 20 s) with pauses in between (median 60 s), so many sessions want far more slices
-than exist. There are five request sizes, three priority classes and 50 owners, one of them with a
-quota. Suspends run at 4 GB/s and resumes at 7 GB/s. The pool gets ticks when it asks for them, and
-device samples every 5 s. Sometimes a kernel ends and another one starts. Two devices in five are of
+normal, median 20 s) with pauses in between (median 60 s), so the sessions want far more slices than
+exist. There are five request sizes, three priority classes and 50 owners, one of them with a quota.
+Suspends run at 4 GB/s and resumes at 7 GB/s. The pool gets ticks when it asks for them, and device
+samples every 5 s. Sometimes a kernel ends and another one starts. Two devices in five are of
 another model.
 
 ``--rules`` turns every rule on: the owners are in six groups of a tree with guarantees, weights,
@@ -251,7 +251,8 @@ class Lab:
 
 def measure(sessions: int, seconds: float, seed: int, *, rules: bool = False) -> dict[str, Any]:
     lab = Lab(sessions, seed, rules=rules)
-    # Do not measure the first 300 s. The machine fills up, and every session runs its first cells.
+    # Do not measure the first 300 s. In this time, the machine fills up, and every session runs its
+    # first cells.
     while lab.now < 300.0:
         lab.step()
     lab.spent.clear()

@@ -4,9 +4,9 @@
 
 Every session has its own random numbers for its thinking time, its computing time and its memory.
 They do not depend on the pool's decisions, so two versions of the pool can be compared seed by
-seed. Run it in the source tree of each version: ``python -m benchmarks.pool_waits --seeds 5``
-prints one JSON line per workload: the seconds of waiting per cell, the suspends, and the number of
-cells.
+seed. Run the module in the source tree of each version. The command ``python -m
+benchmarks.pool_waits --seeds 5`` prints one JSON line per workload, with the seconds of waiting per
+cell, the number of suspends and the number of cells.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jupyter_gpupool.pool.model import Device, GiB, Owner, PoolSettings, Quota, 
 
 #: (sessions, devices, simulated seconds), from a light load to a large overload.
 WORKLOADS = ((60, 4, 1800), (100, 4, 1800), (300, 16, 900), (300, 4, 900))
-#: A workload may wait at most this many times as long as under the older rule of residence.
+#: The waits of a workload may be at most this many times as long as under the older rule of
+#: residence.
 MOST_WAIT = 1.05
 SIZES, WEIGHTS = (2, 4, 8, 16, 40), (20, 45, 20, 10, 5)
 
@@ -119,7 +120,7 @@ class Workload:
 
     def drop(self, name: str, turn: int) -> None:
         if self.running.get(name, (0.0, -1))[1] != turn:
-            return  # the cell was preempted before this end
+            return  # the cell was preempted before its planned end
         del self.running[name], self.left[name]
         self.cells += 1
         self.send(ev.HoldDropped(now=self.now, session=name, hold="c", cuda=True))

@@ -1,11 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Start of a kernel on another machine, from the request to its first answer, against one here.
+"""Time to start a kernel on another machine, against the time to start one on this machine.
 
-The baselines are a kernel on this machine of the cluster, and one of a machine in no cluster. All
-kernels are pooled, belong to the same user, and start in turns. The machines of the cluster are
-brokers and agents on this host, with MUNGE daemons. With Ray in the environment, Ray
-carries the orders. Otherwise a ledger that listens on a unix socket carries them.
+The time is from the request to the kernel's first answer. The baselines are a kernel on this
+machine of the cluster, and a kernel on a machine that is in no cluster. All kernels are pooled,
+belong to the same user, and start in turns. The machines of the cluster are brokers and agents on
+this host, with MUNGE daemons. With Ray in the environment, Ray carries the orders. Otherwise a
+ledger that listens on a unix socket carries them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from tests.cluster.remotes import ROOTS, HostingBroker, Server, identified
 #: Where a kernel starts: on a machine in no cluster, on the server's machine, on another one.
 ALONE, HERE, AWAY = "no cluster", "here", "another machine"
 
-#: The most milliseconds that a start may take beyond a start of a pooled kernel on this machine.
+#: A start may take at most this many milliseconds longer than a start of a pooled kernel on this
+#: machine.
 BUDGET_MS = 300.0
 
 
@@ -81,7 +83,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
     with identified(make) as cluster, machine_alone() as alone:
         kept = cluster.kernel("m0")
         kept.attach()
-        # A remote kernel asks for all the free memory of m1. m0 has less, so it starts on m1.
+        # A remote kernel asks for all the free memory of m1. m0 has less, so the kernel starts on
+        # m1.
         (device,) = cluster.brokers["m1"].status()["devices"]
         memory = device["memory_free"]
         processes = [*cluster.brokers.values(), *cluster.agents.values(), cluster.ledger]
@@ -99,7 +102,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
                     seconds, processor, node = found
                     if where == AWAY and node != "m1":
                         raise RuntimeError(f"the kernel started on {node}")
-                    if number:  # the first start of each kind warms the file cache
+                    if number:  # omit the first start: it warms the file cache
                         took[where].append(seconds * 1000)
                         spent[where].append(processor * 1000)
         finally:

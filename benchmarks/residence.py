@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Waits of cells when two kernels want one GPU in turn, and the share of moves.
+"""Waits of cells when two kernels want one GPU in turn, and the share of time that moves take.
 
 ``python -m benchmarks residence [--quick]`` prints a table for each rule of minimum residence
 (``jupyter_gpupool/pool/residence.py``) and writes the figures; ``docs/make_residence.py`` makes the
@@ -9,10 +9,10 @@ itself. ``python -m benchmarks.residence --kernels`` measures two real kernels i
 emulated GPU, and also runs with an older version of the package.
 
 Each of two sessions needs the whole device. A session runs a cell of half a second (times a random
-factor of 0.5 to 1.5), thinks for the time of the row (times another such factor), and wants the
-device again. A suspend takes 0.3 s and 1 s for each 4 GB. A resume takes 0.3 s and 1 s for each
-7 GB. These are figures that others report for NVIDIA's driver on single GPUs. They are used until
-they are measured here.
+factor of 0.5 to 1.5), thinks for the think time of the row (also times a random factor of 0.5 to
+1.5), and wants the device again. A suspend takes 0.3 s and 1 s for each 4 GB. A resume takes 0.3 s
+and 1 s for each 7 GB. These are figures that others report for NVIDIA's driver on single GPUs. The
+benchmark uses these figures until this project has measured its own.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@
 A Pooled GPU kernel in policy ``lazy`` writes every byte of its device memory, gives its slice back
 and takes it again, in turn, as in a notebook:
 
-- *suspend*: from the broker's decision (the journal's row ``detaching``) to its end (``detached``):
-  the broker closes the page's gate, waits for calls in flight, finds the processes, lets the driver
-  checkpoint them, waits until NVML shows the memory free, and writes the journal.
-- *asked*: from the request to give the slice back to that decision. The request comes as soon as
-  the cell has ended.
-- *resume*: the time of the first CUDA call after that, measured in the kernel (the call reads one
-  byte of device memory), minus the time of the same call with an attached slice. It contains the
-  request, the plan, the driver's restore, the journal, the page and the gate.
+- *suspend*: from the broker's decision (the journal's row ``detaching``) to the end of the suspend
+  (``detached``): the broker closes the page's gate, waits for calls in flight, finds the processes,
+  lets the driver checkpoint them, waits until NVML shows the memory free, and writes the journal.
+- *asked*: the time between the session's request to give back its slice and that decision. The
+  request comes as soon as the cell has ended.
+- *resume*: the time of the first CUDA call after the suspend, measured in the kernel (the call
+  reads one byte of device memory), minus the time of the same call with an attached slice. It
+  contains the request, the plan, the driver's restore, the journal, the page and the gate.
 
 The baseline of the same run is the time of the driver calls, which the device worker measures and
 the journal stores. The benchmark uses a real driver if the machine has one, and otherwise the
@@ -34,7 +34,7 @@ from jupyter_gpupool.client import Client
 
 MiB = 1 << 20
 
-#: The most milliseconds that a suspend or a resume may take beyond the driver.
+#: A suspend or a resume may take at most this many milliseconds longer than the driver's own calls.
 BUDGET_P50_MS, BUDGET_P99_MS = 20.0, 100.0
 
 #: Allocates and writes ``size`` bytes.

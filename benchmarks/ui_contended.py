@@ -5,8 +5,8 @@
 There are three scenes with real notebooks in a real JupyterLab, a real broker and real neighbours
 on its devices. At each look the benchmark reads the figure from the chip, the cell, the panel and
 ``jupyter gpupool status`` (and from ``%gpu``, if the kernel is free to run it). All of them must be
-equal to the broker's own figure at that moment. Each row ends with what then happened. ``python -m
-benchmarks.ui_contended`` prints the table.
+equal to the broker's own figure at that moment. The end of a row says what happened after the look.
+``python -m benchmarks.ui_contended`` prints the table.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def countdown(replay: Replay) -> None:
 
 
 def neighbours(replay: Replay) -> None:
-    """An idle notebook has 2 GiB; two waiting kernels need 6 GiB, so its slice helps neither."""
+    """An idle notebook keeps its 2 GiB, because each of the two waiting kernels needs 6 GiB."""
     scene, place = "idle with 2 GiB, two wait for 6 GiB each", replay.place
     place.do_fresh(preempt=[])
     place.do_neighbour("cat", gib=5, hold=True)

@@ -3,15 +3,16 @@
 """Time from the broker's decision to the change of the chip in the page, among 50 sessions.
 
 A real notebook in a real JupyterLab in Chromium runs a cell repeatedly. After each run, the
-benchmark gives the slice back. A decision is a row of the broker's journal: ``state`` with
-``active`` or ``detached``. The chip changes when the page's DOM has the text of the new state; the
-browser paints the text with the next frame. The baseline is the time until a Python client of the
-same websocket gets the message.
+benchmark gives the slice back. A decision is a row of the kind ``state`` in the broker's journal,
+with the new state ``active`` or ``detached``. The chip changes when the page's DOM has the text of
+the new state; the browser paints the text with the next frame. The baseline is the time until a
+Python client of the same websocket gets the message.
 
 ``idle`` is the end of a cell. The journal has no row for it, so its time comes from the status.
 
-The broker's clock is monotonic. A request finds its offset from the machine's clock, which the page
-and this process use. The page's times are in whole milliseconds.
+The broker's times are from a monotonic clock. The page and this process use the machine's clock. So
+the benchmark asks the broker for its time, and computes the offset between the two clocks. The
+page's times are in whole milliseconds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .ui_rest import DEVICES, SESSIONS, stage
 
 GiB = 1 << 30
 
-#: This many other sessions have a slice. The devices have room for more slices, so the notebook
+#: The number of other sessions with a slice. The devices have room for more slices, so the notebook
 #: gets its slice at once.
 HOLDING = 20
 POOL = {
@@ -56,7 +57,7 @@ SAYS = {
     "detached": re.compile(r"^(No GPU|In host memory)"),
 }
 
-#: Milliseconds.
+#: The most milliseconds from a decision to the change of the chip.
 BUDGET_MS = 250.0
 
 WATCH_CHIP = """
@@ -116,7 +117,7 @@ class Decisions:
         self._seq = client.call("journal", limit=1, session=session)["rows"][-1]["seq"]
 
     def offset(self) -> float:
-        """Return the offset of the broker's time, from the quickest of five answers."""
+        """Return this machine's time minus the broker's time, from the quickest of five answers."""
         found: list[tuple[float, float]] = []
         for _ in range(5):
             begun = time.time()
@@ -213,7 +214,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 def measure(
     page: Page, url: str, kernel: str, decisions: Decisions, listener: Listener, rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the milliseconds from a decision to the change, by state: for chip and client."""
+    """Return, by state, the milliseconds from a decision to the change, for chip and client."""
     said: list[tuple[float, str]] = []
 
     def take(told: dict[str, Any]) -> None:

@@ -43,7 +43,8 @@ WANTING = 40
 COMES, RESTS = 1.0, 0.1
 
 #: Chromium's counters of a page's seconds. JupyterLab updates widgets in callbacks of promises, and
-#: ScriptDuration does not contain these. So the benchmark takes the scripts' times from the trace.
+#: ScriptDuration does not contain the time of these callbacks. So the benchmark takes the scripts'
+#: times from the trace.
 METRICS = ("TaskDuration", "ScriptDuration", "LayoutDuration", "RecalcStyleDuration")
 
 
@@ -76,7 +77,7 @@ class Crowd:
         self.members, self._client = members, client
 
     def begin(self) -> None:
-        """Prepare all members for a part: most want a slice, and some of these wait."""
+        """Prepare all members for a part of the run: most want a slice, and some of them wait."""
         for member in self.members:
             member.leave()
         self._settle({"detached"})

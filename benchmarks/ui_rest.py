@@ -24,7 +24,7 @@ SESSIONS, DEVICES = 50, 16
 
 
 def stage() -> Any:
-    """Return the browser tests' broker and server; its method ``open`` starts them."""
+    """Return a broker and a server as in the browser tests. The method ``open`` starts both."""
     # The file belongs to the browser tests. They are no package, so import the file by its path.
     path = ROOT / "labextension" / "ui-tests" / "server.py"
     spec = importlib.util.spec_from_file_location("ui_stage", path)

@@ -4,11 +4,11 @@
 
 The pool itself runs on a simulated clock, with the kernels of :mod:`.pool_waits`. The median cell
 takes 20 s, and some cells take many minutes. The median pause takes a minute. Sizes are from 2 to
-40 GiB, and some kernels need two devices. Each range is compared with the end of the wait as the
-user reads it: rounded, and at two kinds of moments. *First told* is the moment when the pool gives
-the first range. *At any look* is once in ``LOOK`` seconds of waiting, so a long wait counts more
-often. Looks without an estimate are counted separately. Ranges longer than "up to 5 s" also have
-their own count, because most waits are only for a suspend.
+40 GiB, and some kernels need two devices. Each range is compared with the real end of the wait. The
+range is rounded, as the user reads it. The user reads it at two kinds of moments. *First told* is
+the moment when the pool gives the first range. *At any look* is once in ``LOOK`` seconds of
+waiting, so a long wait counts more often. Looks without an estimate are counted separately. Ranges
+longer than "up to 5 s" also have their own count, because most waits are only for a suspend.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DAY = 86400.0
 #: Seconds between two looks at a wait.
 LOOK = 10.0
 
-#: The end of the shortest range that the pool gives, in seconds.
+#: The shortest range that the pool gives is up to this many seconds.
 SHORT = 5.0
 
 #: At least this fraction of the ranges must contain the end of the wait.
@@ -86,7 +86,7 @@ class Told(Workload):
                 self.right["look"].append(self.holds(at, expected))
 
     def holds(self, at: float, expected: Expected) -> bool:
-        """Return whether the wait, which ends now, ends in the range that a user read at ``at``."""
+        """Return whether the wait ends now within the range that a user read at the time ``at``."""
         left = expected.left(at)
         assert left is not None
         low, high = range_ends(*left)

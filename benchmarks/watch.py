@@ -21,7 +21,7 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self._socket = socket
         self._stopped = threading.Event()
-        #: Pairs of a time and the GPU-seconds that each group had used until this time.
+        #: Pairs: a time, and the GPU-seconds that each group had used until this time.
         self.samples: list[tuple[float, dict[str, float]]] = []
         self.problems: list[str] = []
 

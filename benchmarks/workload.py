@@ -29,7 +29,7 @@ CHANGE = 20
 
 
 class Work(Raw):
-    """A state of ``size`` bytes on the device. It writes all bytes."""
+    """A state of ``size`` bytes on the device. The constructor writes all bytes."""
 
     def __init__(self, size: int, first: int = 7) -> None:
         super().__init__()

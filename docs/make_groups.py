@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Draw the groups of ``groups.md``: ``python docs/make_groups.py``.
 
-The example is a real pool: the bytes are those of its leases, and the pool decides which group
-gives bytes back. With ``--check``, the program writes nothing and only checks whether the picture
-is up to date.
+The example is a real pool. The bytes in the picture are the bytes of the pool's leases, and the
+pool decides which group gives bytes back. With ``--check``, the program writes nothing and only
+checks whether the picture is up to date.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ LATE = "bea", "lab", 12
 def example() -> tuple[Pool, str, str]:
     """Return a pool of four GPUs, and the user and the group that lose a slice to the last kernel.
 
-    In this pool the suspend has only begun, so all leases are as before the last request.
+    In this pool, the suspend for the last kernel has begun but not ended. So the last request has
+    changed no lease yet.
     """
     pool = Pool(PoolSettings(host_memory=64 * GiB, resume_headroom=0, groups=GROUPS))
     for n in range(4):

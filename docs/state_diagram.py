@@ -26,8 +26,8 @@ PLACES = {
     "detaching": (480, 260),
     "ended": (90, 290),
 }
-#: The colours of each state. They show whether the session has no slice, gets or loses one, has
-#: one, or has ended.
+#: The colours of each state. They show whether the session has no slice, gets or loses a slice, has
+#: a slice, or has ended.
 FILLS = {
     "detached": ("#f5f5f5", "#9aa0a6"),
     "queued": ("#fdf4dd", "#c48a00"),

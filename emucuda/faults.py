@@ -110,7 +110,7 @@ class Faults:
         """
         _check_fault(name, params)
         words = [name, *(f"{key}={value}" for key, value in params.items())]
-        # With this identity, the fault keeps its count when other lines of the file change.
+        # The identity lets the fault keep its count when other lines of the file change.
         line = " ".join([*words, f"id={secrets.randbits(63)}"])
         self._write([*(old for old in self._read() if _scope(old) != _scope(line)), line])
 
@@ -138,7 +138,7 @@ class Faults:
         try:
             fd = os.open(self._folder / "machine", os.O_WRONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return  # no process uses the machine yet: the first one reads the file
+            return  # no process uses the machine yet; the first process will read the file
         try:
             os.pwrite(fd, time.time_ns().to_bytes(8, "little"), 16)
         finally:

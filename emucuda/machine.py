@@ -74,7 +74,8 @@ class Machine:
     count: int
     #: Bytes of memory per device, a multiple of 2 MiB.
     memory: int
-    #: Bytes that each process is charged on each device on which it has a context.
+    #: Bytes that a context takes. A process is charged for them on each device on which it has a
+    #: context.
     context: int = DEFAULT_CONTEXT
     #: Bytes/s of copies between host and device, also in a checkpoint or restore; 0: as fast as the
     #: host's memory.

@@ -28,7 +28,7 @@ def groups_in_the_hub(name):
         with urlopen(request, timeout=4) as answer:
             user = json.load(answer)
     except HTTPError as error:
-        if error.code == 404:  # the machine has this account, but the Hub has no such user
+        if error.code == 404:  # this account exists on the machine, but not in the Hub
             return []
         raise
     return [*user["groups"], *(f"role:{role}" for role in user.get("roles", ()))]

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""GPU slices for Jupyter kernels: attached while needed, given back without loss.
+"""Gives GPU slices to Jupyter kernels while they need them, and takes them back without loss.
 
 General layout (``tests/test_architecture.py`` has the table of which part may import which):
 
 - ``errors``, ``units``, ``endpoint``: standard library only.
 - ``protocol``, ``client``: the wire protocol; the only way to talk to the broker.
-- ``pool/``: pure decisions, events in, actions out.
+- ``pool/``: the decisions, without side effects: takes events, returns actions.
 - ``devices/``: NVML and the CUDA checkpoint calls, in child processes.
 - ``broker/``: performs the pool's actions (the side effects).
 - ``kernel/``: inside the kernel process: standard library and IPython only.
@@ -16,7 +16,8 @@ General layout (``tests/test_architecture.py`` has the table of which part may i
 - ``emulation``: the only module that imports ``emucuda``, an emulated NVIDIA driver beside this
   package.
 
-Importing this package imports no other module, because kernels without our dependencies import it.
+This file imports no other module when it is loaded, because kernels that do not have our
+dependencies load it.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ def slice(  # noqa: A001 (the word of the pool)
     max_wait: float | str | None = None,
     name: str = "",
 ) -> HeldSlice:
-    """Return a context in which this program holds a GPU slice, for ``with``.
+    """Return a context for ``with``: inside the block, this program holds a GPU slice.
 
-    Entering the block waits for the slice. After the block the slice is idle: it goes back to the
-    pool when another session may take it, or after ``c.GPUPool.idle_timeout``. In a program that
-    ``jupyter gpupool run`` has started, in a Pooled GPU kernel and in their children the block
-    holds the slice of the session that exists already. Any other program gets a new session, if it
-    has not called CUDA before.
+    At the start of the block, the program waits for the slice. After the block, the slice is idle:
+    it goes back to the pool when another session may take it, or after ``c.GPUPool.idle_timeout``.
+    A program that ``jupyter gpupool run`` has started, a Pooled GPU kernel, and the child processes
+    of either already have a session. In them, the block holds the slice of that session. Any other
+    program gets a new session, if it has not called CUDA before.
 
     Parameters
     ----------
@@ -53,22 +54,23 @@ def slice(  # noqa: A001 (the word of the pool)
         Guaranteed device memory, and the limit to which it may grow: bytes, or text like
         ``"8GiB"``.
     devices, compute, priority:
-        Number of GPUs, per cent of their time, priority class. An empty value or 0 stands for the
-        value of the session or the pool.
+        Number of GPUs, per cent of their time, priority class. An empty value or 0 means the value
+        of the session or the pool.
     group:
         Which of your groups provides the share, if the program gets a new session. The group of an
         existing session cannot change.
     max_wait:
         Most seconds (or text like ``"10m"``) to wait for the slice; None: the pool's limit.
     name:
-        What people read in ``jupyter gpupool status``. Default: the name of the script.
+        The name that ``jupyter gpupool status`` shows. Default: the name of the script.
 
     Raises
     ------
     jupyter_gpupool.errors.RefusedError
-        On entering: the pool's refusal, or ``code`` "wait-timeout".
+        At the start of the block: the pool refuses the slice, or the wait times out (``code``
+        "wait-timeout").
     jupyter_gpupool.errors.BrokerUnavailable
-        On entering: there is no broker, and none can be started.
+        At the start of the block: no broker is running, and the program cannot start one.
     """
     from .programs.inscript import HeldSlice
 

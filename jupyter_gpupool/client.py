@@ -1,6 +1,8 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The only Python code that calls the broker's socket. Standard library only (kernels use it).
+"""The only Python code that calls the broker's socket.
+
+Kernels use this module, so it imports only the standard library.
 
 One :class:`Client` is one connection with one reader thread. Calls may come from any thread;
 ``start`` returns a future, so that asynchronous code can ``await asyncio.wrap_future(...)`` it.
@@ -25,12 +27,13 @@ from .protocol import MAX_LINE, Message, decode, encode, raise_for
 #: Seconds to wait for an answer that the broker gives at once.
 CALL_TIMEOUT = 10.0
 
-#: Least seconds before the client repeats a request that the broker refused as ``busy``.
+#: The client waits at least this many seconds before it repeats a request that the broker refused
+#: as ``busy``.
 MIN_PAUSE = 0.05
 
 
 def first_answer(path: Path) -> float:
-    """Return the most seconds until a broker at ``path`` gives the first answer of a connection.
+    """Return how many seconds a broker at ``path`` may need for a connection's first answer.
 
     The service manager owns the machine's socket. It queues connections while no broker runs, and
     the next broker answers them when it has started.
@@ -168,7 +171,7 @@ class Client:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the broker closed it first
+            pass  # the broker has closed the connection
         if threading.current_thread() is not self._reader:
             self._reader.join(CALL_TIMEOUT)  # the reader closes the socket as it ends
 
@@ -180,8 +183,8 @@ class Client:
             with self._lock:
                 self._socket.sendall(line)
         except OSError as error:
-            # The line may be incomplete, so no message can follow it. The reader thread may not
-            # have noticed the end of the connection yet.
+            # Perhaps only a part of the line was sent, so no other message can follow on this
+            # connection. The reader thread may not have noticed the end of the connection yet.
             self._closed = True
             raise self._unavailable(f"went away ({error.strerror or error})") from None
 
@@ -248,10 +251,10 @@ class Client:
 
 
 class ClientAgain:
-    """A connection that survives the broker: it reconnects and repeats the call under way.
+    """A connection that outlives its broker: it reconnects and repeats the call under way.
 
-    A call may therefore reach two brokers. If an ``open`` reaches two brokers, the first one leaves
-    a session without a process, and the broker ends that session. Any other call does no harm if it
+    A call may therefore reach two brokers. If an ``open`` reaches two brokers, the session of the
+    first ``open`` has no process, so a broker ends that session. Any other call does no harm if it
     runs twice.
 
     Parameters

@@ -57,7 +57,7 @@ def launch(path: Path, command: Sequence[str], env: Mapping[str, str], give_up: 
     Raises
     ------
     BrokerUnavailable
-        With the broker's own message if it did not start.
+        If the broker did not start. The error has the broker's own message.
     """
     log_file = log_path(path)
     reading, writing = os.pipe()
@@ -111,7 +111,8 @@ def _spawn(
     Raises
     ------
     TimeoutError
-        If the program does not run by ``give_up`` (monotonic time). It has been killed.
+        If the program does not run before ``give_up`` (monotonic time). The program has then been
+        killed.
     OSError
         If the program cannot be run.
     """
@@ -131,9 +132,9 @@ def _spawn(
             )
         finally:
             os.close(writing)
-        lines, late = _read_until(report.fileno(), give_up)  # ends when the broker's program runs
+        lines, late = _read_until(report.fileno(), give_up)  # until the broker's program runs
         if late:
-            for pid in (between.pid, *map(int, lines[:1])):  # each is a session leader
+            for pid in (between.pid, *map(int, lines[:1])):  # each leads its own process group
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
         between.wait()
@@ -152,7 +153,7 @@ def _spawn(
 
 
 def _read_until(descriptor: int, give_up: float) -> tuple[list[bytes], bool]:
-    """Return the words up to the end of the file, and whether time ``give_up`` came first."""
+    """Return the words read until the end of the file, and whether ``give_up`` came before it."""
     data = b""
     while True:
         left = give_up - time.monotonic()
@@ -203,7 +204,7 @@ def broker_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _read_line(descriptor: int, give_up: float) -> dict[str, Any] | None:
-    """Return the broker's report; {} if it ended without one, None if it took too long."""
+    """Return the broker's report; {} if it ended without a report, None after a time-out."""
     data = b""
     while not data.endswith(b"\n"):
         left = give_up - time.monotonic()

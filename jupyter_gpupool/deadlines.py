@@ -60,9 +60,9 @@ async def in_own_thread(work: Callable[[], _T], name: str) -> _T:
         what: Any
         try:
             what = work()
-        except Exception as error:  # the coroutine that awaits the answer raises it
+        except Exception as error:  # the coroutine that awaits the answer raises this error
             give, what = answer.set_exception, error
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(settle, give, what)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -62,7 +62,7 @@ while {busy} and not Path({flag!r}).exists():
 """
 
 
-#: When the pool's kernels get their slice, by attach policy.
+#: For each attach policy: a text that says when a notebook gets its slice.
 _ATTACH = {
     "lazy": "a notebook gets its slice at its first CUDA call (attach policy 'lazy')",
     "cell": "a notebook gets its slice when a cell starts (attach policy 'cell', without the "
@@ -126,7 +126,7 @@ def private_broker(emulate: str) -> Iterator[Path]:
 
 
 def say(text: str) -> None:
-    """Print progress without delay, also into a pipe."""
+    """Print progress at once, even if the output is a pipe."""
     print(text, flush=True)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Histograms of waits and moves of kernels, published by the broker and every server."""
+"""Histograms of the waits and moves of kernels. The broker and every server publish them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOVES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class Durations:
-    """Three histograms by device; the names of their series begin with ``prefix``."""
+    """Three histograms, each with one series per device. Their names begin with ``prefix``."""
 
     def __init__(self, prefix: str, registry: CollectorRegistry = REGISTRY) -> None:
         def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:

@@ -51,7 +51,7 @@ def real_driver_present() -> bool:
     try:
         os.close(os.open("/dev/nvidiactl", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except PermissionError:
-        return True  # the driver exists, but this user may not use it; another message says so
+        return True  # the driver exists, but this user may not use it; another message reports this
     except OSError:
         return False
     return True

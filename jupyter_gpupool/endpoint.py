@@ -19,7 +19,8 @@ from pathlib import Path
 from . import local_machine
 from .errors import BrokerUnavailable, Code
 
-#: The variable with the socket for a process and its children; the provisioner sets it for kernels.
+#: The variable that names the socket to a process and its children. The provisioner sets it for
+#: kernels.
 SOCKET_VARIABLE = "GPUPOOL_SOCKET"
 
 #: A kernel without a session gets this variable. Its value is the reason, as a sentence.
@@ -28,7 +29,7 @@ NO_SESSION_VARIABLE = "GPUPOOL_NO_SESSION"
 #: The socket of the broker that an admin has set up for the whole machine.
 MACHINE_SOCKET = Path("/run/gpupool/broker.sock")
 
-#: Most seconds for the start of a broker: it loads the driver and tests every device.
+#: The most seconds that a broker may take to start. It loads the driver and tests every device.
 START_TIMEOUT = 90.0
 
 #: Size of ``sun_path`` in ``struct sockaddr_un`` on Linux without the final zero (unix(7)).
@@ -80,8 +81,8 @@ def find_socket(configured: str = "") -> Path:
 def journal_name(socket: Path) -> str:
     """Return the name, without its suffix, of the journal of the broker at ``socket``.
 
-    All usual sockets of one user on one machine share one journal, so that a second broker at any
-    of them finds the journal locked. A socket with another name belongs to another pool.
+    All usual sockets of one user on one machine share one journal. So a second broker, at any of
+    these sockets, finds the journal locked. A socket with another name belongs to another pool.
     """
     name = f"journal-{local_machine.machine_id()}"
     if is_usual_socket(socket):
@@ -96,7 +97,7 @@ def is_usual_socket(socket: Path) -> bool:
 
 
 def listening_at(lock: Path) -> Path | None:
-    """Return the socket of the broker that holds the journal's ``lock``; None if none holds it."""
+    """Return the socket of the broker that holds the journal's ``lock``; None if no broker does."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -120,7 +121,7 @@ def machine_service() -> bool:
 
 
 def is_machine_path(path: Path) -> bool:
-    """Return whether ``path`` belongs to the machine's broker: a service that no user starts."""
+    """Return whether ``path`` is a path of the machine's broker, a service that no user starts."""
     return path.parts[:2] == ("/", "run") and path.parts[2:3] != ("user",)
 
 
@@ -182,7 +183,7 @@ def check_socket(path: Path) -> None:
     )
 
 
-#: A user namespace shows this user id as the owner of a file if it does not know the real owner.
+#: In a user namespace, a file whose real owner is not known there shows this user id as its owner.
 _NOBODY = Path("/proc/sys/kernel/overflowuid")
 
 
@@ -190,7 +191,8 @@ def mounted_by_root(path: Path, owner: int) -> bool:
     """Return whether ``path`` was mounted from outside this user namespace.
 
     In a user namespace the machine's root has no user id, and its files seem to belong to "nobody".
-    Only root of this namespace can mount, and no other user can write into the mounted folder.
+    The path is safe, because only root of this namespace can mount, and no other user can write
+    into the mounted folder.
     """
     try:
         if owner != int(_NOBODY.read_text()) or whole_user_namespace():
@@ -207,7 +209,7 @@ def mounted_by_root(path: Path, owner: int) -> bool:
 
 
 def whole_user_namespace(table: Path = Path("/proc/self/uid_map")) -> bool:
-    """Return whether user ids here are the same as on the machine itself."""
+    """Return whether the user ids of this process's namespace are those of the machine itself."""
     rows = [line.split() for line in table.read_text().splitlines()]
     return rows == [["0", "0", "4294967295"]]
 
@@ -216,9 +218,9 @@ def dial(path: Path, seconds: float) -> socket.socket:
     """Return a socket that is connected to ``path``, in blocking mode.
 
     If many processes connect to a broker at the same time, its queue of connections is full for a
-    moment. Then a blocking ``connect`` waits, but a ``connect`` in any other mode fails with
-    EAGAIN. Python's sockets with a time-out are in such a mode. So this function uses a blocking
-    socket with the operating system's own time-out.
+    moment. While the queue is full, a blocking ``connect`` waits, but a non-blocking ``connect``
+    fails with EAGAIN. A Python socket with a time-out is non-blocking. So this function uses a
+    blocking socket with the operating system's own time-out.
 
     Raises
     ------

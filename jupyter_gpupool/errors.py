@@ -82,7 +82,7 @@ class Code(str, Enum):
     NO_ROOM = "no-room", 409, "The GPU has no room for its self-test."
     NO_DEVICE = "no-device", 409, "The pool has no GPU that it can use."
 
-    # The session, its page or its connection does not fit the request.
+    # The request does not fit the session, its page or its connection.
     SESSION_EXISTS = "session-exists", 409, "A session with this id exists already."
     ALREADY_LAUNCHED = "already-launched", 409, "The session has a process already."
     NOT_LAUNCHED = "not-launched", 409, "The broker does not know the session's process yet."

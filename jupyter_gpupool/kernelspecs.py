@@ -84,8 +84,8 @@ def wrap(
     user, prefix:
         Where to install it, as for ``jupyter kernelspec install``; system-wide if neither is given.
     remote:
-        Whether its kernels start on the machine that the cluster chooses. That machine looks for
-        the kernelspec under the same name.
+        Whether the cluster chooses the machine for each kernel. That machine must have a kernelspec
+        with the same name.
     new_name:
         Default: ``gpupool-<name>``, or ``gpupool-remote-<name>`` with ``remote``.
     display_name:
@@ -129,8 +129,9 @@ def wrap(
         "config": {},
     }
     metadata["gpupool"] = {"wraps": name}
-    # Clients without provisioners run this launcher; the provisioner removes it from the command.
-    # The launcher runs in this environment, even if the kernel belongs to another environment.
+    # Clients without provisioners run this launcher. In other clients, the provisioner removes it
+    # from the command. The launcher runs in this environment, even if the kernel runs in another
+    # one.
     spec["argv"] = [sys.executable, "-m", LAUNCHER, "--kernel", target, "--", *spec["argv"]]
     spec["metadata"] = metadata
     suffix = REMOTE_SUFFIX if remote else SUFFIX
@@ -189,11 +190,11 @@ def _find(manager: Any, name: str) -> Path:
 
 
 def _native_or_read(folder: Path) -> dict[str, Any]:
-    """Return the kernelspec in ``folder``, with the command that starts its kernel.
+    """Return the kernelspec in ``folder``; its ``argv`` is correct even for the native kernel.
 
-    If nobody has installed a kernelspec for the native kernel, Jupyter names a folder of ipykernel,
-    which has no kernel.json. In this case, the ``argv`` names the interpreter of this environment,
-    so that a twin in another environment also finds it.
+    If nobody has installed a kernelspec for the native kernel, Jupyter reports a folder of
+    ipykernel that has no kernel.json. In this case, the ``argv`` gets the path of this
+    environment's interpreter, so that a twin in another environment also starts it.
     """
     try:
         from ipykernel.kernelspec import RESOURCES, get_kernel_dict
@@ -219,7 +220,7 @@ def _provisioner(spec: dict[str, Any]) -> str:
 
 
 def _check_encryption(name: str, spec: Mapping[str, Any]) -> None:
-    """Refuse a kernel that another machine would refuse at each start."""
+    """Refuse a kernelspec if its kernel cannot encrypt: another machine would refuse each start."""
     if not encrypts(spec):
         raise KernelSpecError(
             f"The kernelspec {name!r} does not say that its kernel can encrypt messages. A kernel "

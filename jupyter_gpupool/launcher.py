@@ -46,11 +46,11 @@ LAUNCHER = "jupyter_gpupool.launcher"
 IPYKERNEL_LAUNCHER = "jupyter_gpupool.ipykernel_launcher"
 
 #: The provisioner sets this variable if it could not remove the launcher from the command. The
-#: variable tells the launcher that the session is already open. The launcher deletes the variable,
-#: so that it does not reach child processes.
+#: variable tells the launcher that the session is already open. The launcher deletes it, so that
+#: child processes do not inherit it.
 OPENED_VARIABLE = "GPUPOOL_OPENED"
 
-#: Options of a kernelspec's ``config``.
+#: The options that a kernelspec's ``config`` may have.
 OPTIONS = ("memory", "limit", "devices", "compute", "priority", "group", "attach", "broker_socket")
 
 #: The provisioner that starts a kernel on a machine that the cluster chooses, and its options for
@@ -63,10 +63,10 @@ _BESIDE = ("group", "attach", "broker_socket", *PLACEMENT_OPTIONS)
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 
-#: In these variables the session's value goes in front of the kernel's own value.
+#: For these variables, the session's value is put in front of the kernel's own value.
 PATH_VARIABLES = ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH")
 
-#: Variables that only replace a library's default: a value that the user has set stays.
+#: The session sets these variables only if the user has not set them.
 USERS_CHOICE = (
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "TF_FORCE_GPU_ALLOW_GROWTH",
@@ -172,7 +172,7 @@ def options_of(provisioner: str) -> tuple[str, ...]:
 
 
 def same_environment(python: str) -> bool:
-    """Return whether ``python`` is this process's interpreter: then it has this package too."""
+    """Return whether ``python`` is this process's interpreter, which can import this package."""
     return os.path.abspath(python) == os.path.abspath(sys.executable)
 
 
@@ -190,10 +190,11 @@ def merge_environment(env: MutableMapping[str, str], ours: Mapping[str, str]) ->
 
 
 def agent_folder() -> Path:
-    """Return a private folder with a link to this package, for another environment's PYTHONPATH.
+    """Return a private folder with a link to this package, for the PYTHONPATH of other
+    environments.
 
-    With the folder of the installed package, the other environment could also import every other
-    package there.
+    If PYTHONPATH named the folder of the installed package, the other environment could also import
+    all other packages in that folder.
 
     Raises
     ------
@@ -203,7 +204,7 @@ def agent_folder() -> Path:
     package = Path(__file__).resolve().parent
     base = user_runtime_dir()
     folder = base / f"agent-{hashlib.sha256(str(package).encode()).hexdigest()[:12]}"
-    for path in (base, folder):  # in two steps: ``parents=True`` ignores the mode for parents
+    for path in (base, folder):  # two calls, because ``parents=True`` ignores the mode for parents
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (base, folder):
         found = path.lstat()
@@ -233,10 +234,12 @@ def agent_folder() -> Path:
 #: The kernelspec that the wheel installs.
 SHIPPED = "gpupool-python3"
 
-#: Seconds that a broker may take to start. Clients such as VS Code wait a minute for a kernel.
+#: The most seconds that a broker may take to start. It is less than a minute, because clients such
+#: as VS Code wait a minute for a kernel.
 START_TIMEOUT = 45.0
 
-#: Variables of another session, inherited if the client itself runs in a pooled kernel.
+#: If the client itself runs in a pooled kernel, this process inherits these variables from that
+#: kernel's session.
 OUTER_VARIABLES = ("GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_ATTACH")
 
 _USAGE = "usage: python -m jupyter_gpupool.launcher --kernel NAME -- COMMAND..."
@@ -291,7 +294,7 @@ def _without_session(command: list[str], env: dict[str, str], why: str) -> tuple
         answer: dict[str, Any] = {"env": {}, "attach": "lazy"}
         return enter_session(command, env, answer)[0], why
     except GPUPoolError:
-        return command, why  # without an agent: it would only repeat the line on stderr
+        return command, why  # start it without an agent, which would only repeat the line on stderr
 
 
 def open_session(
@@ -307,9 +310,9 @@ def open_session(
     """Open a session for this process, with the request in the kernelspec ``spec``.
 
     Return the kernel's command, and why it gets no GPU ("" if it may get one). If the kernel's
-    client runs here and the configuration here differs from the broker's, ``env`` gets a notice of
-    the difference. ``model`` and ``data`` are the GPU and the folders for which a cluster has
-    chosen this machine.
+    client runs on this machine and its configuration differs from the broker's, ``env`` gets a
+    notice of the difference. If a cluster has chosen this machine, ``model`` and ``data`` are the
+    GPU model and the folders that the kernel needs.
     """
     metadata = spec.get("metadata") or {}
     provisioner = metadata.get("kernel_provisioner") or {}
@@ -318,7 +321,7 @@ def open_session(
     check_options(stanza, shown, options_of(str(provisioner.get("provisioner_name"))))
     request, attach = _wanted(stanza, shown)
     if attach != "manual" and not runs_ipykernel(command):
-        attach = "lazy"  # no agent sees this kernel's cells; the provisioner does the same
+        attach = "lazy"  # there is no agent to see the cells; the provisioner does the same
     named = str(stanza.get("broker_socket") or "")
     with closing(ClientAgain(lambda: living_broker(named), timeout=START_TIMEOUT)) as client:
         answer, socket = client.ask(

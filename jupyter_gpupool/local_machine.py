@@ -1,9 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Which machine this is, and which of its folders outlive a logout. Standard library only.
+"""Which machine this is, and which folders a logout does not remove. Standard library only.
 
-Several machines can share a home folder, and ``/run/user/UID`` and ``/dev/shm`` lose a user's files
-at the last logout. Files that a broker and its kernels must find again need another folder.
+Files that a broker and its kernels must find again need a special folder. A home folder is not
+suitable, because several machines can share it. ``/run/user/UID`` and ``/dev/shm`` are not suitable
+either, because a user's files there are deleted at the last logout.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 
 from .errors import Code, GPUPoolError
 
-#: Unsuitable file systems, by ``f_type`` of statfs(2): other machines may also mount them, or
-#: SQLite's locks and shared memory maps are not reliable there.
+#: Unsuitable file systems, by ``f_type`` of statfs(2). Other machines may also mount them, or
+#: SQLite's locks and shared memory maps are not reliable on them.
 NETWORK = {
     0x6969: "NFS",
     0x517B: "SMB",
@@ -44,11 +45,12 @@ NETWORK = {
     0xBACBACBC: "VMware shared folder",
 }
 
-#: Possible parents of a user's folder, the best first: local and writable by everybody. A logout
-#: does not empty the first two.
+#: Possible parents of a user's folder, the best first. All are local, and every user can write to
+#: them. A logout deletes no files in the first two.
 LOCAL_BASES = (Path("/var/tmp"), Path("/tmp"), Path("/dev/shm"))
 
-#: Here logind makes a folder for each user at the first login, and removes it at the last logout.
+#: In this folder logind makes a folder for each user at the first login, and removes it at the last
+#: logout.
 LOGIN_FOLDERS = Path("/run/user")
 
 MACHINE_ID = Path("/etc/machine-id")
@@ -72,7 +74,7 @@ def boot_id() -> str:
 
 
 def pid_namespace() -> str:
-    """Return the PID namespace of this process: a container has its own."""
+    """Return the PID namespace of this process. A container has its own namespace."""
     try:
         return str(_PID_NAMESPACE.readlink())
     except OSError:
@@ -101,13 +103,13 @@ def _number() -> str:
         if len(text) == 32 and text.strip("0123456789abcdef") == "":
             return text
     # Host name and network address stay the same after a reboot. Without a network card, getnode()
-    # invents a number, which is left out here.
+    # returns a random number, which is not used here.
     node = uuid.getnode()
     return f"{socket.gethostname()} {node if not node >> 40 & 1 else ''}"
 
 
 def network_file_system(path: Path) -> str:
-    """Return the kind of the network file system that ``path`` is on (or would be); '' if none."""
+    """Return the kind of network file system on which ``path`` is (or would be); '' if on none."""
     return NETWORK.get(_file_system(path), "")
 
 
@@ -135,7 +137,7 @@ def local_folder() -> Path:
     name = f"gpupool-{os.geteuid()}"
     bases = [base for base in LOCAL_BASES if base.is_dir() and not network_file_system(base)]
     for base in bases:
-        # Another user may have taken this name. Only then try the next base.
+        # Try the next base only if another user has taken this name.
         if _taken_by(base / name) in (None, os.geteuid()):
             return base / name
     return (bases or [LOCAL_BASES[0]])[0] / name

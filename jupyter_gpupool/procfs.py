@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Processes, as Linux shows them in ``/proc``: identity, state, descent, open files, their end.
+"""Processes in ``/proc``: their identity, state, ancestors and open files; and how to end them.
 
-Only this module reads ``/proc/<pid>``. It needs the standard library only, because kernels also use
-it. Reading ``environ`` or ``maps`` of a process that is being suspended can block, because the
+Only this module reads ``/proc/<pid>``. It imports only the standard library, because kernels also
+use it. Reading ``environ`` or ``maps`` of a process that is being suspended can block, because the
 suspend holds the lock of its address space: do not read these files on the broker's event loop.
 """
 
@@ -26,15 +26,16 @@ Presence = Literal["alive", "stopped", "gone"]
 
 PROC = Path("/proc")
 
-#: Errors that say nothing about the other process: this process lacks descriptors or memory.
+#: Errors that come from a lack of descriptors or memory in this process. They do not show whether
+#: the process that this module examines exists.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
-#: A longer chain of parents does not belong to a notebook.
+#: The search for ancestors stops after this many parents: no notebook has a longer chain.
 MAX_DEPTH = 64
 
-#: Nanoseconds of run time that each counted clock tick proves. This is used only if Linux has no
-#: finer count of run time (gVisor, or a Linux that was built without it). The value is half a tick:
-#: if Linux has counted two ticks, perhaps only one of them was complete.
+#: Nanoseconds of run time that each counted clock tick proves. The module uses this value only if
+#: Linux has no finer count of run time (gVisor, or a Linux that was built without it). The value is
+#: half a tick, because the process may have run for only one whole tick when Linux has counted two.
 _TICK = 500_000_000 // os.sysconf("SC_CLK_TCK")
 
 #: In ``flags``: the first thread is exiting.
@@ -70,8 +71,11 @@ class Stat:
 
     @property
     def presence(self) -> Presence:
-        """Whether the process can answer: every checkpoint call on a stopped process hangs."""
-        # If a zombie has more threads, only its first thread has ended, and the process still runs.
+        """Whether the process is alive, stopped or gone.
+
+        Every checkpoint call on a stopped process hangs.
+        """
+        # If a zombie has several threads, only its first thread has ended: the process still runs.
         if self.state == "X" or (self.state == "Z" and self.threads <= 1):
             return "gone"
         return "stopped" if self.state in "Tt" else "alive"
@@ -106,10 +110,11 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def presence(process: ProcessId) -> Presence:
-    """Return whether ``process`` (not a later process with its pid) exists and can answer.
+    """Return whether ``process`` (not a later process with its pid) is alive, stopped or gone.
 
-    If this process has no free descriptor, it cannot read the state of ``process``. It then checks
-    only whether the pid exists, because a lack of descriptors here must not end a session.
+    If the caller's process has no free descriptor, it cannot read the state of ``process``. The
+    function then checks only whether the pid exists: the caller must not end a session because it
+    lacks descriptors itself.
     """
     try:
         stat = parse_stat(_read(process.pid, "stat").decode(errors="replace"))
@@ -173,8 +178,8 @@ def variables(pid: int, names: Iterable[str]) -> dict[str, str] | None:
         return None
     found = {}
     for name in names:
-        # Search for each name instead of making a dictionary of all variables: each suspend reads
-        # the environment of every process.
+        # Search for each name, because a dictionary of all variables would take longer to make.
+        # Each suspend reads the environment of every process.
         _, there, rest = environ.rpartition(f"\0{name}=".encode())
         if there:
             found[name] = os.fsdecode(rest.partition(b"\0")[0])
@@ -217,14 +222,15 @@ def number_inside(pid: int) -> int:
 
 
 def translated(number: int, beside: int) -> int:
-    """Return the pid, in this PID namespace, of the process that ``beside`` knows as ``number``.
+    """Return the pid here of the process whose pid is ``number`` in the namespace of ``beside``.
 
-    0 if the PID namespace of ``beside`` has no such process.
+    "Here" is the PID namespace of this process. The answer is 0 if the PID namespace of ``beside``
+    has no such process.
     """
     space = other_space(beside)
     if not space:
-        # If ``beside`` has ended, ``number`` may be a pid of a container: a process there may have
-        # inherited the connection of ``beside``.
+        # If ``beside`` has ended, a process in a container may have inherited its connection, and
+        # ``number`` may be a pid in this container.
         return number if identify(beside) is not None else 0
     pids = (process.pid for process in insiders(space).values())
     return next((pid for pid in pids if number_inside(pid) == number), 0)
@@ -239,7 +245,7 @@ def other_space(pid: int) -> int | None:
 
 
 def insiders(space: int) -> dict[ProcessId, ProcessId]:
-    """Return the processes of a PID namespace: a map from identity there to identity here."""
+    """Return the processes of a PID namespace: for each identity in it, the identity here."""
     found = {}
     for pid in all_pids():
         its = spaces(pid)
@@ -301,7 +307,7 @@ def thread_time(pid: int, thread: int) -> tuple[str, int]:
 
 
 class _Spare:
-    """A spare file descriptor, with which this process reads ``/proc`` if no other is free."""
+    """A spare file descriptor, for reading ``/proc`` when no other descriptor is free."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -313,7 +319,7 @@ class _Spare:
             self._take()
 
     def open(self, path: str, error: OSError) -> int:
-        """Close the spare descriptor and open a file; raise ``error`` without a spare one."""
+        """Close the spare descriptor and open a file; raise ``error`` if there is no spare one."""
         with self._lock:
             if self._fd < 0:
                 raise error
@@ -450,11 +456,11 @@ def descendants(root: ProcessId) -> list[ProcessId]:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """Return a descriptor that is readable when the process has ended; the caller closes it.
+    """Return a descriptor that becomes readable when the process ends. The caller closes it.
 
-    None before Linux 5.3, if no descriptor is free, or if the process is gone. Compare the
-    process's start time after this call: only this shows that the descriptor does not belong to a
-    later process with the same pid.
+    The answer is None if Linux is older than 5.3, if no descriptor is free, or if the process is
+    gone. The descriptor may belong to a later process with the same pid, so the caller must compare
+    the start time of the process after this call.
     """
     try:
         return os.pidfd_open(pid)

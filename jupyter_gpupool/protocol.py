@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The broker's wire protocol: one JSON object per line, both ways. No sockets here.
+"""The broker's wire protocol: one JSON object per line, in both directions. It uses no sockets.
 
 A *request* has ``v``, ``type`` and the fields below. A request with an ``id`` (a positive integer,
 unique on its connection) gets exactly one ``ok`` or ``error`` with the same ``id``, at once or
@@ -10,12 +10,12 @@ Unknown types, wrong field types and values outside the ranges below are errors.
 ``Infinity`` and numbers of more than 19 digits are errors, too. Sizes are in bytes, times in
 seconds.
 
-``status``, ``why``, ``hour``, ``journal``, ``watch`` and ``ping`` are *reads*, all others are
-*acts*. Each request has a price. Each user (by user id, over all connections) has one budget for
-reads and another for acts. The broker delays requests beyond the budget. The broker refuses a read
-that has waited for 2 s, with the code ``busy`` and with the seconds until a retry in
-``details.retry_after``. It never refuses acts for that reason. The broker handles the acts of one
-connection in their order. These acts may overtake one read that waits.
+``status``, ``why``, ``hour``, ``journal``, ``watch`` and ``ping`` are *reads*; all other requests
+are *acts*. Each request has a price. Each user (by user id, over all connections) has one budget
+for reads and one budget for acts. The broker delays requests beyond the budget. If a read has
+waited for 2 s, the broker refuses it with the code ``busy``; ``details.retry_after`` has the
+seconds until a retry. It never refuses acts for this reason. The broker handles the acts of one
+connection in their order. While a read waits, it may handle acts that came after the read.
 
 ===========  =====================================================================================
 ``ok``       ``id`` and the fields of the answer
@@ -33,17 +33,17 @@ connection in their order. These acts may overtake one read that waits.
              ``next_step``; the pool refused a CUDA call of the session's processes
 ``event``    push to a watcher: a row of the journal as it happens
 ``stirred``  push to a watcher: ``session``; a cell of the session began or ended, or its wait has
-             news, and the journal has no row of that. After a change of the queue the broker names
-             one idle session for all idle sessions of the watcher: other kernels may have begun or
-             ceased to wait for the slices of these sessions
+             news, and the journal has no row about it. After a change of the queue the broker sends
+             only one ``stirred`` for all idle sessions of the watcher, with the name of one of
+             them: other kernels may have begun or stopped waiting for the slices of these sessions
 ===========  =====================================================================================
 
 Why ``yield``/``yielded``: a cell on an attached session must not wait for a round trip to the
 broker. The agent owns its lease until it agrees to give it up, so it may start a cell with one
 ``hold`` that has no answer (``wait`` false). If the agent sent a ``hold`` before it read the
-``yield``, it answers the ``yield`` with ``false``. The agent may send a ``hold`` up to 50 ms late,
-and may send only one ``hold`` and one ``drop`` for all cells that have ended by then. But it always
-sends these messages before a ``yielded`` or any other request.
+``yield``, it answers the ``yield`` with ``false``. The agent may send a ``hold`` up to 50 ms late.
+If several cells have begun and ended by then, it may send one ``hold`` and one ``drop`` for all of
+them. But it always sends these messages before a ``yielded`` or any other request.
 
 A session has one agent and any number of *members*: its programs, and ``jupyter gpupool run``,
 which started its process. A member sends each ``hold`` with ``wait`` true and continues when the
@@ -65,21 +65,23 @@ from .errors import Code, GPUPoolError, ProtocolError, RefusedError
 
 VERSION = 1
 
-#: The most bytes of a request, including its newline. A ``hello`` may contain a thousand holds.
+#: The most bytes of a request, including its newline. They are enough for a ``hello`` with a
+#: thousand holds.
 MAX_REQUEST = 1 << 18
 
-#: Most kernels in one query from a server to another machine. The answer has about 2 KiB for each
-#: kernel, and must fit into a result that the agents of the cluster carry.
+#: A server may ask another machine about at most this many kernels in one query. The answer has
+#: about 2 KiB for each kernel, and must fit into one message between the agents of the cluster.
 MOST_LOOKED = 16
 
-#: Most bytes of a line from the broker, with its newline. A longer line closes the connection.
+#: The most bytes of a line from the broker, including its newline. If a longer line comes, the
+#: client closes the connection.
 MAX_LINE = 1 << 24
 
 Message = dict[str, Any]
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """Return ``message`` as one line of UTF-8, newline included."""
+    """Return ``message`` as one line of UTF-8, with its newline."""
     return json.dumps({"v": VERSION, **message}, separators=(",", ":")).encode() + b"\n"
 
 

@@ -192,7 +192,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
             raise KernelNotStarted(error) from error
         try:
             kwargs = await super().pre_launch(**kwargs)
-            # This server may run in a session itself. The kernel must not use that session's page.
+            # This server may run in a session itself. The kernel must not use the page of the
+            # server's session.
             environ = kwargs["env"] = without_guard(kwargs["env"])
             text = await self._in_thread(self._other_configuration, answer)
             if text:
@@ -303,8 +304,8 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
                 f"policies are {', '.join(POLICIES)}.",
                 next_step=did_you_mean(self.attach, POLICIES),
             )
-        # The connection stays until the kernel is launched. If this server dies before that, the
-        # session ends.
+        # Keep the connection open until the kernel is launched: if this server dies before the
+        # launch, the broker ends the session.
         try:
             answer, socket = self._client.ask(
                 "open",
@@ -332,8 +333,7 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
     def _find_broker(self) -> Path:
         """Return the socket of a living broker."""
         if self.broker_socket:
-            # Start no other broker: a second pool beside the named broker would grant the same
-            # memory twice.
+            # Start no other broker beside the named broker: both would grant the same memory.
             socket = Path(self.broker_socket)
             if not answers(socket):
                 revive(socket)
@@ -394,9 +394,10 @@ class GPUPoolProvisioner(LocalProvisioner):  # type: ignore[misc]
         return {name: value for name, value in asked.items() if value}
 
     def _policy(self) -> str | None:
-        """Return the attach policy to ask for; None leaves it to the pool.
+        """Return the attach policy to ask for; None leaves the choice to the pool.
 
-        Without ipykernel no agent handles cells and %gpu, so only the guard can attach the session.
+        In a kernel without ipykernel there is no agent that attaches the session for a cell or for
+        %gpu, so only the guard can attach it.
         """
         if self.attach != "manual" and not runs_ipykernel(kernel_command(self.kernel_spec.argv)):
             return "lazy"

@@ -31,7 +31,8 @@ from .errors import Code, GPUPoolError, RefusedError
 from .launcher import REMOTE_PROVISIONER, options_of
 from .provisioner import GPUPoolProvisioner, KernelNotStarted
 
-#: Most seconds for an order, and least seconds between two polls of the kernel.
+#: An order may take at most this many seconds. Between two polls of the kernel are at least this
+#: many seconds.
 PATIENCE, BETWEEN = 70.0, 0.3
 _T = TypeVar("_T")
 
@@ -47,7 +48,10 @@ _UNKNOWN_END = frozenset({
 
 
 class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
-    """Starts a kernel on another machine of the cluster; has the local provisioner's options."""
+    """Starts a kernel on another machine of the cluster.
+
+    It has the same options as the local provisioner.
+    """
 
     model = Unicode(
         "",
@@ -197,7 +201,8 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
         if restart or not self._node:
             return
         if await self.poll() is None:
-            # Keep the machine and the ports, so that no second kernel starts beside this one.
+            # Do not forget the machine and the ports. Otherwise a restart would start a second
+            # kernel beside the present one.
             self.log.warning("GPU pool: the kernel on %s may still run", self._node)
             return
         try:
@@ -259,7 +264,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
 
     @staticmethod
     async def _in_thread(function: Callable[..., _T], *args: Any) -> _T:
-        """Call a function that may block while another machine is silent."""
+        """Call a function in a thread: it may block while another machine does not answer."""
         return await in_own_thread(partial(function, *args), "gpupool-order")
 
     async def _check_ended(self) -> None:
@@ -273,7 +278,7 @@ class GPUPoolRemoteProvisioner(GPUPoolProvisioner):
             ))  # fmt: skip
 
     async def _undo_start(self) -> None:
-        """Kill the kernel after a start whose answer was lost: the kernel may run unnoticed."""
+        """Kill the kernel after a start whose answer was lost, because the kernel may run."""
         self._runs, self._ends, self._code, self._asked = True, True, None, float("-inf")
         await self._end(signal.SIGKILL, restart=False)
         if await self.poll() is not None and not self._ports:

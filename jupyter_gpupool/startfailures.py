@@ -3,7 +3,7 @@
 """Outcomes of attempts to restart a broker: when to try again, and when to give up.
 
 Each process that wants to restart the broker reads and writes these outcomes, in a file beside the
-start record. Standard library only, because kernels also use this module.
+start record. The module uses only the standard library, because kernels also use it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Sequence
 from .errors import GPUPoolError
 from .startrecord import StartRecord, read_private, write_private
 
-#: After this many failed starts in a row, callers get an error instead of a wait.
+#: After this many failed starts in a row, a caller no longer waits for a broker: it gets an error.
 ATTEMPTS = 3
 
-#: If this many brokers in a row die before they serve a kernel, within this many seconds, callers
-#: get an error, and the next start must wait.
+#: If ``MOST_DEATHS`` brokers in a row die within ``WINDOW`` seconds, each before it serves a
+#: kernel, callers get an error, and the next start must wait.
 MOST_DEATHS, WINDOW = 10, 600.0
 
-#: Seconds before the next start, by the number of brokers that died in this way. The longest pause
-#: is 5 s: if some other program kills the broker again and again, a kernel must not wait long.
+#: Seconds before the next start, by the number of brokers that died before they served a kernel.
+#: The longest pause is 5 s, because some other program may kill the brokers, and a kernel must not
+#: wait long after such a kill.
 DEATH_PAUSES = (0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 
 #: If there were at least this many starts in the last WINDOW seconds, messages to waiting kernels
 #: mention the starts.
 MANY_STARTS = 3
 
-#: Most starts that the file remembers.
+#: The file keeps the times of at most this many starts.
 _MOST_STARTS = 200
 
 #: Seconds from the last failure to the next attempt, by the number of failures.
@@ -45,7 +46,7 @@ class Failures:
 
     #: Starts that failed in a row.
     count: int = 0
-    #: When the next attempt may be made (``time.time()``).
+    #: When a process may next try to start the broker (``time.time()``).
     due: float = 0.0
     message: str = ""
     next_step: str = ""
@@ -53,15 +54,16 @@ class Failures:
     code: str = ""
     #: When the broker was restarted, within :data:`WINDOW`.
     starts: tuple[float, ...] = ()
-    #: When a process noticed the death of a useless broker (:attr:`StartRecord.useless`), or of a
-    #: broker that was killed while it started. The death of any other broker empties this list.
+    #: The times at which a process noticed the death of a useless broker
+    #: (:attr:`StartRecord.useless`), or of a broker that was killed while it started. When any
+    #: other broker dies, this list becomes empty.
     deaths: tuple[float, ...] = ()
     #: The pid of the broker whose death was counted last.
     counted: int = 0
 
     @property
     def given_up(self) -> bool:
-        """Whether callers get the last failure at once, without another attempt."""
+        """Whether callers get the last error at once, without another attempt at a start."""
         return self.count >= ATTEMPTS
 
     @property
@@ -121,12 +123,13 @@ def note_failure(
 ) -> Failures:
     """Write that a start has failed; return the outcomes so far.
 
-    ``final``: another attempt would fail in the same way.
+    ``final`` is true if another attempt would fail in the same way.
     """
     count = max(before.count + 1, ATTEMPTS if final else 0)
     due = time.time() + _pause(count)
     now = replace(before, count=count, due=due, message=message, next_step=next_step, code=code)
-    with contextlib.suppress(OSError):  # on a full disk callers wait as long as a start may take
+    # On a full disk, callers do not see this failure, and wait for as long as a start may take.
+    with contextlib.suppress(OSError):
         write_private(failures_path(socket), asdict(now))
     return now
 
@@ -146,7 +149,10 @@ def note_start(socket: Path, before: Failures) -> None:
 
 
 def note_death(socket: Path, before: Failures, record: StartRecord) -> Failures:
-    """Write how the broker of ``record`` died, once for each broker; return the outcomes so far."""
+    """Write that the broker of ``record`` has died; return the outcomes so far.
+
+    A second call for the same broker changes nothing.
+    """
     if record.pid == before.counted:
         return before
     now = time.time()
@@ -168,7 +174,7 @@ def note_killed(socket: Path, before: Failures) -> None:
 def too_often(before: Failures) -> bool:
     """Return whether every recent broker died before it served a kernel.
 
-    The answer is False after callers have got the error about these deaths. So one more broker may
+    Once callers get the error about these deaths, the answer is False, so that one more broker may
     start after the pause that follows the error.
     """
     return not before.given_up and len(_recent(before.deaths, time.time())) >= MOST_DEATHS

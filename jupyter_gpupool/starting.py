@@ -36,8 +36,8 @@ from .errors import BrokerUnavailable, Code, GPUPoolError
 from .startfailures import Failures
 from .startrecord import log_path
 
-#: Seconds for which a caller tries to get the lock, if it does not wait for the end of a start by
-#: another process.
+#: A caller may not want to wait while another process starts a broker. Such a caller tries to get
+#: the lock for this many seconds.
 _LOOKS = 1.0
 
 #: The service manager must restart the machine's broker within this many seconds.
@@ -167,9 +167,10 @@ def _revived(path: Path, give_up: float) -> bool:
     try:
         return revive_locked(path, give_up)
     except BrokerUnavailable as error:
-        # The broker's own options may no longer work. It is safe to try another configuration: a
-        # broker that cannot reach the kernels' devices, or whose journal lacks the kernels'
-        # sessions, does not start. But another configuration does not help if the disk is full.
+        # The broker's own options may no longer work, so the caller tries its own configuration.
+        # This is safe: a broker that cannot reach the kernels' devices, or whose journal lacks the
+        # kernels' sessions, does not start. If the disk is full, another configuration does not
+        # help.
         if error.details.get("cause") == Code.NO_SPACE:
             raise
         _LOG.warning("GPU pool: %s This server tries again with its own configuration.", error)
@@ -196,9 +197,9 @@ def _section(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {} if overrides is None else dict(overrides.get("GPUPool", {}))
     values: dict[str, Any] = {}
     for name, value in found.items():
-        # If code reads a missing option of a traitlets Config, the Config stores an empty object of
-        # this type. A value that is a function comes from a configuration file, which the broker
-        # also reads.
+        # When code reads a missing option of a traitlets Config, the Config stores an empty object
+        # of this type. Such an object is not a value, so leave it out. Leave out functions, too:
+        # they come from a configuration file, and the broker reads this file itself.
         if type(value).__name__ != "LazyConfigValue" and not callable(value):
             values[name] = value
     try:
@@ -252,9 +253,9 @@ def revive(
     """Restart the broker at ``path`` if it has died; return whether a broker serves there now.
 
     It blocks while the broker starts. If several callers, in any processes, want to restart it, one
-    of them does. The others wait, or return after :data:`_LOOKS` if they are not ``patient``. The
-    function does not start the machine's broker or a broker that ended normally. ``copy`` names a
-    second copy of the record, in case the socket's folder was deleted.
+    of them does. The others wait, or, if they are not ``patient``, return after :data:`_LOOKS`
+    seconds. The function does not start the machine's broker or a broker that ended normally.
+    ``copy`` names a second copy of the record, in case the socket's folder was deleted.
 
     Raises
     ------
@@ -267,7 +268,7 @@ def revive(
         make_folder(path.parent)
     give_up = time.monotonic() + timeout
     try:
-        # A process that only checks the lock also holds it, for an instant.
+        # Try more than once: a process that only checks the lock also locks it, for an instant.
         with only_one(path, give_up if patient else time.monotonic() + _LOOKS):
             return answers(path) or revive_locked(path, give_up, copy)
     except _Busy:

@@ -48,7 +48,8 @@ _KEPT = (
 #: A variable with one of these words in its name is never written to a file.
 _SECRET = ("TOKEN", "PASSWORD", "SECRET", "JWT", "COOKIE", "CREDENTIAL", "_KEY")
 
-#: Variables of the session from which the broker may have been started.
+#: Variables of a kernel's session. A kernel may start the broker, but these variables are not for
+#: the broker.
 SESSION_VARIABLES = (
     "GPUPOOL_SESSION", "GPUPOOL_TOKEN", "GPUPOOL_PAGE", "GPUPOOL_VISIBLE",
     "GPUPOOL_REAL_LIBCUDA", "GPUPOOL_ATTACH", REVIVE_VARIABLE, COPY_VARIABLE,
@@ -88,7 +89,7 @@ class StartRecord:
     def useless(self) -> bool:
         """Whether the dead broker crashed, or died before it served a kernel.
 
-        False if it was killed while it served: then the next broker can serve, too.
+        False if it was killed while it served. In that case the next broker can serve, too.
         """
         return bool(self.crashed) or not self.served
 
@@ -300,7 +301,7 @@ def kernel_environment(socket: Path) -> dict[str, str]:
 
 
 def _places(socket: Path, copy: str) -> list[Path]:
-    """Return the possible places of a copy: ``copy``, or beside a journal in a usual folder."""
+    """Return where a copy may be: at ``copy``, or beside a journal in one of the usual folders."""
     name = f"{journal_name(socket)}.sqlite"
     usual = [
         copy_path(folder / name)
@@ -381,7 +382,7 @@ def read_private(path: Path) -> dict[str, Any] | None:
 
 
 def _files(socket: Path, command: Sequence[str]) -> dict[str, str]:
-    """Return the contents, by name, of small files in the socket's folder, from ``command``."""
+    """Return, by name, the contents of small files beside the socket that ``command`` names."""
     found: dict[str, str] = {}
     for path in map(Path, command):
         with contextlib.suppress(OSError, ValueError):

@@ -30,7 +30,7 @@ def did_you_mean(
     """Return ``"Did you mean 'right'?"``, or "" if no known name is similar to ``wrong``.
 
     ``shown`` is the form of the name in the question, such as ``"%gpu {}"``. The sentence ``then``
-    always follows, also without a question.
+    comes after the question, and also if there is no question.
     """
     right = nearest(wrong, known, likeness=likeness)
     question = f"Did you mean {shown.format(right)}?" if right else ""

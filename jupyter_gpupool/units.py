@@ -72,7 +72,7 @@ def format_bytes(value: int, *, rounding: Literal["near", "up", "down"] = "near"
 
 
 def guaranteed_bytes(session: Mapping[str, Any]) -> int:
-    """Return how many bytes of a session's slices its request guarantees, from its status."""
+    """Return how many bytes of a session's slices are guaranteed, from the session's status."""
     memory = (session.get("request") or {}).get("memory")
     granted = [piece["granted_bytes"] for piece in session.get("slices") or ()]
     if not isinstance(memory, int) or not granted:
@@ -117,7 +117,8 @@ def parse_seconds(text: str | float) -> float:
     return value
 
 
-#: The possible ends of an expected wait, in seconds. A more exact estimate is not possible.
+#: An expected wait is a range, such as 20 to 60 s. Up to one day, its ends are two of these numbers
+#: of seconds, because a more exact estimate is not possible.
 _STEPS = (
     *(0, 5, 10, 15, 20, 30, 40, 60, 90, 120, 180, 300, 600, 900, 1200, 1800, 2700, 3600),
     *(5400, 7200, 10800, 18000, 28800, 43200, 86400),

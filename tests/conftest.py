@@ -29,7 +29,8 @@ with contextlib.suppress(ImportError):  # the environment of `make gpu` has no H
 
 HERE = Path(__file__).parent
 
-#: This folder makes the start of third-party packages in a process faster; its README.md says how.
+#: Processes that search this folder first import third-party packages faster. Its README.md says
+#: how.
 LIGHT = HERE / "light"
 
 #: Seconds that each file takes while other workers run. Only the order of the values matters: the
@@ -132,7 +133,8 @@ QUICK = {
     "server/test_metrics", "server/test_views", "server/test_watch",
 }  # fmt: skip
 
-#: Key in pytest's configuration: the collected tests marked ``long``, named as in the table.
+#: The key under which pytest's configuration keeps the names of the collected tests marked
+#: ``long``. They are named as in docs/long-tests.md.
 LONG = pytest.StashKey[set[str]]()
 
 
@@ -145,18 +147,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make sure that tests can interrupt their child processes.
 
-    A shell starts background processes with SIGINT ignored. A child inherits that, and Python
-    then keeps SIGINT ignored. With a handler of our own, an exec resets SIGINT to the default.
+    A shell starts a background process with SIGINT ignored. If pytest is such a process, its
+    children inherit the setting, and Python does not change it. If pytest has a handler for SIGINT,
+    an exec in a child resets SIGINT to the default.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The tests start hundreds of processes. If Python writes no bytecode, each process compiles
-    # all modules that it imports, which is a third of a broker's start.
+    # The tests start hundreds of processes. If Python writes no bytecode, each process compiles all
+    # modules that it imports. This takes a third of the time of a broker's start.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    # Otherwise, pytest rewrites the assertions of each module in each run.
+    # If pytest cannot write bytecode, it rewrites the assertions of each module in each run.
     sys.dont_write_bytecode = False
-    # The tests' child processes search LIGHT before other folders. For this process, which has
-    # already started, the code below hides rfc3987_syntax.
+    # The tests' child processes search LIGHT before other folders. This process has already
+    # started, so it does not search LIGHT. The code below hides rfc3987_syntax from it, as LIGHT
+    # does.
     paths = [str(LIGHT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     # Each garbage collection visits the objects of all tests. By default, the collections take a
@@ -170,8 +174,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", 0) and "TESTS_FORKS" not in os.environ:
         os.environ["TESTS_FORKS"] = folder = tempfile.mkdtemp(prefix="gpupool-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-    # By default, xdist begins with the file that has the most tests. That file need not be the
-    # slowest one.
+    # By default, xdist begins with the file that has the most tests, even if another file is
+    # slower.
     config.option.loadscopereorder = False
 
 
@@ -197,7 +201,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_teststatus(report) -> tuple[str, str, str] | None:
-    """Name a failed test in the progress line. Its report comes minutes later, after all tests."""
+    """Name a failed test in the progress line, because its report comes minutes later, after all
+    tests.
+    """
     if not report.failed:
         return None
     kind = "failed" if report.when == "call" else "error"

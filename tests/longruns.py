@@ -32,14 +32,12 @@ class Row:
 
 
 def name_of(nodeid: str) -> str:
-    """Return a test's name in the table, which has one row for all values of the
-    test's parameters.
-    """
+    """Return a test's name in the table, without the values of its parameters."""
     return nodeid.partition("[")[0].removeprefix("tests/")
 
 
 def split() -> tuple[str, dict[str, Row]]:
-    """Return the page's text before its table, and the rows by test."""
+    """Return the page's text before its table, and a dict of the table's rows by test name."""
     before, head, rest = PAGE.read_text().partition(HEAD)
     assert head, f"{PAGE} has no table"
     rows = {}

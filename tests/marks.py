@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-#: This variable is in the environment of every process that a test starts, so that the test finds
-#: them all.
+#: Every process that a test starts has this variable in its environment. The test finds its
+#: processes by the variable.
 MARK = "GPUPOOL_E2E_MARK"
 
 #: Deadline for the end of processes that end without a signal, such as a broker without sessions.
@@ -47,11 +47,12 @@ def command_of(process: psutil.Process) -> str:
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """Yield a folder for sockets and state, with ``MARK=folder`` in this process's environment.
+    """Yield a folder for sockets and state, and mark this process and its children with the folder.
 
-    A broker writes its state until it ends, and no other code waits for a broker that ends
-    without a signal. This function removes the folder when the last marked process has ended. A
-    process that does not end is a failure.
+    The mark is ``MARK=folder`` in the environment. This function waits until all marked processes
+    have ended, and then removes the folder. It must wait because a broker writes its state until it
+    ends, and because no other code waits for a broker that ends without a signal. A process that
+    does not end is a failure.
     """
     folder = Path(tempfile.mkdtemp(prefix="gp"))  # a socket needs a short path
     before = os.environ.get(MARK)

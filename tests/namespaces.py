@@ -6,8 +6,8 @@ import subprocess
 from functools import lru_cache
 from pathlib import Path
 
-#: Put before a command, these words run the command with its own process numbers. The command ends
-#: with the process that started it.
+#: The words that start a command in its own namespace of process ids. The command ends when the
+#: process that started it ends.
 OWN_NUMBERS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -24,6 +24,6 @@ def refusal():
 
 
 def child(pid):
-    """Return the process number of the only child of a process, as seen from here."""
+    """Return the id of the only child of a process, in this process's namespace."""
     (number,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(number)

@@ -19,7 +19,7 @@ SHIPPED = "gpupool-python3"
 
 
 class PlainKernel:
-    """A kernel started like in VS Code, with its kernelspec's argv and env, and a connection file.
+    """A kernel that starts as in VS Code, with its kernelspec's argv and env and a connection file.
 
     With ``vscode``, an ipykernel's argv changes as VS Code changes it: ``-f {connection_file}``
     becomes ``--f=FILE`` at the end. Other kernels get the name of the file in place of the
@@ -63,8 +63,8 @@ class PlainKernel:
         if self.client is None:
             self.client = BlockingKernelClient(connection_file=str(self.file))
             self.client.load_connection_file()
-            # The client's heartbeat would declare a kernel dead after a second: too short on a
-            # busy machine.
+            # The client's heartbeat declares a kernel dead after a second without an answer. On a
+            # busy machine, a living kernel may be that slow.
             self.client.start_channels(hb=False)
             self.client.wait_for_ready(timeout=60)
         text: list[str] = []

@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The labels in the answer to a Prometheus query: a panel with another label would be empty.
+"""Finds the labels in the answer to a Prometheus query, for the tests of the dashboards.
 
-This module reads the part of PromQL that our dashboards use. It fails if a query names a metric
-or a label that nothing exports.
+A panel that uses any other label would be empty. This module reads the part of PromQL that our
+dashboards use. It fails if a query names a metric or a label that nothing exports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TOKENS = re.compile(
 
 
 def exported(registry):
-    """Return the labels of each sample that a registry can have, by the sample's name."""
+    """Return a dict: the name of each sample that a registry can have -> the sample's labels."""
     found = {}
     for family in registry.collect():
         ends = {"histogram": ("_bucket", "_sum", "_count"), "counter": ("_total",)}
@@ -29,7 +29,7 @@ def exported(registry):
         for end in ends:
             labels = (s.labels for s in family.samples if s.name == family.name + end)
             found[family.name + end] = TARGET | {*chain.from_iterable(labels)}
-    # A counter has no sample before it has counted, but its labels are known.
+    # A counter has no samples before its first count, but the registry knows its labels.
     for metric in registry._collector_to_names:
         for name in registry._collector_to_names[metric]:
             if name in found:
@@ -74,7 +74,7 @@ class _Parser:
         return found
 
     def sum(self):
-        """Read operands and the operators between them; a result of None is a number."""
+        """Read operands and the operators between them; return the labels, or None for a number."""
         left = self.operand()
         while self.peek() in ("*", "/", "+", "-"):
             self.take()
@@ -150,7 +150,7 @@ class _Parser:
 
 
 def check(board, known):
-    """Check each query of a dashboard, and that the legend uses only labels of the answer.
+    """Check each query of a dashboard; a legend may use only labels of its query's answer.
 
     Returns
     -------

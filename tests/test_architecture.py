@@ -21,7 +21,7 @@ LEAVES = ("cgroups", "deadlines", "errors", "procfs", "states", "text", "units")
 #: part -> the parts that it may import. Each part may also import itself, the leaves and the
 #: standard library.
 ALLOWED: dict[str, str] = {
-    # Only a function of ``__init__`` imports ``programs``: see the test of the package's import.
+    # ``__init__`` imports ``programs`` only in a function. See the test of the package's import.
     "__init__": "programs",
     "local_machine": "",
     "endpoint": "local_machine",
@@ -94,7 +94,7 @@ def parsed(path: Path) -> ast.Module:
 
 
 def imports(path: Path):
-    """Yield for each import its top-level module, and its dotted name in our package, or ""."""
+    """Yield two names for each import: its top-level module; its name in our package, or ""."""
     here = path.relative_to(PACKAGE.parent).with_suffix("").parts
     for node in ast.walk(parsed(path)):
         names: list[str] = []
@@ -222,15 +222,15 @@ def test_import_of_the_package_loads_none_of_its_modules():
 
 
 def test_commands_for_programs_do_not_import_asyncio():
-    """The import took a third of the start time of each of these commands."""
+    """The import of asyncio took a third of the start time of each of these commands."""
     modules = ("cli.commands", "programs.execution", "programs.detached", "client")
     code = "import sys, " + ", ".join(f"{PACKAGE.name}.{name}" for name in modules)
     code += "; sys.exit('asyncio' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-#: For each part: the variables that hold plain data, that is, records with fields. Any code of the
-#: part may set the fields of these variables.
+#: For each part: the names of variables for plain data, that is, for records with fields. Any code
+#: of the part may set the fields of these records.
 PLAIN_DATA = {
     "broker": {
         "session": "what the broker knows of a kernel (sessions.LiveSession)",
@@ -282,13 +282,14 @@ def attribute_targets(tree: ast.AST):
             yield from (part for part in parts if isinstance(part, ast.Attribute))
 
 
-#: All modules except the pool, which consists of functions over records: see ``pool/facts.py``.
+#: All modules, but not the pool's: the pool has functions over records, see ``pool/facts.py``.
 WIRED = [path for path in MODULES if part_of(path) != "pool"]
 
 
 def test_no_object_sets_attributes_of_another_object():
-    """An object gets all that it uses when it is constructed;
-    ``broker/assembly.py`` has the order.
+    """The constructor of an object gets everything that the object uses.
+
+    ``broker/assembly.py`` has the order in which the objects are made.
     """
     found = []
     for path in WIRED:
@@ -309,7 +310,7 @@ def is_own(node: ast.AST) -> bool:
 
 
 def test_no_object_asserts_that_its_attributes_are_set():
-    """Such an assertion means that the object is used before it is complete."""
+    """An object that needs such an assertion is used before it is complete."""
     found = []
     for path in MODULES:
         for function in ast.walk(parsed(path)):

@@ -61,7 +61,7 @@ def test_package_built_without_a_compiler_is_pure_python(hook, monkeypatch):
     data, one = {"pure_python": True}, hook()
     one.initialize("standard", data)
     assert data == {"pure_python": True}
-    assert len(one.app.warnings) == 2  # for the emulated driver and the guard
+    assert len(one.app.warnings) == 2  # one for the emulated driver, one for the guard
     assert not any("\n" in warning for warning in one.app.warnings)
 
 

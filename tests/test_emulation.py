@@ -12,9 +12,7 @@ from jupyter_gpupool import emulation
 
 @pytest.fixture
 def machine_with(monkeypatch):
-    """Return a function that fakes the machine's files, and what happens when /dev/nvidiactl is
-    opened.
-    """
+    """Return a function that fakes the machine's files and the result of open of /dev/nvidiactl."""
 
     def have(files, opened=errno.ENOENT):
         def open_it(path, flags):
@@ -43,6 +41,6 @@ def test_real_driver_is_recognised_by_its_device_file(machine_with, opened):
 
 @pytest.mark.parametrize("opened", [errno.ENOENT, errno.ENXIO, errno.ENODEV])
 def test_device_file_without_a_device_shows_no_driver(machine_with, opened):
-    """As root, NVIDIA's library makes the file even if the Linux kernel has no driver."""
+    """If root uses NVIDIA's library, the library makes the file, even without a kernel driver."""
     machine_with(["/dev/nvidiactl"], opened)
     assert not emulation.real_driver_present()

@@ -21,7 +21,8 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "errors.
 def texts(node: ast.AST | None) -> list[str]:
     """Return the texts that the expression ``node`` can have as its value.
 
-    They are a literal, or the texts of its items, of its branches, or of the operands of ``or``.
+    A literal has one text. A list has the texts of its items, a condition the texts of its
+    branches, and ``or`` the texts of its operands.
     """
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
@@ -35,7 +36,7 @@ def texts(node: ast.AST | None) -> list[str]:
 
 
 def free_codes(tree: ast.AST) -> list[str]:
-    """Return the texts in ``tree`` at places where an error code belongs."""
+    """Return the plain texts that ``tree`` has in the places of error codes."""
     found: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

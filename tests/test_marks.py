@@ -11,7 +11,7 @@ import pytest
 
 from . import marks
 
-#: Writes files for a while after its start, like a broker that ends without a signal.
+#: A shell script that writes files for a while, as a broker does that ends without a signal.
 WRITER = """
 mkdir "$0/state"
 for number in $(seq 200); do : > "$0/state/$number" || exit 1; sleep 0.002; done
@@ -22,7 +22,7 @@ def test_folder_waits_for_processes_that_write_in_it():
     with marks.short_folder() as folder:
         writer = subprocess.Popen(["sh", "-c", WRITER, folder])
         before = marks.marked(str(folder))
-    # The shell's own children, such as its current sleep, have the mark, too.
+    # The list may also have the shell's children, such as its current sleep.
     assert writer.pid in [process.pid for process in before]
     assert writer.wait(60) == 0, "it could write to its end"
     assert not folder.exists()

@@ -21,8 +21,8 @@ from jupyter_gpupool.devices.nvidia.members import maps_libcuda, session_members
 from jupyter_gpupool.procfs import ProcessId
 from tests import namespaces
 
-#: Prints its process id, starts a chain of child processes that do the same, and waits until its
-#: stdin ends.
+#: A program that prints its process id, starts a child that does the same, and so on to a given
+#: depth. Each process then waits until its stdin ends.
 CHAIN = """
 import os, subprocess, sys
 depth = int(sys.argv[1])
@@ -159,12 +159,12 @@ def test_broker_of_a_notebook_is_not_in_its_session(spawn):
     root, broker, _ = pids
     members = session_members(procfs.identify(root), "mine", broker)
     assert [member.process.pid for member in members] == [root]
-    # This also holds if the broker's parent has ended and the broker's environment has the
-    # session's id.
+    # The broker's parent may have ended, so that only the broker's environment relates it to the
+    # session. Also then it is no member.
     _, (other,) = spawn(CHAIN, "0", CHAIN, env={"GPUPOOL_SESSION": "mine"})
     members = session_members(procfs.identify(other), "mine", root)
     assert [member.process.pid for member in members] == [other]
-    # A broker that is an ancestor of the kernel excludes no process.
+    # If the broker is an ancestor of the kernel, it excludes no process.
     members = session_members(procfs.identify(broker), "mine", root)
     assert len(members) >= 2
 
@@ -229,8 +229,8 @@ def test_process_numbers_of_another_namespace_are_translated():
         assert procfs.number_inside(first.pid) == 1
         assert procfs.translated(1, beside=first.pid) == first.pid
         assert procfs.translated(1, beside=second.pid) == second.pid
-        # The number of a process on the machine, or in the other namespace, belongs to no process
-        # in the namespace of ``first``.
+        # This number is the test's own number on the machine. No process in the namespace of
+        # ``first`` has it.
         assert procfs.translated(os.getpid(), beside=first.pid) == 0
         assert procfs.translated(os.getpid(), beside=os.getpid()) == os.getpid()
         assert procfs.apart(first.pid, second.pid)
@@ -267,19 +267,19 @@ def test_page_with_false_processes_causes_few_look_ups(monkeypatch):
     now[0] = 1.0
     assert translation.here(session, {child}) == {child: own}
 
-    # All sessions of one user share a limit of look-ups. The limit does not affect other users.
+    # All sessions of one user share one limit of look-ups. Each user has a separate limit.
     many = [SimpleNamespace(id=f"{n}", uid="mallory", process=own) for n in range(100)]
     looks.clear()
     for one in many * 2:
         translation.here(one, {kernel, ProcessId(9, id(one))})
     assert len(looks) == 32
-    # A message asks for this look-up, and messages have their own limit.
+    # Look-ups for a message have a separate limit.
     translation.number(many[0], 1 << 22, own.pid)
     assert len(looks) == 33
     now[0] = 2.0
     assert translation.here(session, {child, ProcessId(9, 1)}) == {child: own}
     for one in many:
         translation.forget(one)
-    # The look-ups of ended sessions still count.
+    # Look-ups count for the user's limit even after their session has ended.
     assert translation.here(many[0], {child}) == {child: own}
     assert len(looks) == 35

@@ -120,13 +120,13 @@ def test_failed_starts_back_off_until_one_succeeds(socket):
     assert known.message == "failed 3"
     assert 25 < known.pause(time.time()) <= 30
     assert startfailures.read_failures(socket) == known
-    # A broker calls this when it serves, for example after a user has started it by hand.
+    # A broker that serves calls this function, also if a user has started the broker by hand.
     startfailures.forgive(socket)
     assert startfailures.read_failures(socket) == Failures()
 
 
 def died(socket, pid, **how):
-    """Record the death of broker ``pid``; return all known failures."""
+    """Record that the broker ``pid`` has died; return all known failures."""
     record = startrecord.write_record(socket, COMMAND, {})
     record = startrecord.change_record(socket, record, pid=pid, **how)
     known = startfailures.read_failures(socket)

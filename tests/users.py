@@ -8,10 +8,10 @@ import shutil
 
 
 def as_user(user):
-    """Return the command prefix with which root runs a program as another user id.
+    """Return the words that root puts before a command to run the command as another user.
 
-    The interpreter may be in a folder that only root may enter. The capability to read everything
-    lets the user start it, and does not change which user the broker and the Linux kernel see.
+    The interpreter may be in a folder that only root may enter. So the user gets the capability to
+    read everything. The broker and Linux still see the process as this user's.
     """
     setpriv = shutil.which("setpriv")
     assert setpriv, "setpriv (util-linux) is needed to run programs as other users"

@@ -202,7 +202,7 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
 def turns(
     sessions: dict[str, Session], rounds: int, end: float, problems: list[str]
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return the milliseconds by state, and by state the bytes in host memory before a cell."""
+    """Return two dicts by state: milliseconds, and the bytes in host memory before a cell."""
     took: dict[str, list[float]] = {name: [] for name in sessions}
     swaps: dict[str, int] = {}
     dice = random.Random(0)

@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Suspend and resume of a Pooled GPU kernel, whose guard prepares the host memory of the copy.
+"""Suspend and resume of a Pooled GPU kernel, whose guard prepares host memory for the copy.
 
 The seconds are the driver's own, from the broker's journal. The baseline, in the same run, is a
-process without the guard that has as many bytes. The same driver calls suspend it. The kernel and
-this process hold their state at the same time, and take turns.
+plain process with as many bytes and no guard. The same driver calls suspend and resume this
+process. The kernel and this process hold their state at the same time, and take turns.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 """Device memory that idle notebooks keep, as NVML shows it.
 
 Pooled GPU kernels put an array on the device, one after the other, and do nothing more. The pool
-takes their slices back after ``idle_timeout``. The figure is the number of used bytes beyond those
-before the first kernel, so it includes contexts. The baseline, in the same run, is plain ipykernels
-that did the same for the same time. At the end one notebook is used again, and its array is
-checked.
+takes their slices back after ``idle_timeout``. The figure is the growth of the used bytes since the
+time before the first kernel, so it includes contexts. The baseline, in the same run, is plain
+ipykernels that allocate the same arrays and wait for the same time. At the end one notebook is used
+again, and its array is checked.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class See:
         return dict(self._loop.run_until_complete(self._far.do("shown")))
 
     def until(self, most: int, seconds: float) -> tuple[int, float]:
-        """Wait until at most ``most`` bytes are in use; return the fewest used bytes, and when.
+        """Wait until at most ``most`` bytes are in use; return the lowest figure and its time.
 
         The wait ends after ``seconds`` at the latest. The second value is the time
         (``time.monotonic``) at which NVML first showed so few bytes.
@@ -115,7 +115,7 @@ class See:
         return least, at
 
     def settled(self, seconds: float = 10.0) -> int:
-        """Wait until the bytes in use have not changed for a second; return them."""
+        """Wait until the bytes in use have not changed for a second; return their number."""
         deadline, last, since = time.monotonic() + seconds, self.used(), time.monotonic()
         while time.monotonic() < deadline and time.monotonic() - since < 1:
             time.sleep(0.05)

@@ -51,7 +51,7 @@ PLAN = (
 
 
 def named(names: list[str]) -> tuple[Item, ...]:
-    """Return the items with these ``names``; all items if there are none.
+    """Return the items with these ``names``; all items if ``names`` is empty.
 
     Raises
     ------

@@ -22,8 +22,8 @@ import psutil
 from .plan import Item
 from .record import ROOT
 
-#: Seconds for an item's processes to end after SIGKILL. A process whose driver call never returns
-#: does not end; the runner reports it.
+#: Seconds for an item's processes to end after SIGKILL. If a driver call of a process never
+#: returns, the process does not end, and the runner reports it.
 GONE = 20.0
 
 #: Runs in the child: writes a benchmark's dict to a file.

@@ -4,8 +4,8 @@
 
 A process fills device memory and is suspended and resumed through ``DeviceService``, as in the
 broker. Between two rounds the process computes on the memory, and at the end it checks the memory.
-Even the first repetition counts, because a notebook may be suspended only once. The baseline, in
-the same run, is synchronous copies of pinned and of pageable memory, in each direction.
+Even the first repetition counts, because the pool suspends many notebooks only once. The baseline,
+in the same run, is synchronous copies of pinned and of pageable memory, in each direction.
 
 Smaller sizes come first. The benchmark leaves out a size that would probably not end in time, and
 lists it in the result.
@@ -52,8 +52,8 @@ CONTEXT = GiB
 #: Bytes of each copy of the baseline, and the number of copies.
 COPY, COPIES = GiB, 5
 
-#: The most milliseconds that a suspend or resume may take beyond the driver, as in
-#: ``suspend_overhead``.
+#: A suspend or a resume may take at most this many milliseconds longer than the driver's own calls,
+#: as in ``suspend_overhead``.
 BUDGET_MS = 50.0
 
 #: If a suspend or a resume takes longer than this many seconds, the benchmark skips all later

@@ -5,19 +5,19 @@
 A job fills its state on the device. Then it waits (as if for data) and computes on the whole state,
 in turns. It checks the state at its end. *Serial*: two jobs run one after the other in a plain
 ipykernel. *Shared*: two jobs run at once in Pooled GPU kernels that each ask for a share of the
-device. One job computes while the other waits, if both states fit or a move costs less than it
-saves.
+device. If both states fit, or if a move costs less time than it saves, one job computes while the
+other waits.
 
 A slice of 90 % keeps the other job off the device, even if the slice is almost empty. A move copies
 only the bytes that the job *holds*. Two things limit these bytes here: host memory (which has both
-states during an exchange) and the time for a benchmark. The result has their number. With ``phase``
-seconds of computing in a row and ``swap`` seconds to exchange two states, many rounds take at least
-0.5 + swap / (2 * phase) of the serial time. With two rounds, 0.625 takes the place of 0.5. So large
-states need long phases.
+states during an exchange) and the time for a benchmark. The result has the number of these bytes.
+Let a job compute for ``phase`` seconds in a row, and let an exchange of two states take ``swap``
+seconds. Many rounds then take at least 0.5 + swap / (2 * phase) of the serial time. Two rounds take
+at least 0.625 + swap / (2 * phase). So large states need long phases.
 
-For comparison: nvshare (grgalex/nvshare at 1a8f211, thesis, figure 12.2) reports 2,043 s against
-2,766 s serial, 0.74, for two jobs of 15 GB on 16 GB at half GPU time with turns of 1000 s, and
-1.26 with turns of 5 s.
+For comparison, nvshare (grgalex/nvshare at 1a8f211, thesis, figure 12.2) ran two jobs of 15 GB on a
+GPU of 16 GB. Each job computed half of its time. With turns of 1000 s, both jobs took 2,043 s at
+once, and 2,766 s one after the other: a ratio of 0.74. With turns of 5 s, the ratio was 1.26.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def main(argv: Sequence[str] = ()) -> dict[str, Any]:
             "reclaim_after": 0.0,
             "max_swap_overhead": 0.0,
             "host_memory": "95%",
-            # Sample often: before the first sample, the pool counts the requested size of a state.
+            # Sample often: until the first sample, the pool takes the requested size as the size of
+            # the state.
             "sample_interval": 0.25,
         }
         if not real:

@@ -3,8 +3,8 @@
 """How long an operator takes on the board whose profile the emulated machine has.
 
 The time is the larger of two: the time for the operator's bytes at the rate of the board's memory,
-and the time for its operations at the board's peak rate. So it is a lower bound: real kernels reach
-neither rate.
+and the time for its operations at the board's peak rate. So this time is a lower bound: real
+kernels reach neither rate.
 """
 
 from __future__ import annotations

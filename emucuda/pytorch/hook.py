@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Prepares PyTorch when a program on emulated devices imports it.
 
-A line in ``emucuda.pth`` imports this file when Python starts, if ``EMUCUDA_MACHINE`` is set, or if
-the environment has stand-ins: PyTorch needs the stand-ins even if it finds no device. The file is
+When Python starts, a line in ``emucuda.pth`` imports this file if ``EMUCUDA_MACHINE`` is set or if
+the environment has stand-ins. PyTorch needs the stand-ins even if it finds no device. The file is
 also installed as the module ``_emucuda_pytorch``. So a starting Python imports one module, and not
 the whole package.
 """

@@ -65,7 +65,7 @@ class Launcher:
         self._address = ctypes.c_uint64(ctypes.cast(self._entry, ctypes.c_void_p).value or 0)
 
     def bytes_at(self, address: int, size: int) -> int:
-        """Return where the host can read these bytes; 0 if they are not device memory."""
+        """Return the host's address of these bytes; 0 if they are not device memory."""
         return self._table.bytes_at(address, size) or 0
 
     def launch(
@@ -73,8 +73,8 @@ class Launcher:
     ) -> None:
         """Run ``work`` on the current stream of a device.
 
-        ``keep`` is for a stream in capture: each launch of the graph runs ``work``, and this call
-        only records it.
+        Use ``keep`` for a stream in capture. This call then only records ``work``, and each launch
+        of the graph runs it.
         """
         key = next(self._keys)
         self._work[key] = work

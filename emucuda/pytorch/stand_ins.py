@@ -76,7 +76,7 @@ def _owner(prefix: str, sonames: set[str]) -> str | None:
 
 
 def wanted(libraries: list[Path]) -> dict[str, dict[tuple[str, str], str]]:
-    """Return, for each NVIDIA library that these files link, the names that they look up there.
+    """Return, for each NVIDIA library that these files link, the names that they look up in it.
 
     The inner key is a name with its version ("" for none). The value is the prefix of the name in
     :data:`STATUS`.

@@ -93,8 +93,8 @@ bool ranges_give(struct ranges *r, uint64_t start, uint64_t size)
 CUresult arena_init(void)
 {
     uint64_t memory = machine->spec.memory;
-    /* The factor 4 leaves space for fragmentation. It is 1 if two halves with factor 4 might not
-     * fit the 47-bit address space. */
+    /* The factor is 4, to leave space for fragmentation. It is 1 if two halves with the factor 4
+     * might not fit into the 47-bit address space. */
     uint64_t factor = memory * (uint64_t)driver.count > (1ull << 41) ? 1 : 4;
     uint64_t window = round_up(memory * factor + GIB, GIB);
     driver.vmm_size = round_up(memory * (uint64_t)driver.count * factor + 64 * GIB, GIB);
@@ -146,8 +146,8 @@ CUresult arena_open_device(int device)
 
 void *arena_host(uint64_t user_address) { return (void *)(user_address + driver.delta); }
 
-/* Writes through the file. For memory that is not mapped yet, this takes a third of the time that
- * page faults take. */
+/* Writes through the file. If the memory is not mapped yet, this takes a third of the time of
+ * writes that cause page faults. */
 bool arena_write(int device, uint64_t address, const char *from, uint64_t size, bool repeated)
 {
     int fd = device >= 0 ? driver.device[device].fd : -1;

@@ -88,7 +88,7 @@ static bool all_joined(const struct capture *c)
 }
 
 /* With the lock held: the capture that must record the call, or NULL. If the call is on the legacy
- * stream and would have to wait for a stream in capture, it breaks that capture. */
+ * stream and would have to wait for a stream in capture, the call breaks that capture. */
 static struct capture *find(CUstream handle, CUresult *result)
 {
     struct stream *s;

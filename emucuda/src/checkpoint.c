@@ -10,8 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#define LIVENESS_NS 20000000 /* a waiting caller checks this often whether its target still
-                              * lives */
+#define LIVENESS_NS 20000000 /* how often a waiting caller checks that its target still lives */
 
 /* The slot of a CUDA process, if the caller may act on it. */
 static CUresult find(int pid, struct slot **out)

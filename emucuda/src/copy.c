@@ -13,7 +13,7 @@ static uint64_t copy_ns(uint64_t bytes, int from, int to)
 {
     int device = from >= 0 ? from : to;
     const struct rates *rates = spec_rates(&machine->spec);
-    uint64_t bandwidth = 0; /* a copy from host to host */
+    uint64_t bandwidth = 0; /* a copy from host to host takes no modelled time */
     if (from >= 0 && from == to)
         bandwidth = rates->memory / 2; /* half the rate, because the copy reads and writes this
                                         * memory */

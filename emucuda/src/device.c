@@ -100,8 +100,8 @@ EXPORT CUresult cuDeviceGetLuid(char *luid, unsigned *mask, CUdevice d)
 }
 
 /* Attributes by their numbers in the Driver API. The values are those of an Ampere-class board,
- * except where the emulation lacks the feature. For a later board, compilers would make code that
- * ptx/ does not interpret (wgmma). An attribute that is not listed is 0. */
+ * except where the emulation lacks the feature. If the values named a later board, compilers would
+ * make code that ptx/ does not interpret (wgmma). An attribute that is not listed is 0. */
 static int attribute(int number, int d)
 {
     switch (number) {

@@ -68,7 +68,7 @@ struct device {
     uint64_t next_physical; /* file offset of the next VMM allocation, after the window */
     bool charged;           /* the overhead of a context is charged */
     uint64_t overhead;      /* bytes of that overhead, loaded code included */
-    bool worked;            /* work has been submitted, so code that is loaded lazily is loaded */
+    bool worked;            /* work has been submitted, so the lazily loaded code is in memory */
     struct context *primary;
     unsigned primary_count;
     unsigned primary_flags;
@@ -244,7 +244,8 @@ struct pool *pool_default(int device);
 void pools_trim_idle(void);
 CUresult pool_free(struct allocation *a);
 struct pool *pool_for_graphs(int device);
-CUresult pool_reserve(struct pool *pool, uint64_t bytes); /* make room for `bytes` more in use */
+CUresult pool_reserve(struct pool *pool, uint64_t bytes); /* makes room for `bytes` more used
+                                                           * bytes */
 void pool_trim(struct pool *pool, uint64_t keep);
 
 /* ---- graph_memory.c ---- */

@@ -10,8 +10,8 @@
 
 #include <string.h>
 
-/* Returns where the host can read and write the bytes that a built-in kernel uses during its
- * launch. NULL: the address is not device memory. */
+/* Returns the address at which the host can read and write the bytes that a built-in kernel uses
+ * during its launch. NULL: the address is not device memory. */
 static void *bytes_at(uint64_t address, uint64_t size)
 {
     void *host = NULL;

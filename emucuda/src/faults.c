@@ -165,7 +165,8 @@ static void identify(const struct stat *st, uint64_t identity[3])
     identity[2] = (uint64_t)st->st_size;
 }
 
-/* With the lock held: whether the shared table was read from this version of the file. */
+/* Call this with the lock held. Returns whether the shared table was read from this version of the
+ * file. */
 static bool same_file(const struct stat *st)
 {
     uint64_t identity[3];
@@ -173,9 +174,9 @@ static bool same_file(const struct stat *st)
     return !memcmp(identity, machine->faults_identity, sizeof identity);
 }
 
-/* Python changes faults_touch when it changes the file, so one load shows whether the file has
- * changed. With `look`, this function also notices a file that was edited by hand. NVML and
- * checkpoint calls set `look`, because the time of a stat() does not matter there. */
+/* Python changes faults_touch when it changes the file, so one read of faults_touch shows whether
+ * the file has changed. With `look`, this function also notices a file that was edited by hand.
+ * NVML and checkpoint calls set `look`, because the time of a stat() does not matter there. */
 static void refresh(bool look)
 {
     uint64_t touch = __atomic_load_n(&machine->faults_touch, __ATOMIC_ACQUIRE);

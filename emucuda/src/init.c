@@ -126,9 +126,9 @@ EXPORT CUresult cuInit(unsigned flags)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
-    /* This process is the child of a fork(). If cuInit succeeded in the parent, all drivers are
-     * reported to return NOT_INITIALIZED. If cuInit found no device in the parent, drivers 550 and
-     * 555 return OPERATING_SYSTEM (observed). */
+    /* This process is the child of a fork(). If cuInit succeeded in the parent, all drivers return
+     * NOT_INITIALIZED, according to reports. If cuInit found no device in the parent, drivers 550
+     * and 555 return OPERATING_SYSTEM (observed). */
     if (driver_alive && !*driver_alive)
         return driver.initialised ? CUDA_ERROR_NOT_INITIALIZED : CUDA_ERROR_OPERATING_SYSTEM;
     pthread_mutex_lock(&once);

@@ -104,8 +104,8 @@ static CUresult illegal_address(void **params)
     return CUDA_ERROR_ILLEGAL_ADDRESS;
 }
 
-/* Work that a program computes on the host instead of a kernel: the work is launched, captured and
- * replayed like a kernel. Its function returns 0, or the error with which the launch ends the
+/* Runs a function of the program on the host, in place of a kernel. The call is launched, captured
+ * and replayed like a kernel. The function returns 0, or the error with which the launch ends the
  * context. */
 static CUresult host_call(void **params)
 {

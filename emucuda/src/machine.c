@@ -203,8 +203,8 @@ static int attach(const struct spec *spec)
             }
             munmap(m, sizeof *m);
         }
-        /* Another process may take the lock while this one changes its exclusive lock to a shared
-         * one. So check the file again. */
+        /* Another process may take the lock while this process changes its exclusive lock to a
+         * shared lock. So check the file again. */
         while (flock(lock_fd, LOCK_SH) && errno == EINTR)
             ;
         m = map_file(path);

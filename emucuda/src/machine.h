@@ -85,8 +85,8 @@ enum fault_kind {
 struct fault {
     uint32_t kind;
     uint32_t used;     /* how often the fault has struck */
-    uint64_t id;       /* identity of the fault's line in the file; `used` stays when other lines
-                        * change */
+    uint64_t id;       /* identity of the fault's line in the file; a change of other lines does not
+                        * reset `used` */
     int64_t pid;       /* -1: any process */
     int64_t device;    /* index in the machine, -1: any device */
     int64_t count;     /* how often the fault may strike, -1: always */
@@ -190,8 +190,8 @@ void machine_gpu_file(unsigned index);
  * find the process. A real driver is part of the operating system, so it finds the processes of all
  * namespaces without such a lock. */
 void machine_hold(unsigned slot);
-pid_t machine_holder(unsigned slot); /* the holder's pid in this namespace; 0: it has none here; -1:
-                                      * no process holds the lock */
+pid_t machine_holder(unsigned slot); /* the holder's pid in this namespace; 0: the holder has no pid
+                                      * here; -1: no process holds the lock */
 uint64_t machine_space(void);        /* this process's PID namespace */
 
 void machine_lock(void);

@@ -61,8 +61,8 @@ void allocation_remove(struct allocation *a)
     memmove(a, a + 1, (driver.allocations - i) * sizeof *a);
 }
 
-/* As on hardware, device memory is allocated in 2 MiB pages. Small allocations share a page, so the
- * charge for each is only its own size, rounded up to 512 bytes. */
+/* As on hardware, device memory is allocated in 2 MiB pages. Small allocations share a page, so
+ * each small allocation is charged only for its own size, rounded up to 512 bytes. */
 CUresult device_allocate(int device, uint64_t size, bool charge, struct allocation *out)
 {
     struct device *d = &driver.device[device];

@@ -18,8 +18,8 @@ struct kernel {
     uint32_t offset[MAX_PARAMS], size[MAX_PARAMS];
     int dynamic_shared;
     struct code *code[MAX_DEVICES]; /* the kernel compiled for a launch on that device: ptx/ */
-    uint64_t storage[MAX_DEVICES];  /* where the variables of the kernel's module were at that
-                                     * time */
+    uint64_t storage[MAX_DEVICES];  /* the address of the variables of the kernel's module when the
+                                     * kernel was compiled */
     struct kernel *next;
 };
 

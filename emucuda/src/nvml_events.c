@@ -9,8 +9,8 @@
 #include <string.h>
 
 /* The time after which a waiting set notices an injected loss. Every broker waits in such a set all
- * the time, and one test machine may run dozens of brokers. With a shorter pause, this wait would
- * cost each broker more processor time than its samples do. */
+ * the time, and one test machine may run dozens of brokers. If this time were shorter, the wait
+ * would cost each broker more processor time than its samples do. */
 #define POLL_NS 50000000ull
 
 struct event_set {

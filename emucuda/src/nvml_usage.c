@@ -86,8 +86,8 @@ static bool listed(const struct slot *s, unsigned index, const struct view *v, u
  * pid, because no process here can have the sum as its pid. */
 #define HOST_NUMBERS (1 << 22)
 
-/* The pid that NVML lists for a process: its pid in the caller's PID namespace, or with the quirk
- * nvml-host-pids its pid on the host. */
+/* The pid that NVML lists for a process: its pid in the caller's PID namespace, or, with the quirk
+ * nvml-host-pids, its pid on the host. */
 static unsigned number_of(unsigned pid, unsigned index)
 {
     struct fault fault;

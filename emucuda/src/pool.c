@@ -414,7 +414,7 @@ EXPORT CUresult cuDeviceSetMemPool(CUdevice device, CUmemoryPool pool)
               else driver.device[device].current_pool = pool);
 }
 
-/* The calls of CUDA 13, which ask for a pool by location and kind of memory. */
+/* For the calls of CUDA 13 that ask for a pool by location and kind of memory. */
 static CUresult location_pool(CUmemoryPool *out, CUmemLocation *location, int type, bool current)
 {
     static struct pool *host_pools[2]; /* of pinned and of managed memory */

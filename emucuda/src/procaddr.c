@@ -33,11 +33,12 @@ static const struct entry {
 };
 
 /* Since 580 the driver refuses a version above its own, for any name. The comparison is signed, so
- * -1, which means the newest version, passes. */
+ * the driver accepts -1, which means the newest version. */
 static bool refused(int version, uint64_t flags) { return flags > FLAGS || version > CUDA_VERSION; }
 
-/* The address of a name at a version, or NULL. NVIDIA's libraries compare versions as unsigned
- * numbers. The variants for per-thread streams exist since CUDA 7 (tests/driver_records). */
+/* The address of the function that has this name in this version of the API, or NULL. NVIDIA's
+ * libraries compare versions as unsigned numbers. The variants for per-thread streams exist since
+ * CUDA 7 (tests/driver_records). */
 static void *lookup(const char *name, int version, uint64_t flags, int *status)
 {
     const bool per_thread = flags & PROC_PER_THREAD_STREAM;

@@ -37,7 +37,7 @@ static CUresult do_lock(uint32_t timeout_ms)
         sleep_until(deadline);
         return fault.code ? (CUresult)fault.code : CUDA_ERROR_NOT_READY;
     }
-    /* With the quirk, running work does not end, and the lock ignores its time-out. */
+    /* While the quirk is set, running work does not end, and the lock ignores its time-out. */
     while (fault_active(FAULT_LOCK_IGNORES_TIMEOUT, getpid(), -1, NULL)) {
         deadline = 0;
         sleep_until(now_ns() + 5000000);

@@ -94,8 +94,8 @@ static void free_slot(struct slot *slot)
     __atomic_store_n(&slot->pid, 0, __ATOMIC_RELEASE);
 }
 
-/* Reads /proc without the lock: a signal may stop this process meanwhile, and a stopped process
- * must not block all other processes. */
+/* Reads /proc without the lock. A signal may stop this process during the read, and a stopped
+ * process with the lock would block all other processes. */
 static void reap_slot(struct slot *slot)
 {
     int32_t pid = __atomic_load_n(&slot->pid, __ATOMIC_ACQUIRE);
@@ -168,7 +168,8 @@ bool machine_charge(struct slot *slot, unsigned device, uint64_t bytes)
 {
     uint64_t capacity = machine_capacity() - device_residue(device);
     bool fits = false;
-    /* If the device is full, a process may have just died. So reap, and try once more. */
+    /* If the device is full, a dead process may still be charged. So free the bytes of dead
+     * processes, and try once more. */
     for (int attempt = 0; attempt < 2 && !fits && bytes <= capacity; attempt++) {
         if (attempt)
             machine_reap();
@@ -221,7 +222,7 @@ void machine_wait_awake(void)
     for (unsigned i = 0; i < machine->slots; i++) {
         const struct slot *s = &machine->slot[i];
         while (__atomic_load_n(&s->pid, __ATOMIC_ACQUIRE) == pid && __atomic_load_n(&s->asleep, __ATOMIC_ACQUIRE) &&
-               /* After an execve() the old slot still has this pid, and is not alive. */
+               /* After an execve() the old slot still has this pid, but the slot is dead. */
                slot_alive(s))
             futex_wait(&s->asleep, 1, -1, true);
     }

@@ -18,9 +18,9 @@
 
 /* The rates of copies and of device memory are the published ones: PCIe 5.0 and 4.0 x16, HBM3 and
  * GDDR6X. The rates of suspend and resume were reported for the driver's checkpoint calls, which
- * use pageable memory. For the H100, the suspend has 5 GB/s. The resume has 7 GB/s, which was
- * reported for other boards. For the RTX 4090, the rates are 4 and 7 GB/s. The rates of the H200
- * are different: this project measured its copies, and its suspends and resumes under the guard
+ * use pageable memory. An H100 suspends at 5 GB/s and resumes at 7 GB/s; the rate of 7 GB/s was
+ * reported for other boards. An RTX 4090 suspends at 4 GB/s and resumes at 7 GB/s. For the H200,
+ * this project measured the rates of copies, and of suspends and resumes under the guard
  * (benchmarks/results/gpu-h200-*). `machine.py` has the same names. */
 static const struct {
     const char *name;

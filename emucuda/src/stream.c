@@ -93,8 +93,8 @@ uint64_t stream_tail(const struct stream *stream)
     return tail;
 }
 
-/* Lazy loading: at a process's first work the driver takes memory for code, if memory is free. The
- * program makes no call to allocate this memory. */
+/* Lazy loading: when a process submits its first work, the driver takes memory for code, if memory
+ * is free. No call of the program allocates this memory. */
 static void load_code(struct device *d)
 {
     struct fault code;

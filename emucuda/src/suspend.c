@@ -180,8 +180,8 @@ static void charge(uint32_t physical, int64_t bytes)
 }
 
 /* Charges the owed bytes on the devices of the map. Returns false if one device has too little
- * room. In this case, if `nothing` is true, no charge changes. If it is false, each device is
- * charged as many bytes as it has room for. */
+ * room. In this case, if `nothing` is true, no charge changes. If `nothing` is false, each device
+ * is charged as many bytes as it has room for. */
 static bool charge_all(const uint32_t *target, bool nothing)
 {
     bool fits = true;
@@ -207,7 +207,7 @@ static bool charge_all(const uint32_t *target, bool nothing)
     return fits;
 }
 
-/* Undoes the charges of a restore that has charged all owed bytes. */
+/* Removes the charges of a restore that has charged all owed bytes. */
 static void uncharge_all(const uint32_t *target, uint64_t moved)
 {
     machine_lock();

@@ -95,7 +95,7 @@ uint64_t vmm_mapped_bytes(uint64_t address, uint64_t *start)
 
 CUresult vmm_resolve(uint64_t address, uint64_t size, void **host, int *device)
 {
-    /* For a copy, neighbouring mappings are one range. */
+    /* A copy may go across neighbouring mappings. */
     for (uint64_t at = address; at < address + size || at == address;) {
         struct map *m = map_at(at);
         if (!m || !m->accessible)

@@ -1,4 +1,4 @@
-# Each broker, each agent and the ledger reads these lines. They are the same on all machines.
+# Each broker, each agent and the ledger reads these lines. The lines are the same on all machines.
 import os
 
 c = get_config()
@@ -7,13 +7,13 @@ c = get_config()
 c.GPUPool.cluster_nodes = ["gpu-a", "gpu-b"]
 # The downward API sets this variable to the name of the machine, see nodes.yaml.
 c.GPUPool.cluster_node = os.environ.get("NODE_NAME", "")
-# The user of the agent's container. The broker's container has no account for this user.
+# The agent's container runs as this user. The broker's container has no account for this user.
 c.GPUPool.cluster_agent = "uid-990"
 
 c.GPUPool.socket = "/run/gpupool/broker.sock"
 c.GPUPool.state_dir = "/var/lib/gpupool"
 
-# Servers of the Hub have a folder below /run/gpupool/users, see hub-values.yaml.
+# Each server of the Hub has its socket in a folder below /run/gpupool/users, see hub-values.yaml.
 c.GPUPool.user_sockets = True
 c.GPUPool.quotas = {"*": {"memory": "40GiB", "leases": 4}}
 c.GPUPool.on_ledger_loss = "closed"

@@ -34,7 +34,9 @@ def call(answer: tuple[Any, ...]) -> Any:
 
 
 class GPUArray:
-    """A copy of a NumPy array in device memory, freed with the Python object.
+    """A copy of a NumPy array in device memory.
+
+    The device memory is freed when this Python object is deleted.
 
     Parameters
     ----------
@@ -106,7 +108,7 @@ _KERNELS: dict[tuple[int, str], Any] = {}
 
 
 def _kernel(device: Device, name: str) -> Any:
-    """Return a CUDA kernel of the PTX module, which is loaded once for each device."""
+    """Return a CUDA kernel of the PTX module. The first call for each device loads the kernel."""
     key = (device.device_id, name)
     if key not in _KERNELS:
         _KERNELS[key] = ObjectCode.from_ptx(PTX.encode()).get_kernel(name)

@@ -11,7 +11,10 @@ from gpu_array import GPUArray, total
 
 
 def square_sum(count: int) -> int:
-    """Return the sum of n * n for n from 0 to ``count`` - 1, from the GPU; ``count`` < 65,536."""
+    """Return the sum of n * n for n from 0 to ``count`` - 1, computed on the GPU.
+
+    ``count`` must be less than 65,536.
+    """
     return total(GPUArray(np.arange(count, dtype=np.uint32) ** 2))
 
 

@@ -39,7 +39,7 @@
 ``messages/explanation``  the answer to why
 ``hour``                devices and queue in each minute of the last hour
 ``gpu/actions``         the pool's actions: attach, suspend, end
-``gpu/landing``         moves a process that initialised CUDA on a GPU other than its slice's
+``gpu/landing``         moves a process that initialised CUDA on a GPU outside its slice
 ``gpu/monitor``         samples devices and host memory; gives the pool events
 ``gpu/samples``         the last sample
 ``gpu/accounting``      learns overhead, overuse and the driver's own memory from samples
@@ -50,7 +50,7 @@
 ``pages/setup``         decides whether new kernels run under the guard; sets its variables
 ``pages/control``       the shared pages, kept equal to the pool's records
 ``pages/translation``   translates the numbers of processes in containers
-``pages/activity``      reads from the pages who uses devices; sets holds and time slices
+``pages/activity``      reads from the pages which sessions use devices; sets holds and time slices
 ``pages/hints``         home devices and room to grow
 ``pages/quiesce``       waits until no thread is about to call the driver
 ``hostmemory``          host memory that a suspend may take

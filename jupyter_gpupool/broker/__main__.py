@@ -12,7 +12,7 @@ from ..errors import Code
 
 
 class _Reader:
-    """The process that started this broker, behind the pipe of ``--ready-fd``."""
+    """The process that started this broker. It reads the pipe of ``--ready-fd``."""
 
     def __init__(self) -> None:
         self._descriptor = -1
@@ -25,7 +25,7 @@ class _Reader:
     def tell(self, error: Exception) -> None:
         """Report why the start fails.
 
-        If the caller gets no report, something outside has killed the broker.
+        So if the caller gets no report, it knows that something outside has killed the broker.
         """
         message = f"An error ended the GPU pool broker: {type(error).__name__}: {error}"[:500]
         found = {"ok": False, "code": Code.START_FAILED, "message": message}

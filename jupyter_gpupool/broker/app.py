@@ -58,7 +58,8 @@ FINISH = 1.5
 #: Seconds that the broker waits for operations to end, before it ends their workers.
 CLOSE = 0.5
 
-#: A broker that does not linger still waits this many seconds for the client that started it.
+#: Even if the option ``linger`` is 0, a broker without sessions waits this many seconds before it
+#: ends, so that the client that started it can connect.
 LEAST_LINGER = 2.0
 
 #: The longest time, in seconds, between two checks whether the machine's service replaces this
@@ -82,9 +83,10 @@ class BrokerApp:
     config_files, overrides:
         See :func:`jupyter_gpupool.config.load_timetable`. SIGHUP makes the broker read them again.
     socket:
-        Overrules the configuration; "" leaves it to :func:`jupyter_gpupool.endpoint.find_socket`.
+        Overrules the configuration. If it is "", :func:`jupyter_gpupool.endpoint.find_socket` finds
+        the socket.
     ending:
-        Takes the signals.
+        Receives the signals.
     command:
         The command that starts this broker again, without its socket. It is empty if only the
         caller can start the broker.
@@ -160,8 +162,8 @@ class BrokerApp:
             # page of history) may keep the event loop waiting for 5 ms each time. In a measurement,
             # the median delay was 7 ms with the default and 0.7 ms with this interval.
             sys.setswitchinterval(SWITCH)
-            # The monitor starts only now. Before the recovery, it would take the sessions'
-            # processes for foreign processes.
+            # The monitor starts only now. Before the recovery, it would treat the sessions'
+            # processes as foreign processes.
             broker.monitor.start()
             broker.maintenance.go_on()
             server = Server(broker.router, _LOG)
@@ -280,7 +282,7 @@ class BrokerApp:
         broker.maintenance.begin()
 
     def _user_sockets(self, broker: Broker, journal: Path) -> UserSockets | None:
-        """Return the sockets of users in containers, if this broker has them."""
+        """Return the sockets of users in containers, if this broker serves containers."""
         if broker.content is None:
             return None
         from .transport.usersockets import UserSockets
@@ -357,8 +359,8 @@ class BrokerApp:
         sessions = broker.core.sessions
         while True:
             since = max(sessions.changed_at, broker.router.last_connection)
-            # A broker without a GPU does not wait, because the next broker may have a better
-            # configuration. A broker that stands aside does not wait, because new kernels go to the
+            # A broker without a GPU ends soon, because the next broker may have a better
+            # configuration. A broker that stands aside ends soon, because new kernels go to the
             # machine's service.
             needed = broker.health.devices and not self.configuration.stands_aside()
             usual = self.configuration.settings.linger if needed else 0.0
@@ -473,7 +475,7 @@ def main(
     except GPUPoolError as error:
         if options.ready_fd is not None:
             failure = {"ok": False, "code": error.code, "message": error.message}
-            # The socket of the broker that already serves the caller's pool, if there is one.
+            # If another broker already serves the caller's pool, this is the socket of that broker.
             listens = str(error.details.get("socket", ""))
             report(options.ready_fd, {**failure, "next_step": error.next_step, "socket": listens})
         print(f"jupyter gpupool broker: {error}", file=sys.stderr)

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Constructs all parts of one broker, each part after the parts that it uses.
 
-The parts form one cycle, which this module closes: parts give the pool events (``core.handle``),
-and the runner calls parts to perform what the pool decides.
+The parts and the runner depend on each other: parts give the pool events (``core.handle``), and the
+runner calls parts to perform what the pool decides. This module connects the two.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ def _guard_problem(service: Devices) -> str:
 
 
 def _page_folder(configuration: Configuration) -> tuple[Path, str]:
-    """Return the folder for pages, and why the broker cannot make it ("" if it can)."""
+    """Return the folder for pages, and the reason if the broker cannot make it ("" if it can)."""
     socket = configuration.socket
     try:
         return page_folder(socket, machine_wide=configuration.machine_wide), ""

@@ -33,7 +33,8 @@ class Configuration:
     files, overrides:
         See :func:`jupyter_gpupool.config.load_timetable`.
     socket:
-        Overrules the configuration; "" leaves it to :func:`jupyter_gpupool.endpoint.find_socket`.
+        Overrules the configuration. If it is "", :func:`jupyter_gpupool.endpoint.find_socket` finds
+        the socket.
 
     Raises
     ------
@@ -62,7 +63,7 @@ class Configuration:
     def read(self) -> Timetable:
         """Return what the files say now. The configuration in force does not change.
 
-        This takes a while, so another thread may call it.
+        Reading takes a while, so a thread other than the event loop's may call this method.
 
         Raises
         ------
@@ -85,8 +86,8 @@ class Configuration:
     def follow_calendar(self, now: float) -> bool:
         """Put the schedules of ``now`` in force; return whether anything has changed."""
         same = self.timetable.rules(now) == self.rules
-        # Even if the schedules in force have not changed, a priority class may open at another time
-        # after a step of the clock.
+        # The clock may have stepped. Then a priority class may open at a different time, even if
+        # the schedules in force are the same.
         if same and self.timetable.classes_open(now) == self.settings.pool.classes_open:
             return False
         self._enter(now)
@@ -126,7 +127,8 @@ class Configuration:
     def shown(self, peer: Peer) -> dict[str, Any]:
         """Return the configuration in force, as far as ``peer`` may see it.
 
-        A Jupyter Server may have read another configuration.
+        A Jupyter Server needs this answer, because the server may have read a different
+        configuration.
         """
         return shown(self.settings, private=self.access.is_admin(peer))
 

@@ -193,7 +193,7 @@ class Core:
     def note(
         self, kind: str, session: LiveSession | None = None, *, owner: str = "", **fields: Any
     ) -> None:
-        """Append a row to the journal (committed with the next commit) and show it to readers.
+        """Append a row to the journal, and show the row to readers. The next commit writes it.
 
         ``owner`` is the user of a row without a session; only admins see a row without an owner.
         """
@@ -211,7 +211,7 @@ class Core:
             self.flush_later()
 
     def note_missing(self, *, all_of_them: bool = False) -> None:
-        """For each user with too many rows, write one row with the number of rows left out."""
+        """For each user with too many rows, write one row that counts the rows left out."""
         for owner, kinds in self._rows.summaries(self.now(), all_of_them=all_of_them):
             self.note(
                 "omitted", owner=owner, detail={"rows": dict(kinds)},

@@ -32,7 +32,7 @@ from .core import Core
 
 #: While a user or group has a session on this machine, the machine keeps a stock of borrowed
 #: GPU-seconds: PART, and EACH for each GPU that the sessions have. The stock is so large that the
-#: sessions cannot use it up before the broker looks again.
+#: sessions cannot use it up before the broker next checks it.
 PART, EACH = 300, 60
 #: The machine borrows GPU-seconds in multiples of STEP. Otherwise the machine would send a message
 #: for each second of use. A session that may not run without GPU-seconds waits for STEP of them.
@@ -76,8 +76,8 @@ def demands_of(core: Core, rules: PoolSettings, budgets: Budgets, now: float) ->
         have = sum(x.bytes for x in slices), len(slices), int(bool(slices))
         lacks = (0, 0, 0)
         if slices:
-            # The session lacks the requested bytes that its slices do not have yet. To grow beyond
-            # its request, the session uses bytes that the machine already keeps for it.
+            # The session lacks the part of its request that its slices do not have yet. To grow
+            # beyond its request, the session uses bytes that ``keep`` already contains.
             lacks = sum(max(0, request.memory - x.bytes) for x in slices), 0, 0
         elif core.busy.get(session.id) == "queued":
             state = core.pool.record(session.id).suspended_bytes

@@ -27,7 +27,8 @@ def machine_environment(
     The real driver needs no variables.
 
     Only this module chooses between the real and the emulated driver. The rest of the code cannot
-    tell them apart, and NVIDIA's own client libraries find either driver here.
+    tell them apart. With these variables, NVIDIA's own client libraries also find the chosen
+    driver.
     """
     if not settings.emulate:
         return {}

@@ -113,7 +113,8 @@ class Figures:
         self._accounts = _Accounts()
         self.registry.register(self._accounts)
         ProcessCollector(namespace=f"{PREFIX}broker", registry=self.registry)
-        # Each series begins at 0. Without this first value, rates miss the first event.
+        # Each series begins at 0. Without this first value, a rate in Prometheus misses the first
+        # event.
         for view in core.pool.device_views():
             uuid = view.device.uuid
             for family in (*self.durations.all, self.resumes, self.migrations):
@@ -368,7 +369,7 @@ def _info(name: str, what: str, values: dict[str, str]) -> InfoMetricFamily:
 
 
 #: The most connections at the same time. If there are more, the server closes the oldest
-#: connection, because the newest may be a scraper's.
+#: connection, because the newest connection may come from Prometheus.
 MOST = 32
 
 #: Seconds within which a connection must have its answer.

@@ -52,7 +52,7 @@ MOST_BYTES = 1 << 17
 #: The number of ended kernels whose exit codes the broker keeps.
 KEPT = 1000
 
-#: The requests that a user may send this broker from another machine. Each of them is about a
+#: The requests that a user on another machine may send to this broker. Each request is about a
 #: kernel on this machine.
 _TOLD = frozenset({"release", "keep", "request", "why", "elsewhere"})
 
@@ -83,7 +83,7 @@ class Account:
 
 
 def switch_to(account: Account) -> tuple[list[str], dict[str, Any]]:
-    """Return words to put before a command, and ``Popen`` arguments, to run it as a user."""
+    """Return how to run a command as a user: words before the command, and ``Popen`` arguments."""
     if os.geteuid() != 0:
         return [], {}
     return [], {"user": account.uid, "group": account.gid, "extra_groups": account.groups}
@@ -146,8 +146,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
     The caller must not have reaped the program.
 
-    The program's user controls it. So the program may be stopped, it may ignore the end of its
-    input, and its children may keep its output open.
+    The program's user controls the program. So the program may be stopped, it may ignore the end of
+    its input, and its children may keep its output open.
     """
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -390,7 +390,7 @@ class Hosting:
     def _run_as(
         self, uid: int, order: Message
     ) -> tuple[Mapping[str, Any], subprocess.Popen[bytes]]:
-        """Run the program as a user to carry out an order; return its answer and its process."""
+        """Carry out an order: run the program as a user; return its answer and its process."""
         account = self._account(uid)
         check_rights(self._node)
         prefix, switch = switch_to(account)

@@ -14,7 +14,7 @@ from ..units import format_bytes
 
 _T = TypeVar("_T")
 
-#: After a suspend, the free memory must be at least the reserve and one eighth of the reserve.
+#: After a suspend, the free memory must be at least the reserve plus one eighth of the reserve.
 #: Without this eighth, memory would be short again as soon as a process takes a few more bytes, and
 #: the state would move back and forth.
 SLACK = 8

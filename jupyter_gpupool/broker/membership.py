@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Finds a user's groups, by the rules of the configuration, Unix groups and Hub groups.
 
-Unix groups come from NSS. Hub groups come from a function that the admin wrote. Both may ask the
-network and hang, so threads ask them. The broker opens a session when it has the answers. After
-PATIENCE seconds, it opens the session without them.
+Unix groups come from NSS. Hub groups come from a function that the admin wrote. Both sources may
+use the network and hang, so the broker asks them in threads. The broker opens a session when it has
+the answers. After PATIENCE seconds, it opens the session without the answers.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class Memberships:
         return known is not None and known.until > asyncio.get_running_loop().time()
 
     async def learn(self, uid: User, settings: BrokerSettings | None = None) -> None:
-        """Find the groups of a user. Without an answer in PATIENCE seconds, keep the known groups.
+        """Find the groups of a user. If no answer comes in PATIENCE seconds, keep the known groups.
 
         ``settings`` are settings that are not in force yet. If the caller passes them, this method
-        asks their function for the Hub groups.
+        asks the function in these settings for the Hub groups.
         """
         task = self._under_way.get(uid) or self._begin(uid, settings)
         done, _ = await asyncio.wait([task], timeout=PATIENCE)
@@ -154,7 +154,7 @@ class Memberships:
         return task
 
     def groups(self, uid: User) -> tuple[str, ...]:
-        """Return the known groups of a user. A session that chooses none uses the first one."""
+        """Return the known groups of a user. A session that chooses no group uses the first."""
         known, members = self._known.get(uid, _NOTHING), self._configuration.settings.members
         return groups_of(members, owner_of(uid).name, known.unix_groups, known.hub_groups)
 

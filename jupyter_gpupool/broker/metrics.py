@@ -44,10 +44,10 @@ class Metrics:
     def configure(self) -> None:
         """Serve the metrics as configured from now on.
 
-        If another process has the port, the broker logs this and goes on, because kernels do not
-        depend on metrics. This happens if several users' own brokers read the same machine-wide
-        configuration. If another port served the metrics before, the broker still serves them
-        there. The next call tries the configured port again.
+        If another process has the port, the broker logs this and continues to run, because kernels
+        do not depend on metrics. This happens if several users' own brokers read the same
+        machine-wide configuration. If another port served the metrics before, the broker still
+        serves them there. The next call tries the configured port again.
         """
         port = self._configuration.settings.metrics_port
         if port and port != self.port:
@@ -84,7 +84,7 @@ class Metrics:
         self._log.info("Metrics for every user of this machine: http://127.0.0.1:%d/metrics", port)
 
     def _node(self) -> str:
-        """Return the name of this machine in its cluster; "" if it is in none."""
+        """Return the name of this machine in its cluster; "" if it is in no cluster."""
         settings = self._configuration.settings
         name = settings.cluster_node or socket.gethostname()
         return name if settings.cluster_nodes else ""

@@ -281,8 +281,8 @@ def _must_be_written_first(action: e.Action) -> bool:
     """Return whether the broker must commit to the journal before it performs ``action``.
 
     Two changes need no such commit: a change of holds, and a change to ``queued`` or ``attaching``.
-    The broker commits the latter together with the session's next state, so a grant usually takes
-    only one commit.
+    The broker commits a change to ``queued`` or ``attaching`` together with the session's next
+    state, so a grant usually takes only one commit.
     """
     if isinstance(action, e.StateChanged):
         return not steady(action) and action.new not in WAITING

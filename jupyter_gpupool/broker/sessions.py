@@ -73,7 +73,8 @@ class Use:
     #: Whether its page says that other sessions wait for its memory; None until this broker has
     #: written the page.
     contended: bool | None = None
-    #: Loop time at which the broker last saw the session use CUDA, and at which it last looked.
+    #: ``busy_at``: loop time at which the broker last saw the session use CUDA. ``looked_at``: loop
+    #: time at which the broker last checked this.
     busy_at: float = float("-inf")
     looked_at: float = float("-inf")
     #: Loop time at which its whole page was last read.
@@ -140,7 +141,7 @@ class LiveSession:
     #: The epoch of its lease, if other sessions wait for this lease. In this case, the agent must
     #: report when its cells end.
     wanted: int = -1
-    #: The threads that wait at the gate and have asked for a lease: the id of each request.
+    #: By connection of a thread that waits at the gate and has asked for a lease: the request's id.
     guards: dict[Connection, int | None] = field(default_factory=dict)
     #: Its page's data when last read; see ``activity``.
     use: Use = field(default_factory=Use)

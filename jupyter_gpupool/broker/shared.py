@@ -58,12 +58,12 @@ LEAST, LONGEST = 0.05, 60.0
 #: takes back what an earlier pass has granted.
 ROUNDS = 8
 
-#: Seconds between two looks at the GPU-seconds in use.
+#: Seconds between two checks of the GPU-seconds in use.
 LOOK = 15.0
 
-#: Seconds between two reports of what users and groups have used. Fair shares compare hours, so
-#: TELL is enough. If the last of these reports left out the owner of a session, the broker sends
-#: the next report after LEAST_TELL.
+#: Seconds between two reports of what users and groups have used. Fair shares compare the usage of
+#: hours, so a report every TELL seconds is enough. If the last of these reports left out the owner
+#: of a session, the broker sends the next report after LEAST_TELL.
 TELL, LEAST_TELL = 30.0, 1.0
 
 #: Keys in the journal's metadata. LIFE: a number for the ledger, which grows with each start of a
@@ -106,9 +106,9 @@ class LentLimits:
         clock: Clock,
     ) -> None:
         settings = configuration.settings
-        # The ledger ignores a broker whose number is smaller than the number of the broker before.
-        # The journal keeps this earlier number. In case the journal is lost, the new number is at
-        # least the time of day in milliseconds.
+        # The ledger ignores a broker whose number is smaller than the number of the previous
+        # broker. The journal keeps the previous number. The new number is also at least the time of
+        # day in milliseconds, because the journal may be lost.
         life = max(int(journal.meta(LIFE) or 0) + 1, int(1000 * time.time()))
         journal.remember(LIFE, str(life))
         name = journal.meta(JOURNAL) or secrets.token_hex(8)
@@ -221,7 +221,11 @@ class SharedLimits:
         self._watch_window()
 
     def _watch_window(self) -> None:
-        """Plan the next look at the budgets: at the next window, or before GPU-seconds run out."""
+        """If there are daily budgets, set a timer to check them again in LOOK seconds.
+
+        If the next window of a budget begins earlier, check the budgets just after that window
+        begins.
+        """
         if self._window is not None:
             self._window.cancel()
             self._window = None
@@ -317,7 +321,7 @@ class SharedLimits:
     def look(
         self, connection: Connection, request: int | None, give: Callable[[View | None], None]
     ) -> None:
-        """Call ``give`` with the ledger's view of all machines, or None if it does not answer."""
+        """Call ``give`` with the ledger's view of all machines, or with None if no answer comes."""
         connected = self._budgets.is_connected(time.monotonic())
         self._views.look(connection, request, give, connected=connected)
 

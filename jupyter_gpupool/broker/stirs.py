@@ -48,7 +48,7 @@ class Stirs:
     def read_queue(self, reader: Callable[[], int]) -> None:
         """Call ``reader`` after each change of the queue from now on.
 
-        ``reader`` returns the number of connections that it has told.
+        ``reader`` returns the number of connections to which it has sent a message.
         """
         self._queue_readers.append(reader)
 

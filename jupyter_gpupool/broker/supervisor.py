@@ -30,7 +30,7 @@ VARIABLES = (
 
 
 class Supervisor:
-    """The service manager that started this process, if one did.
+    """The service manager that started this process, if a service manager started it.
 
     Removes its variables from ``environment``, so that no child inherits them.
     """

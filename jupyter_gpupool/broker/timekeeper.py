@@ -17,8 +17,8 @@ from typing import Callable
 from .configuration import Configuration
 from .core import Core
 
-#: The longest time in seconds between two looks at the time of day. A timer does not count the time
-#: for which the machine sleeps. So only such a look shows that the machine has slept, or that
+#: The longest time in seconds between two checks of the time of day. A timer does not count the
+#: time for which the machine sleeps. So only such a check shows that the machine has slept, or that
 #: somebody has set the clock.
 LOOK = 15.0
 
@@ -69,7 +69,7 @@ class Timekeeper:
             self._timer = None
 
     def _look(self) -> None:
-        """Apply the schedules that are in force now, and look again when the next change is due."""
+        """Apply the schedules that are in force now, and set a timer for the next change."""
         self._timer = None
         # The pool must first learn of a step of the clock, because it computes the times of new
         # rules from the clock.

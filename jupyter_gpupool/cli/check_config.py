@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``jupyter gpupool check-config``: what the configuration means, its mistakes, its changes.
+"""``jupyter gpupool check-config``: prints a configuration's meaning, mistakes and changes.
 
 :func:`examine` collects a report of JSON values; :mod:`.config_report` writes it for people.
 """
@@ -47,10 +47,14 @@ _DEVICES = re.compile(r"([0-9]{1,4})x(.+)")
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs that the report checks sizes against; if unknown, ``capacities`` is empty."""
+    """The GPUs with which the report compares the configured sizes.
+
+    If the GPUs are unknown, ``capacities`` is empty.
+    """
 
     capacities: Sequence[int]
-    #: Where the GPUs are, such as "in this machine". The report prints it after their number.
+    #: The place of the GPUs, such as "in this machine". The report prints this text after the
+    #: number of GPUs.
     source: str
 
 
@@ -221,7 +225,7 @@ def _warnings(base: BrokerSettings, unknown: Sequence[Fault], machine: Gpus) -> 
 
 
 def _without_effect(base: BrokerSettings, machine: Gpus) -> Iterator[str]:
-    """Yield warnings for settings that refuse kernels with default options, or have no effect."""
+    """Yield warnings for settings that have no effect, or refuse kernels with default options."""
     pool = base.pool
     if pool.classes_allowed is not None and pool.default_priority not in pool.classes_allowed:
         yield (

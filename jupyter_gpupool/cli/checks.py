@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The checks of ``jupyter gpupool doctor`` on this machine, one function for each question.
 
-Each function returns one :class:`Finding` or several. A check that cannot decide reports that it
-cannot, and does not guess.
+Each function returns one :class:`Finding` or several. If a check cannot find the answer, it reports
+this and does not guess.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def configuration(settings: BrokerSettings) -> list[Finding]:
 
 
 def groups(settings: BrokerSettings, found: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """Whether the GPUs have room for the guarantees of all groups, and whether members exist."""
+    """Whether the GPUs have room for all guarantees, and whether the members of groups exist."""
     tree = settings.pool.groups
     if not tree:
         return []
@@ -176,7 +176,7 @@ def socket(path: Path, answers: bool) -> Finding:
 
 
 def kernelspecs() -> list[Finding]:
-    """The Pooled GPU kernel and the provisioner that it names."""
+    """Whether the Pooled GPU kernel and its provisioner are installed."""
     from jupyter_client.kernelspec import KernelSpecManager
 
     entries = importlib.metadata.entry_points(group="jupyter_client.kernel_provisioners")
@@ -219,7 +219,7 @@ def ptrace_scope(proc: Path = Path("/proc")) -> Finding:
 def host_memory(settings: BrokerSettings, devices: Sequence[Mapping[str, Any]]) -> Finding:
     """Whether the host has room for suspended state.
 
-    The driver keeps this state in the memory of the kernel processes.
+    The driver keeps the state of suspended kernels in the host memory of their processes.
     """
     budget = settings.pool.host_memory
     text = f"{format_bytes(budget)} of {format_bytes(Host().total())} for suspended state"
@@ -283,7 +283,7 @@ def journal(status: Mapping[str, Any]) -> list[Finding]:
 
 
 def journal_place(settings: BrokerSettings, path: Path) -> list[Finding]:
-    """Where a broker at the socket ``path`` would write its journal, if no broker runs now."""
+    """Where a new broker at the socket ``path`` would write its journal, if no broker runs now."""
     from ..broker.store.journal_file import place
 
     try:

@@ -47,7 +47,7 @@ def _node(options: Options) -> int:
             code=Code.BAD_REQUEST,
             next_step="Use --head to begin one, or --join with the address of its head.",
         )
-    import asyncio  # here, because these imports would slow down every other command
+    import asyncio  # imported here: otherwise every command would be slower
     import logging
 
     from ..cluster.node import run_node
@@ -61,7 +61,7 @@ def _node(options: Options) -> int:
     )  # fmt: skip
 
 
-#: For each order, the state in which the machine is when the order is done. "" means that the
+#: For each order: the state of the machine that shows that the order is done. "" means that the
 #: command does not wait for a state.
 ORDERS = {"drain": "left", "resume": "present", "fence": ""}
 

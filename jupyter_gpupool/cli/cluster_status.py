@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """``jupyter gpupool status --cluster``: all machines of the cluster, as its ledger knows them.
 
-The broker of this machine asks the ledger, so users need no access to Ray. Each figure is from its
-machine's last report. For a silent machine, the command also prints the age of that report.
+The broker of this machine asks the ledger, so users need no access to Ray. Each figure is from the
+last report of the machine. For a silent machine, the command also prints the age of that report.
 """
 
 from __future__ import annotations

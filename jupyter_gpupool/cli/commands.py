@@ -451,8 +451,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130  # shells use this code for a process that SIGINT has ended
     except BrokenPipeError:
-        # The reader of the output (``| head``) has closed the pipe. Without this, Python would
-        # print an error at exit.
+        # The reader of the output (``| head``) has closed the pipe. Send the rest of the output to
+        # /dev/null: otherwise Python would print an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except SystemExit as error:  # argparse raises this after --help, --version and wrong usage

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Writes the report of ``check-config`` for people. Pure: makes lines from a report and a width."""
+"""Writes the report of ``check-config`` for people.
+
+Pure: the module makes lines of text from a report and a width.
+"""
 
 from __future__ import annotations
 

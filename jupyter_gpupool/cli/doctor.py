@@ -77,8 +77,8 @@ def _all(socket: str, config_files: Sequence[Path]) -> list[Finding]:
     try:
         settings = load_settings(config_files)
     except WrongConfiguration as error:
-        # The other checks need a valid configuration. With the default options they would report on
-        # a configuration that nobody has written.
+        # The other checks need a valid configuration. If they used the default options instead,
+        # they would report on a configuration that nobody has written.
         found += [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
         return found
     found += checks.configuration(settings)
@@ -119,8 +119,8 @@ def _inside(socket: str, config_files: Sequence[Path]) -> list[Finding]:
         configured = load_settings(config_files).socket
     except WrongConfiguration as error:
         return [Finding("fail", "config", f.text, f.next_step) for f in error.faults]
-    # If the mount is missing, find_socket() would choose the user's own socket, which kernels use
-    # on a machine without a machine broker. So this function does not call find_socket().
+    # Do not call find_socket() here. If the mount is missing, it would choose the user's own
+    # socket, which is right only on a machine without a machine broker.
     named = socket or configured or os.environ.get(SOCKET_VARIABLE, "")
     return examine_inside(Path(named) if named else MACHINE_SOCKET)
 

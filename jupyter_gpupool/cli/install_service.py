@@ -150,7 +150,7 @@ def _running_manager(root: Path | None) -> str:
 
 
 def _layout(config: Sequence[Path]) -> Layout:
-    """Return the facts for the service's files, from the configuration files ``config``."""
+    """Read the configuration files ``config``; return the facts for the service's files."""
     wanted = [path.expanduser().absolute() for path in config]
     settings = load_timetable(wanted).base
     if settings.socket and Path(settings.socket) != MACHINE_SOCKET:
@@ -190,7 +190,8 @@ def _check_programs(layout: Layout) -> None:
     """Refuse to install if a user who is not root can change a program that root would run."""
     package = Path(__file__).resolve().parents[1]
     # The broker starts in another folder than this process, and without this process's PYTHONPATH.
-    # So this check skips the folders that sys.path has from the present folder and PYTHONPATH.
+    # So this check skips the folders that are in sys.path only because of the present folder or
+    # PYTHONPATH.
     here = [*sys.path[:1], *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     imported = [Path(folder) for folder in sys.path if folder and folder not in here]
     programs = [layout.python, package, *imported, *layout.config]
@@ -265,7 +266,8 @@ def _remove(
         print(f"Remove {path}")
         if not dry_run:
             path.unlink()
-    # As long as the socket's file exists, kernels expect the machine's broker to return soon.
+    # Remove the socket's file: as long as it exists, kernels expect the machine's broker to return
+    # soon.
     for command in (["rm", "-f", str(MACHINE_SOCKET)], *manager.ended):
         failed.append(_run(command, run=run, dry_run=dry_run))
     for problem in filter(None, failed):

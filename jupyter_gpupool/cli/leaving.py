@@ -16,8 +16,8 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: A machine in one of these states does not follow the order, because the ledger has restarted and
-#: lost the order. The command then sends the order again.
+#: If a machine is in one of these states, the ledger has restarted and lost the order. So the
+#: command sends the order again.
 UNDONE = {"drain": ("present",), "resume": ("draining", "left")}
 
 _NEXT = (

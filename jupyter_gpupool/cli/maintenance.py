@@ -14,7 +14,7 @@ from .status import socket_path
 #: Seconds between two checks of an order's progress.
 LOOK = 0.5
 
-#: After this many seconds, the command prints that it waits.
+#: If an order is not complete after this many seconds, the command prints that it waits.
 AT_ONCE = 2.0
 
 #: Longest time that the self-tests of a resume may take, in seconds.

@@ -1,6 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Draws the pool as a picture made of text. Pure: makes lines from a snapshot and a style."""
+"""Draws the pool as a picture made of text.
+
+Pure: the module makes lines of text from a snapshot and a style.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,8 @@ _COLOURS = {
     "emulated": "1;36",
 }
 
-#: Characters that fill a bar, by their meaning: one for terminals with Unicode, one for others.
+#: Characters that fill a bar, by their meaning. The first is for terminals with Unicode, the second
+#: for other terminals.
 _FILLS = {
     "running": ("█", "#"),
     "idle": ("▒", "="),
@@ -311,7 +315,7 @@ def _row(session: Snapshot, letters: Mapping[str, str], now: float) -> tuple[str
 
 
 def _leaving(session: Snapshot, now: float) -> str:
-    """Return when an idle session loses its slice.
+    """Return a text that says when an idle session loses its slice.
 
     The text has a time only if no waiting session wants the slice.
     """
@@ -334,7 +338,7 @@ def _uses(session: Snapshot) -> str:
 
 
 def _left(session: Snapshot) -> str:
-    """Return the daily budget left to the session's user or to its group, whichever is less."""
+    """Return what is left of the daily budget of the session's user or group: the smaller value."""
     found = [session.get(name) or {} for name in ("usage", "group_usage")]
     left = [u["daily"] - u["today"] for u in found if u.get("daily") is not None]
     if not left:
@@ -357,7 +361,8 @@ def _queue(sessions: Sequence[Snapshot], now: float, style: Style) -> list[str]:
         return []
     lines = ["", style.paint("WAITING", "bold")]
     for session in waiting:
-        # For a session of another user, the broker sends the request, but no expected wait.
+        # For a session of another user, the broker reports what the session asks for, but no
+        # estimate of its wait.
         request = session.get("request") or session.get("asks") or {}
         asks = ""
         if request.get("memory"):

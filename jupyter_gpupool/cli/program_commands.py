@@ -155,8 +155,8 @@ def _run_words(options: Options, words: Sequence[str]) -> int:
         print(start(words, run_options, options.name))
         return 0
     child = CommandProcess(words)
-    # This process closes its own standard input and output. Then only the user's program has them
-    # open, and a reader sees the end of the output as soon as the program closes the output.
+    # This process closes its own standard input and output, so that only the user's program has
+    # them open. A reader then sees the end of the output as soon as the program closes the output.
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.dup2(null, 1)

@@ -17,7 +17,9 @@ _MOST_LINKS = 40
 
 
 def changeable(path: Path) -> str:
-    """Return the place where a user who is not root can change ``path``; "" if there is none.
+    """Return which folder or file lets a user other than root change ``path``; "" if none does.
+
+    The text contains the owner and the mode of this folder or file.
 
     If the file does not exist, this checks its folder, because another user might create the file.
     """

@@ -83,7 +83,8 @@ class Manager:
     begin: Callable[[Layout], list[list[str]]]
     upgrade: Callable[[Layout], list[list[str]]]
     end: Callable[[Layout], list[list[str]]]
-    #: Finds the words of the broker's command in the text of the file that contains it.
+    #: Takes the text of the service file that runs the broker. Returns the words of the broker's
+    #: command.
     command_in: Callable[[str], list[str]]
     #: Commands that run after the files are removed.
     ended: Sequence[Sequence[str]] = ()
@@ -99,20 +100,20 @@ def earlier_config(manager: Manager, text: str) -> tuple[Path, ...]:
 
 
 def _line_after(start: str, text: str) -> str:
-    """Return the rest of the last line that begins with ``start``."""
+    """Find the last line that begins with ``start``; return its text after ``start``."""
     found = [line for line in text.splitlines() if line.startswith(start)]
     return found[-1].removeprefix(start) if found else ""
 
 
 def stamped(text: str) -> str:
-    """Return ``text`` with a first comment (after ``#!``) that has the checksum of ``text``."""
+    """Return ``text`` with its checksum in a comment at the top (below a line with ``#!``)."""
     first, _, rest = text.partition("\n")
     line = f"# {MARK} {_sum(text)}\n"
     return f"{first}\n{line}{rest}" if first.startswith("#!") else line + text
 
 
 def is_unchanged(text: str) -> bool:
-    """Return whether this package's command wrote this text and nobody has changed it."""
+    """Return whether this package's command wrote this text, and nobody has changed it since."""
     found = re.search(rf"^\S+ {re.escape(MARK)} ([0-9a-f]+)\n", text, re.MULTILINE)
     return found is not None and found[1] == _sum(text.replace(found[0], "", 1))
 

@@ -67,7 +67,10 @@ def show_status(socket: str, *, as_json: bool, watch: bool, interval: float) -> 
 
 
 def connect(path: Path) -> Client:
-    """Return a connection to the broker. A broker that has died is restarted first."""
+    """Return a connection to the broker.
+
+    If the broker has died, this function first starts a new one.
+    """
     try:
         return Client(path)
     except BrokerUnavailable as error:
@@ -199,7 +202,7 @@ def why_lines(answer: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _refuse_ended(name: str) -> None:
-    """Raise an error if ``name`` is a detached program that has ended: it has no session."""
+    """Raise an error if ``name`` is a detached program that has ended and so has no session."""
     from ..programs import runfiles
 
     found = runfiles.read(name) if runfiles.is_name(name) else None

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """What the keys of ``jupyter gpupool top`` do: they select, sort, and give orders. Pure.
 
-A function that htop or nvitop also has uses the same key here. After a key for an order, the
+If htop or nvitop has the same function, the key is the same here. After a key for an order, the
 program asks for the order's values, and then for a ``y``. It sends the order after the ``y``.
 """
 
@@ -18,7 +18,8 @@ from .top_table import SORTS, TopRow, head, in_order, lines, rows
 
 Snapshot = Mapping[str, Any]
 
-#: The most minutes until a slice is taken back. The broker has the same limit.
+#: The most minutes that a person may enter for the time until the broker takes a slice back. The
+#: broker has the same limit.
 MAX_MINUTES = 7 * 24 * 60
 
 _HELP = (

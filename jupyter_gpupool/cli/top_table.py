@@ -32,8 +32,8 @@ class TopRow:
     priority: str
     slice: int
     used: int | None
-    #: ``busy``: the part of the session's time with a slice in which it used CUDA, from 0 to 1.
-    #: ``unused``: the seconds with a slice in which it did not use CUDA.
+    #: ``busy``: of the time in which the session had a slice, the part in which it used CUDA (from
+    #: 0 to 1). ``unused``: the seconds in which the session had a slice but did not use CUDA.
     busy: float | None
     unused: float | None
     idle: float | None

@@ -19,7 +19,7 @@
 ``identity``          credentials that carry an order to another machine's broker
 ``munge``             credentials by the MUNGE daemons of the machines
 ``hub_tokens``        credentials by tokens of a JupyterHub
-``authenticators``    chooses between these two
+``authenticators``    chooses ``munge`` or ``hub_tokens``
 ``placing``           on which machine a kernel starts (pure)
 ``considering``       tells users what other machines have while a kernel waits (pure)
 ``kernel_host``       starts a kernel, as its user, for a server on another machine

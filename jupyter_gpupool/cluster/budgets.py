@@ -3,7 +3,7 @@
 """A node's side of the ledger: what its broker may grant of each shared quota. Pure.
 
 The broker reports what its sessions use and wait for. As long as their use stays within the
-ceilings, a lease needs no message. The ceilings come with later answers of the ledger.
+ceilings, a lease needs no message to the ledger. Each answer of the ledger contains new ceilings.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .messages import GUARANTEE, REFILL, Epoch, Holding, Key, Loan, Report, Spen
 
 #: What a node does when the ledger is silent for longer than the time-out. ``closed``: the node's
 #: sessions keep what they have, and get no more. ``min_share``: each user and group may have a
-#: fixed share on each node. All nodes together may then exceed a quota by the share times the
-#: number of nodes.
+#: fixed share on each node. With ``min_share``, all nodes together may exceed a quota by the share
+#: times the number of nodes.
 OnLoss = Literal["closed", "min_share"]
 
 #: Maximum number of waiting sessions in one report. When these sessions have got their slices,
@@ -26,7 +26,7 @@ MOST_WAITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the sessions of a node use of a key, and will use again."""
+    """How much of a key the sessions of a node use, and how much they will use again."""
 
     used: int = 0
     keep: int = 0
@@ -45,29 +45,30 @@ class Budgets:
     on_loss: OnLoss = "closed"
     #: By resource: what a user or group may have here under ``min_share``.
     share: Mapping[str, int] = field(default_factory=dict)
-    #: The node grants nothing more and asks for nothing more. When no session has a slice, the
-    #: ledger no longer counts the node.
+    #: Whether the node drains: it grants nothing more and asks for nothing more. When no session
+    #: has a slice, the ledger no longer counts the node.
     drains: bool = False
-    #: No session of this node has a slice, not even one of a user without a limit.
+    #: Whether no session of this node has a slice. Sessions of users without a limit count, too.
     is_empty: bool = True
     epoch: Epoch = field(default_factory=Epoch)
     #: The name of the journal from which the broker knows what its sessions have used.
     journal: str = ""
     ceilings: dict[Key, int] = field(default_factory=dict)
     uses: dict[Key, Demand] = field(default_factory=dict)
-    #: What each waiting session needs in addition, the longest wait first.
+    #: What each waiting session needs in addition to what it uses. The session that has waited
+    #: longest comes first.
     waits: tuple[Mapping[Key, int], ...] = ()
     #: Keys that other nodes wait for.
     wanted: frozenset[Key] = frozenset()
     #: Keys of GPU-seconds that all nodes together have used up.
     used_up: frozenset[Key] = frozenset()
-    #: The ledger counts nothing of this node any more.
+    #: Whether the ledger counts nothing of this node any more.
     has_left: bool = False
     #: The time until which the node may grant from its ceilings.
     until: float = 0.0
     #: When the node sent the last report that the ledger has answered.
     heard: float | None = None
-    #: Something has changed that the ledger should know at once.
+    #: Whether the next report must be sent at once, because something has changed.
     due: bool = True
     _number: int = 0
     _applied: int = 0
@@ -81,7 +82,7 @@ class Budgets:
     #: an order in an answer to this report or to an earlier one: when the ledger sent the order, it
     #: did not know that the node drains.
     _changed: int = -1
-    #: A report of this life has said that the node has no session and leaves.
+    #: Whether a report of this life has said that the node has no session and leaves.
     _leaves: bool = False
     #: When the node sent its last reports, by number.
     _sent: dict[int, float] = field(default_factory=dict)
@@ -97,7 +98,7 @@ class Budgets:
         return None if self.heard is None else now - self.heard
 
     def most(self, key: Key, now: float) -> int:
-        """Return how much of ``key`` the sessions of this node may use in all.
+        """Return how much of ``key`` the sessions of this node may use in total.
 
         Sessions that already use more keep it, but the node grants nothing to another session.
         While the ledger is silent, the ceilings of GPU-seconds and guarantees stay in force: see
@@ -206,8 +207,8 @@ class Budgets:
             self._spent, self._version = loan.spent, loan.version
         for key, amount in loan.ceilings.items():
             had = self.ceilings.get(key, 0)
-            # Sessions may have begun since the report, so the ceiling does not fall below what they
-            # use.
+            # Sessions may have got slices since the report. So the ceiling does not become smaller
+            # than what the sessions use now.
             new = max(amount, min(had, self.uses.get(key, Demand()).used))
             if new < had:
                 self.due = True
@@ -224,8 +225,8 @@ class Budgets:
             del self._sent[min(self._sent)]
         self.due = False
         if self.drains and self.is_empty:
-            # Use no more GPU-seconds from now on: the ledger will lend to other nodes those that
-            # this node has not used.
+            # Use no more GPU-seconds from now on: the ledger will lend the unused GPU-seconds of
+            # this node to other nodes.
             self._leaves = True
             for key in [key for key in self.ceilings if key.is_seconds]:
                 self.ceilings[key] = min(self.ceilings[key], self._used(key))
@@ -242,6 +243,7 @@ class Budgets:
 
     def _holding(self, key: Key) -> Holding:
         use = self.uses.get(key, Demand())
-        # A draining node keeps only its part of the refill: used GPU-seconds still come back.
+        # A draining node keeps only its part of the refill, because the GPU-seconds that it has
+        # used still come back.
         keep = 0 if self.drains and key.resource != REFILL else use.keep
         return Holding(self.ceilings.get(key, 0), use.used, keep)

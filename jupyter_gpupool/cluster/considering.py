@@ -20,7 +20,8 @@ from .placing import PlacementRequest, lacks_model, lies_on
 #: The most folders that one sentence names; a kernel may work with up to 16 folders.
 MOST_FOLDERS = 3
 
-#: For each state in which a machine takes no new kernel: the answer, and the reason.
+#: The states in which a machine takes no new kernel, each with the answer for the user and the
+#: reason.
 _CLOSED = {
     "draining": "no, it is draining and gives no new slices",
     "left": "no, it has left the cluster",
@@ -49,7 +50,7 @@ def uses(node: Mapping[str, Any]) -> list[str]:
 
 
 def models(gpus: Iterable[Sequence[Any]]) -> str:
-    """Return the models of a machine's GPUs: one name if all are of one model, else with counts."""
+    """Return the models of a machine's GPUs, with the count of each if there are several models."""
     counts = Counter(str(name) for name, _ in gpus)
     if len(counts) == 1:
         return next(iter(counts))
@@ -57,7 +58,7 @@ def models(gpus: Iterable[Sequence[Any]]) -> str:
 
 
 def elsewhere(view: Mapping[str, Any] | None, here: str, owner: str, group: str) -> list[str]:
-    """Return sentences about the parts of a user's and a group's limits on other machines."""
+    """Return sentences about what other machines have of the limits of a user and a group."""
     if view is None:
         return ["What other machines have is unknown: the cluster's ledger does not answer now."]
     names = {("user", owner), ("group", group)}
@@ -86,7 +87,10 @@ def considered(
 
 
 def sentences(here: str, wanted: PlacementRequest, found: Mapping[str, str]) -> list[str]:
-    """Return a question as the first line, and the results of :func:`considered` below it."""
+    """Return lines: first a question to the reader, then the answer for each machine in ``found``.
+
+    ``found`` is the result of :func:`considered`.
+    """
     if not found:
         return []
     asked = format_bytes(wanted.memory)
@@ -127,7 +131,10 @@ def _lack(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
 
 
 def _place_of_data(node: Mapping[str, Any], wanted: PlacementRequest) -> str:
-    """Return which of the kernel's folders are on the machine's disks; '' without folders."""
+    """Return a text that says which of the kernel's folders are on the machine's disks.
+
+    The text is empty if the kernel or the machine names no folders.
+    """
     own = (node["summary"] or {}).get("data")
     if not wanted.data or own is None:
         return ""

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent of one machine: carries its broker's reports to the ledger, and the answers back.
+"""The agent of one machine carries its broker's reports to the ledger, and the answers back.
 
 The agent decides nothing and keeps nothing, so it may be killed at any time. If the broker or the
 ledger does not answer, the agent tries again. The broker itself notices when no answer of the
@@ -20,12 +20,13 @@ from ..protocol import MAX_LINE
 from .broker_calls import BrokerCalls, broker_calls
 from .mail import Mail, PassOn, letter_in
 
-#: Seconds after which the broker sends a report although nothing has changed. The ledger's time-out
-#: is several times longer.
+#: The broker sends a report after this many seconds even if nothing has changed. The ledger's
+#: time-out is several times longer.
 INTERVAL = 2.0
 #: Seconds until the next attempt if a broker or a ledger does not answer.
 AGAIN = 0.5
-#: Time-out in seconds for a broker's answer, after the waiting time that the request allows.
+#: Seconds that the agent waits for a broker's answer, in addition to the waiting time that the
+#: request itself allows.
 PATIENCE = 10.0
 
 _LOG = logging.getLogger(__name__)
@@ -82,7 +83,7 @@ async def _lend(link: BrokerCalls, answers: asyncio.Queue[str], mail: Mail) -> N
 
 
 async def _together(*works: Awaitable[None]) -> None:
-    """Run all works until one of them ends or fails; then cancel the others."""
+    """Run all ``works`` at the same time. When one of them ends or fails, cancel the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -21,8 +21,8 @@ from .messages import loan_to_json, report_from_json
 
 _LOG = logging.getLogger(__name__)
 
-#: Seconds without an answer after which a machine grants nothing more of shared limits; and
-#: additional seconds until the ceilings of a fenced machine are free.
+#: ``TTL``: after this many seconds without an answer, a machine grants nothing more of shared
+#: limits. ``MARGIN``: this many seconds later, the ceilings of a fenced machine are free.
 TTL, MARGIN = 8.0, 2.0
 
 
@@ -132,7 +132,7 @@ class Desk:
         return True
 
     def fence(self, node: str) -> None:
-        """Record that an admin says that no kernel runs on a node any more."""
+        """Record an admin's statement that no kernel runs on a node any more."""
         self._do(ev.Fenced(now=time.monotonic(), node=node))
 
     def drain(self, node: str, drains: bool) -> None:

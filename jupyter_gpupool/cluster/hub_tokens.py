@@ -23,7 +23,8 @@ from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_ope
 
 from .identity import LIFETIME, CheckedCredential, bad, cannot
 
-#: Seconds for which an answer of the Hub is valid, and seconds in which the answer must come.
+#: ``FRESH``: seconds for which an answer of the Hub is valid. ``PATIENCE``: time-out in seconds for
+#: the answer.
 FRESH, PATIENCE = 60.0, 10.0
 #: Most tokens whose owners this module remembers.
 MOST = 10_000
@@ -34,8 +35,8 @@ _MOST_BYTES = 1 << 20
 TOKEN_VARIABLE = "JUPYTERHUB_API_TOKEN"
 
 
-#: A scope that the Hub always gives to the token of a user's own server. The browser of a user may
-#: give another user's server, or a service, a token that names the user. Such a token lacks this
+#: A scope that the Hub always gives to the token of a user's own server. A user's browser may pass
+#: a token that names the user to a service or to another user's server. Such a token lacks this
 #: scope, so it is refused.
 _OWN = "users:activity"
 

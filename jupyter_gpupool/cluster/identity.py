@@ -72,7 +72,7 @@ def order_text(node: str, order: Mapping[str, Any]) -> str:
 
 
 def read_order(claim: CheckedCredential, node: str) -> dict[str, Any]:
-    """Return the order in a checked credential, if it is for the machine ``node``.
+    """Return the order in a checked credential. Refuse an order that is not for ``node``.
 
     Raises
     ------

@@ -95,7 +95,10 @@ class KernelFiles:
 
 
 def kernelspec(order: Mapping[str, Any], machine: str) -> dict[str, Any]:
-    """Return the order's kernelspec, if this machine has it and its kernel can encrypt."""
+    """Return the order's kernelspec.
+
+    Refuse the order if this machine lacks the kernelspec, or if its kernel cannot encrypt.
+    """
     name = str(order["kernel"])
     spec = dict(read_kernelspec(name)) if _NAME.fullmatch(name) else {}
     if not spec.get("argv"):
@@ -112,7 +115,7 @@ def kernelspec(order: Mapping[str, Any], machine: str) -> dict[str, Any]:
 
 
 def command_of(spec: Mapping[str, Any], place: KernelFiles, machine: str) -> list[str]:
-    """Return the kernel's command, if this machine has it."""
+    """Return the kernel's command; refuse the order if this machine lacks the program."""
     fields = {"{connection_file}": str(place.connection_file)}
     command = [_filled(str(word), fields) for word in spec["argv"]]
     if has_launcher(command):
@@ -152,9 +155,9 @@ def enter(folder: str, machine: str) -> None:
 def hold_ports(address: str, before: Mapping[str, int]) -> dict[str, int]:
     """Return a free port for each channel: the port in ``before`` if the kernel had one.
 
-    This process keeps the ports, and the kernel inherits them, because it takes a second until the
-    kernel binds them: Linux gives none of them to another program in that time. The kernel itself
-    can bind them, because ZeroMQ sets ``SO_REUSEADDR``, as this function does.
+    The kernel binds the ports only after about a second. This process keeps the ports open and the
+    kernel inherits them, so Linux gives none of them to another program in that second. The kernel
+    itself can bind them, because ZeroMQ sets ``SO_REUSEADDR``, as this function does.
     """
     holders = {}
     with ExitStack() as opened:

@@ -1,16 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The ledger: lends parts of the quotas of a cluster to its nodes. Events in, actions out.
+"""The ledger lends parts of the quotas of a cluster to its nodes. Events in, actions out.
 
 Why no quota is ever exceeded
------------------------------
-A node uses no more of a key than its ceiling. So it is enough that the ceilings of all nodes
-together never exceed the limit. The ledger cannot know a node's ceiling exactly, because messages
-take time. So the ledger counts the largest value that the ceiling can have. This value is the
-maximum of three numbers: the ceiling in the last report, the amount in use in that report, and the
-largest ceiling that the ledger has offered and the node has not confirmed. A node applies answers
-only in the order of their serial numbers. So when a node confirms an offer, all earlier offers are
-void. A smaller ceiling counts as soon as the node reports it.
+----------------------------- A node uses no more of a key than its ceiling. So no quota is exceeded
+if the ceilings of all nodes together never exceed the limit. The ledger cannot know a node's
+ceiling exactly, because messages take time. So the ledger counts the largest value that the ceiling
+can have. This value is the maximum of three numbers: the ceiling in the last report, the amount in
+use in that report, and the largest ceiling that the ledger has offered and the node has not
+confirmed. A node applies answers only in the order of their serial numbers. So when a node confirms
+an offer, all earlier offers are void. A smaller ceiling counts as soon as the node reports it.
 
 What a ledger forgets
 ---------------------
@@ -158,13 +157,15 @@ class Ledger:
         return [*dropped, *actions]
 
     def next_wakeup(self) -> float:
-        """Return when the ledger needs a :class:`Tick`; infinity if it needs none."""
+        """Return the time at which the ledger needs a :class:`Tick`; infinity if it needs none."""
         times = [node.free_at for node in self._fenced.values()]
         return min((*times, self._gone.next_wakeup()))
 
     @property
     def serving(self) -> bool:
-        """Whether the ledger lends: every member has reported or is gone, and one has reported.
+        """Whether the ledger lends.
+
+        It lends as soon as every member has reported or is gone, and at least one has reported.
 
         When the ledger lends, it does not wait for a new member: a new member has borrowed nothing
         from an earlier ledger.
@@ -284,7 +285,10 @@ class Ledger:
         node.offers.clear()
 
     def _recognise(self, node: Node, report: Report) -> list[Key]:
-        """Stop counting the node's earlier use, which its report contains; return the keys."""
+        """Stop counting the node's earlier use, and return the keys of this use.
+
+        The node's own report now contains this use.
+        """
         if node.journal not in ("", report.journal):
             # The node has lost its journal, so its reports will never contain its earlier use.
             self._gone.left(node.name, node.journal, node.counted, self._now)
@@ -354,7 +358,7 @@ class Ledger:
         return actions
 
     def _push(self, node: Node, *, less: Iterable[Key] = ()) -> list[Action]:
-        """Offer a node more for its sessions, or less of some keys, although it did not report."""
+        """Offer a node more for its sessions, or less of some keys, without a new report."""
         ceilings: dict[Key, int] = {}
         for key, new in self._ceilings(node, less).items():
             last = node.last_offer(key)
@@ -368,8 +372,8 @@ class Ledger:
     def _ceilings(self, node: Node, keys: Iterable[Key]) -> dict[Key, int]:
         """Return the ceilings that a node should have; record whether the node waits.
 
-        The result has those of ``keys`` that have a limit, and the keys that the node's sessions
-        wait for and can have.
+        The result contains each of ``keys`` that has a limit. It also contains the keys that the
+        node's sessions wait for and can have.
         """
         extra: dict[Key, int] = {}
         unserved: Mapping[Key, int] = {}
@@ -414,7 +418,10 @@ class Ledger:
         return found
 
     def _needed(self, key: Key, need: int) -> int:
-        """Return how much a session waits for; for GPU-seconds, at most the rest of the budget."""
+        """Return how much of a key a session waits for.
+
+        For GPU-seconds, this is at most the rest of the budget.
+        """
         if not key.is_seconds:
             return need
         return min(need, max(1, self._left_of_budget(key)))
@@ -434,8 +441,8 @@ class Ledger:
     def _unused(self, node: Node, key: Key) -> int:
         """Return the most of a key that a node may keep.
 
-        This is what no other node has, without what is reserved for nodes that have waited for
-        longer.
+        This is the amount that no other node has, minus the amount that is reserved for nodes that
+        have waited longer.
         """
         free = self._free(node, key)
         return free - self._queues.before(key, node.name, free)
@@ -447,7 +454,7 @@ class Ledger:
     def _push_all(self, keys: Iterable[Key], but: str = "") -> list[Action]:
         """Offer the free amounts of ``keys`` to the nodes that wait for them.
 
-        A queue may be long, so only its first nodes get an offer: those that the free amount is
+        A queue may be long. Only its first nodes get an offer: as many nodes as the free amount is
         enough for.
         """
         reached = dict.fromkeys(

@@ -25,7 +25,8 @@ class Counts:
     """The amounts of each key that the ledger counts, and the nodes for which it counts them."""
 
     def __init__(self) -> None:
-        #: By key: the sum of what counts for each node, plus what gone nodes have used.
+        #: By key: the sum of the amounts that count for the nodes, plus the amount that gone nodes
+        #: have used.
         self.totals = Sums()
         #: By key: the sum of :attr:`.messages.Holding.keep` over all nodes.
         self.keeps = Sums()

@@ -18,7 +18,7 @@ Limits = Mapping[str, Mapping[str, Mapping[str, int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Base of all events; ``now`` is in seconds, of any steady clock."""
+    """Base of all events; ``now`` is the time in seconds, by any steady clock."""
 
     now: float
 
@@ -44,8 +44,8 @@ class MembersChanged(Event):
 class Fenced(Event):
     """An admin says that no kernel runs on this node any more.
 
-    A ledger that starts later does not know this. So if a node does not come back, also remove it
-    from the list of nodes.
+    A ledger that starts later does not know what the admin has said. So if a node does not come
+    back, the admin should also remove it from the list of nodes.
     """
 
     node: str

@@ -21,12 +21,12 @@ from ..pool.groups import EXACT
 from .ledger_counts import Counts, Sums
 from .messages import REFILL, Key, Spent, recent
 
-#: The ledger updates a :class:`Leak` when this part of a whole budget has come back.
+#: When this fraction of a whole budget has come back, the ledger updates the :class:`Leak`.
 BACK = 1 / 24
 
 
 class Leak(NamedTuple):
-    """GPU-seconds of a budget that refills, which a node used before it was gone."""
+    """GPU-seconds that a node, now gone, has used of a budget that refills."""
 
     #: The time at which ``amount`` was right, and the time of the next update.
     since: float
@@ -80,11 +80,11 @@ class UsedByGone:
         return self._sums.get(key, 0)
 
     def next_wakeup(self) -> float:
-        """Return when :meth:`refilled` has something to do; infinity if never."""
+        """Return the time at which :meth:`refilled` has something to do; infinity if never."""
         return min((leak.at for leak in self._leaks), default=math.inf)
 
     def learn(self, spent: Mapping[Spent, int]) -> None:
-        """Count the amounts of an earlier ledger, from a node's copy."""
+        """Count the amounts that an earlier ledger counted; ``spent`` is a node's copy of them."""
         self._spend({
             what: amount
             for what, amount in spent.items()
@@ -117,7 +117,7 @@ class UsedByGone:
         return keys
 
     def refilled(self, now: float) -> list[Key]:
-        """Stop counting GPU-seconds that have come back; return keys that may have more free."""
+        """Stop counting GPU-seconds that have come back; return the keys of these GPU-seconds."""
         over = [leak for leak in self._leaks if leak.at <= now]
         self._leaks = [leak for leak in self._leaks if leak.at > now]
         for leak in over:

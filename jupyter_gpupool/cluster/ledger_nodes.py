@@ -11,8 +11,8 @@ from typing import Literal, Mapping
 
 from .messages import Holding, Key, Report, Summary, Usages
 
-#: The most unconfirmed offers to one node that the ledger keeps separately. It merges older offers;
-#: a merged offer counts at least as much as the offers in it.
+#: The ledger keeps at most this many unconfirmed offers to one node. It merges older offers into
+#: one; a merged offer counts at least as much as each offer in it.
 OFFERS = 16
 
 #: ``unheard``: the node has not reported since the ledger started. ``fenced``: its ceilings will be
@@ -41,12 +41,14 @@ class Node:
 
     name: str
     life: int = 0
-    #: The ledger has read a report with the ledger's own token from the node.
+    #: Whether the ledger has read a report of the node that contains the ledger's own token.
     heard: bool = False
-    #: The node has left or was fenced in this life, so the ledger counts no ceiling of the node.
+    #: Whether the node has left or was fenced in this life. If so, the ledger counts no ceiling of
+    #: the node.
     gone: bool = False
     number: int = 0
-    #: When the last report arrived. For a node without a report: when the ledger learnt of it.
+    #: When the last report arrived. For a node without a report: when the ledger learnt of the
+    #: node.
     seen: float = 0.0
     serial: int = 0
     version: int = -1
@@ -83,17 +85,17 @@ class Node:
         return 0 if held is None else held.used
 
     def read_state(self, report: Report) -> None:
-        """Store whether the node drains and has executed the admin's order, and its summary."""
+        """Store the node's summary, and whether it drains and has executed the admin's order."""
         self.summary = report.summary
         self.drains = report.drains
-        # The state alone is no proof that the node has executed the order. The node may have been
-        # in this state before, and then read an earlier order, which changes the state. So also
-        # check that the node has applied the answer with this order.
+        # The state alone does not prove that the node has executed the order. The node may already
+        # have been in this state, and may then apply an earlier order, which changes the state. So
+        # also check that the node has applied the answer with this order.
         if report.drains == self.order and report.applied >= self.order_serial:
             self.order = None
 
     def last_offer(self, key: Key) -> int:
-        """Return the ceiling of a key that the ledger offered the node last."""
+        """Return the ceiling that the ledger last offered the node for a key."""
         for _, offered in reversed(self.offers):
             if key in offered:
                 return offered[key]

@@ -5,7 +5,7 @@
 ``python -m jupyter_gpupool.cluster.ledger_service --socket PATH [--config FILE]``. Only its own
 user can connect. Each line of a connection is a report, a letter to another agent, or an order:
 ``{"order": "view"}`` or ``{"order": "fence", "node": NAME}``. The orders ``drain`` and ``resume``
-look like ``fence``. After SIGHUP the process reads members and limits again.
+have the same form as ``fence``. After SIGHUP the process reads members and limits again.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from .ledger_nodes import Node
 from .messages import HolderKind, Report, Usages
 
-#: If the ledger has sums of more than ``MOST`` users and groups, it forgets those of at most
+#: If the ledger has sums of more than ``MOST`` users and groups, it forgets each sum of at most
 #: ``NOTHING`` GPU-seconds.
 NOTHING, MOST = 0.1, 100_000
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Orders of one broker to another, and their results, carried by the agents of both.
+"""The agents of two machines carry orders between their brokers, and the results back.
 
 An agent sends a letter to the ledger, and the ledger passes it on to the agent of the machine that
 the letter names. A letter may be lost. In this case the broker that waits for the result gives up
@@ -71,8 +71,8 @@ class Mail:
     async def _send_order(self, order: dict[str, Any]) -> None:
         """Send an order; if the ledger does not accept it, give the broker an error at once."""
         if not await self._send(order["node"], order):
-            # The other machine may have received the order even so. The error code says that this
-            # is unknown.
+            # It is not certain that the order is lost: the other machine may have received it. The
+            # error code tells the sender that the result is unknown.
             lost = RefusedError(
                 f"{order['node']} cannot be reached: the ledger, which passes orders on, does not "
                 "answer.",

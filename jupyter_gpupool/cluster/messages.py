@@ -122,8 +122,9 @@ class Report:
     epoch: Epoch
     applied: int
     holdings: Mapping[Key, Holding] = field(default_factory=dict)
-    #: What each waiting session needs in addition, the longest wait first. A session gets all its
-    #: keys at once: if two sessions each got one of two keys, they would wait for each other.
+    #: What each waiting session needs in addition to what it uses. The session that has waited
+    #: longest comes first. A session gets all its keys at once: if two sessions each got one of two
+    #: keys, they would wait for each other.
     waits: tuple[Mapping[Key, int], ...] = ()
     #: ``spent``: what gone nodes have used up of budgets with a window. The node sends ``spent``
     #: only to a ledger that has just started; it is None in other reports. ``version``: the version
@@ -135,7 +136,8 @@ class Report:
     drains: bool = False
     leaves: bool = False
     summary: Summary | None = None
-    #: A user of this node looks at the cluster, so the ledger sends the node what all nodes have.
+    #: Whether a user of this node looks at the cluster. If so, the ledger sends the node what all
+    #: nodes have.
     looks: bool = False
     #: ``usage``: what users and groups have used on this node, in some reports only; 0 for users
     #: and groups that have a session and have used nothing. ``half_life``: the half-life of a usage
@@ -179,8 +181,8 @@ class Loan:
     #: ``spent``: what gone nodes have used up; None if the node already has this ``version``.
     version: int = 0
     spent: Mapping[Spent, int] | None = None
-    #: The ledger no longer counts anything of this life. If the node did not ask to leave, an admin
-    #: has fenced it. The node then begins a new life.
+    #: True if the ledger no longer counts anything of this life, because the node has asked to
+    #: leave or an admin has fenced it. A fenced node begins a new life.
     gone: bool = False
     #: An admin's order that the node has not executed yet: True to drain, False to come back.
     drains: bool | None = None
@@ -280,7 +282,7 @@ def epoch_from_json(values: Any) -> Epoch:
     Raises
     ------
     ValueError
-        If it is not a token. A node would keep a wrong token, and ignore the right ledger.
+        If the value is not a token. If a node kept a wrong token, it would ignore the right ledger.
     """
     if (
         not isinstance(values, list)

@@ -101,7 +101,10 @@ class Munge:
 
 
 def _set(lib: Any, context: Any, option: int, value: Any) -> None:
-    """Set an option, or raise: without it a credential might not be encrypted for its reader."""
+    """Set an option, or raise an error.
+
+    Without the option, a credential might not be encrypted for its reader.
+    """
     error = lib.munge_ctx_set(context, option, value)
     if error:
         raise cannot(f"MUNGE cannot be set up: {_words(lib, context, error)}.", _INSTALL)

@@ -91,7 +91,7 @@ def token_environment(path: Path, *, create: bool) -> dict[str, str]:
 
 
 def raylet_command(join: str, port: int, name: str) -> list[str]:
-    """Return the command of the raylet; without ``join`` it is the head."""
+    """Return the raylet's command; without ``join``, the raylet is the head of the cluster."""
     where = [f"--address={join}"] if join else ["--head", f"--port={port}",
                                                 "--include-dashboard=false"]  # fmt: skip
     if folder := os.environ.get(RAY_FOLDER):

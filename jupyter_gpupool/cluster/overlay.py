@@ -94,7 +94,7 @@ def refills_of(settings: PoolSettings, spent: Mapping[Key, int]) -> dict[Key, in
     """Return the refill per day that this machine wants, for each budget that refills.
 
     The machine wants the whole budget. If other machines have also used the budget, the ledger
-    divides the refill. ``spent`` is what is used up here.
+    divides the refill. ``spent`` is what this machine has used up of each budget.
     """
     found = {}
     for key in spent:
@@ -148,8 +148,8 @@ def usage_of(
 ) -> dict[tuple[HolderKind, str], float]:
     """Return the decayed usage of this machine, for fair shares over all machines.
 
-    The result has its present ``owners`` and their groups, and other users and groups with more
-    than :data:`LEAST_USAGE`.
+    The result contains ``owners`` (who have a session now) and their groups. It also contains other
+    users and groups with more than :data:`LEAST_USAGE`.
     """
     found: dict[tuple[HolderKind, str], float] = {}
     for owner in owners:
@@ -167,7 +167,7 @@ def usage_of(
 
 
 def windows(settings: PoolSettings, now: float) -> tuple[float, float] | None:
-    """Return when the oldest present window of a budget began, and when the next one begins.
+    """Return the begin of the oldest present window of a budget, and the begin of the next window.
 
     The result is None if there is no budget. If a budget refills, the first time is minus infinity.
     """
@@ -199,7 +199,7 @@ def overlay(
     now: float = 0.0,
     used_up: Container[Key] = (),
 ) -> PoolSettings:
-    """Return the rules, in which shared amounts that this machine may not use count as used.
+    """Return rules that treat a shared amount as used if this machine may not use it.
 
     ``owners`` are the users of this machine. ``now`` is the time in seconds since the epoch, which
     determines the windows of budgets. ``used_up`` are the keys of budgets that all machines

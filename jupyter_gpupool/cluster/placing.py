@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def reasons(self) -> str:
-        """Why each other machine was not possible, in words."""
+        """A text that names each unsuitable machine and what it lacks."""
         return "; ".join(f"{node}: {lacks}" for node, lacks in self.considered if lacks)
 
 

@@ -65,7 +65,8 @@ class Queues:
     def before(self, key: Key, name: str, most: int) -> int:
         """Return how much is reserved for nodes that have waited for longer than ``name``.
 
-        The count stops at ``most``: a queue may be long, and the free amount small.
+        The function stops counting at ``most``, because a queue may be long and the free amount
+        small.
         """
         if key not in self._needs:
             return 0

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The agent of one machine as a process, with the ledger in Ray; ``node`` starts it."""
+"""The agent of one machine as a process that uses the ledger in Ray; ``node`` starts it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class LedgerActor:
             ray.actor.exit_actor()
 
     async def collect(self, node: str, wait: float) -> list[str]:
-        """Return the answers for a node, as soon as there is one; [] after ``wait`` seconds."""
+        """Wait at most ``wait`` seconds for an answer to a node; return all its answers."""
         queue, found = self._queue(node), []
         try:
             found.append(await within(queue.get(), wait))
@@ -155,7 +155,7 @@ class RayLedger:
                 await asyncio.sleep(AGAIN)
 
     async def watch(self) -> None:
-        """Return when no ledger has answered for :data:`SILENT` seconds."""
+        """Wait until no ledger has answered for :data:`SILENT` seconds."""
         while (left := self._answered + SILENT - time.monotonic()) > 0:
             await asyncio.sleep(left)
         _LOG.warning("The ledger has not answered for %g s (%s)", SILENT, self._failure[:300])

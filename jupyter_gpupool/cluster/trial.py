@@ -30,8 +30,8 @@ NAMES = ("gpu1", "gpu2", "gpu3")
 #: Slices that each user may have on all machines together.
 QUOTA = 2
 
-#: In seconds: the pause between two checks of the processes, the time-out for the start of the
-#: whole cluster, and the time-out for the end of a process.
+#: In seconds. ``LOOK``: the pause between two checks of the processes. ``START``: the time-out
+#: for the start of the whole cluster. ``PATIENCE``: the time-out for the end of a process.
 LOOK, START, PATIENCE = 0.5, 180.0, 20.0
 
 #: The number of lines of a process's log that the program prints when the process has ended.
@@ -64,7 +64,7 @@ class TrialCluster:
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, look: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Start all machines; return when all have reported to the ledger (as ``look`` shows)."""
+        """Start all machines; wait until ``look`` shows that all have reported to the ledger."""
         until = time.monotonic() + START
         for name in NAMES:
             files = ("--config", str(self._configure(name)), "--socket", str(self.socket(name)))

@@ -18,12 +18,12 @@ from .settings import BrokerSettings
 
 NSSWITCH = Path("/etc/nsswitch.conf")
 
-#: Sources of NSS that are files of this machine. If NSS has no other source, a name that is not in
-#: them does not exist.
+#: Sources of NSS that are files of this machine. If NSS has only these sources, a name that is in
+#: none of the files does not exist.
 _LOCAL = frozenset({"files", "compat", "db", "systemd", "altfiles", "mymachines", "extrausers"})
 
-#: For a wrong name, the fault suggests an existing name only if the likeness of the two names is at
-#: least this. The value is high because many names are short.
+#: If a name is wrong, the fault suggests an existing name only if the two names are at least this
+#: similar. The value is high because many names are short.
 _LIKENESS = 0.75
 
 
@@ -59,9 +59,9 @@ def knows_everybody(path: Path = NSSWITCH) -> bool:
 
 
 def doubly_in(settings: BrokerSettings) -> Iterator[tuple[str, str, str]]:
-    """Yield (user, group, group) for each user whose Unix groups lead to two groups of equal order.
+    """Yield (user, group, group) for each user whom Unix groups put into two groups of equal order.
 
-    It leaves out users whom a group names.
+    The result does not contain users whom a group names itself.
     """
     claims: dict[float | None, dict[str, str]] = {}
     named = {user for rule in settings.members.values() for user in rule.users}

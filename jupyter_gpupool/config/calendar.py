@@ -93,7 +93,7 @@ def changes(
 
 
 def next_change(rules: Sequence[RuleTimes], now: float) -> tuple[int, tuple[int, ...]] | None:
-    """Return when the rules in force change next, and to which rules; None if never."""
+    """Return the time of the next change, and the rules in force after it; None if no change."""
     return next(changes(rules, now, now + HORIZON), None)
 
 

@@ -42,7 +42,7 @@ _LOGGED: set[str] = set()
 
 
 def not_logged(text: str) -> bool:
-    """Return True only the first time that this process passes ``text``, to log it only once.
+    """Return whether this is the first call with ``text``, so that the caller logs it only once.
 
     Both the provisioner and the server extension may notice the same difference.
     """

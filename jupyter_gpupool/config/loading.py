@@ -41,8 +41,8 @@ _NAMES = (
 #: The sections of this package in a configuration file, and what each configures.
 _OURS = {"GPUPool": "the pool", "GPUPoolProvisioner": "the pool's provisioner"}
 
-#: A section's name counts as a misspelling of one of these names if the likeness of the two names
-#: is at least this.
+#: A section's name counts as a misspelling of one of these names if the two names are at least this
+#: similar.
 _LIKENESS = 0.8
 
 #: The origin of values that win over every file.

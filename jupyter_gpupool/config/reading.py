@@ -54,8 +54,8 @@ class HostReserve:
         """Return how many bytes of a machine's or control group's ``limit`` stay free.
 
         A share above 0 leaves at least 1 GiB free, or a quarter of the limit if that is less. In a
-        control group, a fixed size is reduced to a quarter of the limit. So a small control group
-        still has room for suspended state.
+        control group, a fixed size above a quarter of the limit is reduced to this quarter. So a
+        small control group still has room for suspended state.
         """
         scaled = limit // MOST_RESERVE_PART
         if self.size is not None:

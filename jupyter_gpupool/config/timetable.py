@@ -56,11 +56,11 @@ class Timetable:
         return self._made[rules]
 
     def next_change(self, now: float) -> tuple[int, Rules] | None:
-        """Return when the rules in force change next, and to which rules; None if never."""
+        """Return the time of the next change, and the rules in force after it; None if never."""
         return next_change(self._rules, now)
 
     def classes_open(self, now: float) -> dict[str, float]:
-        """Return when each priority class that may not run at ``now`` may run again.
+        """Return the time at which each priority class that is forbidden now may run again.
 
         The result has no class that stays forbidden for all of :data:`~.calendar.HORIZON`.
         """

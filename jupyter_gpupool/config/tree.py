@@ -107,7 +107,7 @@ class _Scale:
     text: Callable[[float], str]
     #: The size of the whole pool; None if it is unknown.
     whole: float | None
-    #: In a message: the subject and the verb before the size of the whole pool.
+    #: The words before the size of the whole pool in a message, such as "the whole pool is".
     where: str = ""
     tolerance: float = 1e-6
 
@@ -122,7 +122,8 @@ _AS_WRITTEN = (
 def check_machine(settings: BrokerSettings, capacities: Sequence[int]) -> list[Fault]:
     """Return the mistakes in guarantees and caps on a machine with these GPUs.
 
-    In a cluster, sizes in bytes are for all machines together, so this does not check them.
+    In a cluster, sizes in bytes are for all machines together, so this function does not check
+    them.
     """
     if not any(capacities):
         return []
@@ -230,7 +231,7 @@ def _wrong_sizes(tree: Mapping[str, Group], scale: _Scale) -> Iterator[Fault]:
 def _lowest_cap(
     tree: Mapping[str, Group], name: str, size: Callable[[Portion | None], float | None]
 ) -> tuple[str, float] | None:
-    """Return the lowest cap of ``name`` and the groups above it: the group and the cap."""
+    """Return (group, cap) for the lowest cap among the group ``name`` and the groups above it."""
     found: list[tuple[float, str]] = []
     while name in tree:
         cap = size(tree[name].cap)

@@ -2,8 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The files that every container gets. They are made once, then linked into each user's folder.
 
-These are hard links, so a thousand users need no more memory than one user. A rename replaces each
-file, so a starting kernel finds either the old file or the new file, never a part of one.
+The links are hard links, so the files of a thousand users need no more memory than those of one
+user. A rename replaces each file, so a starting kernel finds either the old file or the new file,
+never a part of one.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Content:
                         new.symlink_to(Path("..", to))
 
     def link(self, made: Path, folder: Path) -> None:
-        """Link the files that :meth:`make` has made in ``made`` into ``folder``.
+        """Link the files in ``made`` into ``folder``; :meth:`make` has made these files.
 
         Raises
         ------

@@ -93,7 +93,8 @@ class Devices(Protocol):
 
         Without a guard, no device has the tier "guarded". A kernel attaches before a cell or on
         ``%gpu attach`` instead of at its first device call, and is idle between cells. Nothing
-        limits its allocations, so samples compare its memory with its grant afterwards.
+        limits the kernel's allocations. The broker can only compare the memory in a later sample
+        with the kernel's grant.
         """
 
     # ------------------------------------------------------------------ discover and test
@@ -112,7 +113,7 @@ class Devices(Protocol):
         """
 
     async def self_test(self, uuid: str) -> Device:
-        """Suspend and resume a small program on a device; return the device with the verdict.
+        """Suspend and resume a small program on a device; return the device with the test result.
 
         The broker calls this when a resume has failed, to learn whether the device is at fault.
         """
@@ -197,7 +198,7 @@ class Devices(Protocol):
         """The devices that the last :meth:`renew` has tested."""
 
     async def assume(self, known: Mapping[str, Device], reason: str) -> list[Device]:
-        """Start without touching the driver, in place of :meth:`start`, and stand down at once.
+        """Start without a call of the driver, and stand down at once; replaces :meth:`start`.
 
         ``known`` are the devices that an earlier broker found; this method returns them.
         """
@@ -210,7 +211,7 @@ class Devices(Protocol):
         """
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
-        """Find the devices again, test ``uuids`` (None: all) and new devices, and return all.
+        """Find the devices again, test ``uuids`` (None: all) and new devices; return all devices.
 
         Raises
         ------
@@ -241,8 +242,7 @@ class Devices(Protocol):
         """
 
     def holders(self, uuid: str = "") -> tuple[list[FileHolder], int]:
-        """Return the processes that have a device file open, and the number of processes that
-        cannot be read.
+        """Return the processes with a device file open, and the number of unreadable processes.
 
         This method looks for the file of one device, or of any device (""). It blocks, because it
         reads ``/proc`` of the whole machine.

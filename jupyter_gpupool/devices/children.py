@@ -28,7 +28,8 @@ from .child import SCRIPT
 #: GPUs and no persistence mode, cuInit takes seconds.
 START_TIMEOUT = 60.0
 
-#: Seconds to wait for a killed child. A child that is stuck in the kernel driver is left alone.
+#: The parent waits this many seconds for the end of a killed child. If a child is stuck in the
+#: kernel driver, the parent then stops waiting.
 _REAP_TIMEOUT = 5.0
 
 #: Seconds between the death of a child and the repetition of the call.
@@ -215,8 +216,8 @@ class Child:
         """Make a :meth:`call` that changes nothing, and repeat it if the child dies during it.
 
         A new child makes the repeated call. The repetitions end after the time-out of one call,
-        because the broker may end a kernel if it gets no answer. If the child hung, this method
-        does not repeat the call, because the whole time-out has passed.
+        because without an answer the broker may end a kernel. If the child hung, this method does
+        not repeat the call, because the whole time-out has passed.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -251,7 +252,7 @@ class Child:
             await within(self._end_late(), _REAP_TIMEOUT)
 
     async def _end_late(self) -> None:
-        """End a process that is being started, and wait for all earlier processes.
+        """End a process that is being started, and wait for the end of all earlier processes.
 
         An earlier process may still be running, and its pipes stay open until it ends.
         """
@@ -386,10 +387,10 @@ class Child:
 class Children:
     """Creates all children of one service, and ends them all.
 
-    A self-test starts a separate child. An operation that waits for a late lock does so, too. This
-    operation continues when its caller is cancelled, so it may start a child while the service
-    ends. :meth:`close` ends these children, too, and waits for their processes: if the event loop
-    closed earlier, the pipes of the processes would stay open.
+    A self-test starts a separate child. So does an operation that waits for the answer of a lock
+    call. The operation continues after its caller is cancelled, so it may start a child while the
+    service ends. :meth:`close` ends these children, too, and waits for their processes: if the
+    event loop closed earlier, the pipes of the processes would stay open.
 
     Parameters
     ----------

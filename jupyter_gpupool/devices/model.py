@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Device bytes of one process as NVML shows them; None if NVML shows none."""
+    """Device bytes of one process, as NVML shows them; None if NVML does not show them."""
 
     #: Negative if the pid may belong to another PID namespace; see ``nvidia/sampler.py``.
     pid: int
@@ -56,7 +56,8 @@ class DeviceSample:
     reserved: int
     free: int
     processes: tuple[ProcessMemory, ...] = ()
-    #: Per cent of the last sample period; None if unknown.
+    #: The part of the last sample period in which the device was busy, in per cent; None if
+    #: unknown.
     utilisation: int | None = None
     lost: str = ""
 

@@ -21,7 +21,7 @@ _NAME = re.compile(r"(cu(?:[A-Z]|dbg)\w*?)(_v\d+)?(_ptds|_ptsz)?")
 _KINDS = ("never", "free", "gate", "wait", "note", "back", "wrap", "peek", "launch", "same",
           "refuse")  # fmt: skip
 
-#: The most arguments that a noted call can have: ``LATER_ARGUMENTS`` of ``src/guard.h``.
+#: The largest number of arguments of a noted call: ``LATER_ARGUMENTS`` of ``src/guard.h``.
 _NOTED = 3
 
 
@@ -94,7 +94,7 @@ def _entry(words: Sequence[str]) -> Entry | None:
 def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, str]:
     """Return the text of each generated file, by name.
 
-    ``wraps`` has the symbols for which a C function exists.
+    ``wraps`` lists the symbols for which a C function exists.
 
     Raises
     ------
@@ -112,8 +112,9 @@ def generate(entries: Sequence[Entry], wraps: Collection[str]) -> Mapping[str, s
 
 def header(entries: Sequence[Entry]) -> str:
     """Return the indices and names of the entries, in C."""
-    # All names are in one string, and the table has offsets into this string. The loader would have
-    # to relocate a table of pointers in every process that inherits LD_PRELOAD.
+    # All names are in one string, and the table has offsets into this string. With a table of
+    # pointers, the loader would have to relocate each pointer in every process that inherits
+    # LD_PRELOAD.
     lines = ["/* Generated from entries.txt by _generate.py. */", "enum guard_entry {"]
     lines += [f"    E_{entry.symbol} = {i}," for i, entry in enumerate(entries)]
     lines += [f"    E_COUNT = {len(entries)},", f"    E_SPARES = {SPARES},", "};"]

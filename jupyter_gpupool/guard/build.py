@@ -30,15 +30,16 @@ NVML_ENTRIES = _HERE / "nvml_entries.txt"
 #: Where the installed package looks for the libraries.
 DEFAULT_OUT = _HERE / "lib"
 
-# -ftls-model=initial-exec: each guarded call reads a counter of its thread. With this model, the
-# read needs no call of __tls_get_addr.
+# -ftls-model=initial-exec: each guarded call reads a counter of its thread. With this model, it
+# reads the counter without a call of __tls_get_addr.
 _FLAGS = (
     *("-std=gnu11", "-D_GNU_SOURCE", "-O2", "-g1", "-Wall", "-Wextra"),
     *("-fPIC", "-fvisibility=hidden", "-pthread", "-ftls-model=initial-exec"),
 )
 # -Bsymbolic: another library may define the same names, and the guard must call its own functions.
-# nodelete: after a dlclose(), the library must stay loaded for waits at the gate, for the signal
-# handler and for the driver. lazy: a process that never calls CUDA resolves no symbol.
+# nodelete: the library must stay loaded after a dlclose(), because threads that wait at the gate,
+# the signal handler and the driver may still use it. lazy: a process that never calls CUDA resolves
+# no symbol.
 _LINK = (
     "-shared",
     "-Wl,-Bsymbolic",
@@ -86,7 +87,7 @@ def libraries() -> dict[str, list[Path]]:
 
 
 def _wraps(command: Sequence[str], sources: Sequence[Path], generated: Path) -> set[str]:
-    """Return the entry points that have a C function. The preprocessor finds them."""
+    """Return the entry points for which the preprocessed sources have a C function."""
     flags = ["-E", "-P", "-std=gnu11", "-D_GNU_SOURCE", f"-I{generated}", f"-I{SOURCES}"]
     done = subprocess.run(
         [*command, *flags, *map(str, sources)], check=True, stdout=subprocess.PIPE, text=True
@@ -118,8 +119,9 @@ def compile(  # noqa: A001 - the name that the package build and the tests call
     """Compile each library in ``out_dir`` that is missing or older than its sources.
 
     ``sanitize`` may be ``"address"`` or ``"thread"`` to instrument the libraries. A program that
-    loads instrumented libraries must preload the sanitizer's runtime. ``strict`` makes warnings
-    errors. It is for developers: a user may have a newer compiler with new warnings.
+    loads instrumented libraries must preload the sanitizer's runtime. With ``strict``, a warning is
+    an error. Only developers should use it, because a user may have a newer compiler with new
+    warnings.
 
     Raises
     ------

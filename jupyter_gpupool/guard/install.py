@@ -39,8 +39,8 @@ VARIABLES = (
 _HIDDEN = "GPUPOOL_HIDDEN"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-#: The saved value if the user has not set CUDA_VISIBLE_DEVICES. It cannot be "", because a user may
-#: set "" to hide every device.
+#: The value to save if the user has not set CUDA_VISIBLE_DEVICES. It cannot be "", because a user
+#: may set "" to hide every device.
 _NONE = "unset"
 
 _LIB = Path(__file__).resolve().parent / "lib"
@@ -84,8 +84,8 @@ def guard_directory(base: Path) -> Path:
     file again. The folder is not in the package, because a wheel cannot hold links.
 
     After a new installation in another place, old links point to the old place, and this function
-    replaces them. A process may start meanwhile. So the function replaces each link in one step,
-    and the process finds either the old link or the new link.
+    replaces them. A process may start while the function runs. So the function replaces each link
+    in one step, and the process finds either the old link or the new link.
 
     Raises
     ------
@@ -214,7 +214,7 @@ def without_guard(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ours(entry: str) -> bool:
-    """Return whether this entry is the guard, or a folder with the guard."""
+    """Return whether this entry names the guard, or a folder that contains the guard."""
     path = Path(entry)
     folder = path.parent if path.name in LIBRARIES else path
     if folder.name == FOLDER:

@@ -36,8 +36,9 @@ OPEN, UNUSED, CLOSED, PAUSED = range(4)
 #: each process asks the broker for the page (``page.c``).
 PASSED = "passed"
 
-#: Flags with which the broker opens a page. Root in a container may hold a file lease of the page
-#: (F_SETLEASE). Without O_NONBLOCK, this lease could delay all other sessions by 45 s.
+#: Flags with which the broker opens a page. O_NONBLOCK is needed because root in a container may
+#: hold a file lease of the page (F_SETLEASE). Without this flag, ``open`` would wait up to 45 s for
+#: the file lease, and all other sessions would wait for the broker.
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
 
 #: The values of ``enum page_pins``, in words for people.
@@ -93,8 +94,8 @@ class Slot:
 
     Item i of ``sees`` is the name of the device that the process sees as the session's device i
     (see :func:`device_name`). ``nvml`` counts NVML calls. A suspend waits for these calls, but they
-    do not count as use of a device. ``held`` is 1 if an interrupt has left a thread of a library
-    waiting. ``at`` is the place of the slot in the page.
+    do not count as use of a device. ``held`` is 1 if a library's thread still waits after an
+    interrupt. ``at`` is the place of the slot in the page.
     """
 
     pid: int
@@ -152,7 +153,7 @@ class Reading:
 
     @property
     def pins(self) -> str:
-        """The reasons why the driver cannot suspend the session, in words; "" if there are none."""
+        """Why the driver cannot suspend the session, in words; "" if the driver can suspend it."""
         found = 0
         for slot in self.slots:
             found |= slot.pins
@@ -219,7 +220,7 @@ class Page:
 
     @classmethod
     def find(cls, path: Path, session: str) -> Page | None:
-        """Return the page of a session if somebody has deleted the file; None if no process has it.
+        """Return a session's page whose file was deleted; None if no process has the page open.
 
         The function looks for a process of this user that has the page open. The guard keeps a
         descriptor of the page open for this purpose.
@@ -269,11 +270,11 @@ class Page:
         return page
 
     def open_again(self) -> int:
-        """Return a new descriptor, to pass to another process. The caller closes it.
+        """Return a new descriptor of the page, to pass to another process. The caller closes it.
 
         The other process may set O_APPEND. With this flag, Linux ignores the offset of ``pwrite``,
-        and the broker could not close the gate. So the broker's own descriptor must not share its
-        flags with this one.
+        and the broker could not close the gate. So the new descriptor must not share its flags with
+        the broker's descriptor.
 
         Raises
         ------
@@ -283,7 +284,7 @@ class Page:
         return os.open(self._link(), _FLAGS)
 
     def is_lost(self) -> bool:
-        """Return whether the path leads to no file or to a different file.
+        """Return whether the page's path has no file, or has a different file.
 
         In this case a new child process of the session cannot find the page.
         """
@@ -356,7 +357,8 @@ class Page:
             raise PageError(f"The page {self.path} does not have version {VERSION}.")
         granted = struct.unpack_from(f"<{DEVICES}Q", data, GRANTED_AT)[:devices]
         slots = []
-        # Find the used slots in one step: on nearly every page, nearly all 256 slots are empty.
+        # Find the used slots in one step, because most of the 256 slots of a page are usually
+        # empty.
         taken = data[HEADER_BYTES::SLOT_BYTES]
         last = len(taken.rstrip(b"\0"))
         for place in range(last):
@@ -409,14 +411,14 @@ class Page:
         self._write(EPOCH_AT, struct.pack("<Q", epoch))
 
     def set_room(self, room: Sequence[int]) -> None:
-        """Write for each device how many bytes the grant could grow by now; [] means unknown."""
+        """Write for each device by how many bytes the grant could now grow; [] means unknown."""
         values = [*(size + 1 for size in room), *[0] * (DEVICES - len(room))]
         self._write(ROOM_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_vain(self, totals: Sequence[int], until: int) -> None:
-        """Write for each device the smallest total size that the broker refuses; [] clears all.
+        """Write for each device the smallest total size that the broker refuses; [] means none.
 
-        A process may ask for these sizes again after ``until`` (CLOCK_MONOTONIC, nanoseconds).
+        After ``until`` (CLOCK_MONOTONIC, nanoseconds), a process may again ask for such a size.
         """
         values = [*totals, *[0] * (DEVICES - len(totals))]
         self._write(VAIN_AT, struct.pack(f"<{DEVICES}QQ", *values, until))
@@ -431,12 +433,12 @@ class Page:
         self._write(CONTENDED_AT, bytes([contended]))
 
     def set_sees(self, slot: Slot, sees: Sequence[int]) -> None:
-        """Write the names of the devices that a process sees after the broker has moved it."""
+        """Write the names of the devices that a process sees after its move by the broker."""
         values = [*sees, *[SEES_NONE] * (DEVICES - len(sees))]
         self._write(_at(slot) + SEES_AT, struct.pack(f"<{DEVICES}Q", *values))
 
     def set_landing(self, slot: Slot, landing: int) -> None:
-        """Write the step of a slot's process that moves to the slice (``enum slot_landing``)."""
+        """Write how far the slot's process has moved to the slice (``enum slot_landing``)."""
         self._write(_at(slot) + LANDING_AT, struct.pack("<Q", landing))
 
     def _write(self, at: int, data: bytes) -> None:

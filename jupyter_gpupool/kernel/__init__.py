@@ -4,14 +4,16 @@
 
 It needs only the standard library and IPython.
 
-The provisioner loads it with ``--IPKernelApp.extra_extensions=jupyter_gpupool.kernel`` and makes it
-importable in kernel environments that do not have this package.
+The provisioner loads the agent with ``--IPKernelApp.extra_extensions=jupyter_gpupool.kernel``. If
+the kernel's environment does not have this package, the provisioner makes the agent importable
+there.
 
 - ``agent``: puts the parts below into the kernel
-- ``link``: the session: connection, lease, holds (``holds``), restart of the broker (``revive``)
+- ``link``: the session with its connection, its lease and its holds (``holds``); ``revive``
+  restarts the broker
 - ``guard_state``: whether the guard is in this process, and the data of the session's page
-- ``cells``: the gate in front of each cell; ``waits``: the line and the interrupt of a wait;
-  ``ways``: what the user can do about a wait
+- ``cells``: the gate in front of each cell; ``waits``: the line that a wait shows, and the
+  interrupt that ends it; ``ways``: what the user can do about a wait
 - ``call_waits``: what a running cell shows while its calls wait, and when it was preempted
 - ``frameworks``: visible devices, memory caps; ``jax_backends``: lets JAX look for the GPU again;
   ``advice``: the line under an error

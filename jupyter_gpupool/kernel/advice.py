@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Explains to the user a failure that the pool caused: the reason, and what to do.
+"""Explains to the user an error that the pool caused: the reason, and what to do.
 
-A refused CUDA call ends with a bare error code. The broker sends a sentence about the refusal
-(``refused``). Without that sentence, the text of the error decides which line the agent shows below
-the error.
+A refused CUDA call returns only an error code. So the broker also sends a sentence that explains
+the refusal (``refused``). If there is no such sentence, the agent chooses the line below the error
+by the text of the error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .guard_state import Guard, MemoryFigures
 from .holds import CallRefusal
 from .link import SessionLink
 
-#: Names that libraries give to the driver's errors: 802 (a call without a slice) and 801 (a call
-#: for managed memory).
+#: Names that libraries give to two errors of the driver: 802 (a call without a slice) and 801 (a
+#: call that asks for managed memory).
 _NOT_READY = re.compile(
     r"CUDA_ERROR_SYSTEM_NOT_READY|cudaErrorSystemNotReady|system not yet initialized", re.IGNORECASE
 )
@@ -58,8 +58,7 @@ def explain(
     if refused is not None:
         parts = [f"GPU pool: {sentence(refused.message)}"]
         if refused.what == "grow" and (refused.code == Code.LIMIT or not refused.next_step):
-            # The user can raise the kernel's own limit, so the line names the command that raises
-            # it.
+            # The user can raise the kernel's own limit, so the line names the command for this.
             granted = _granted(link, figures)
             if figures is not None and figures.granted:
                 named = figures._replace(limit=0) if refused.code == Code.LIMIT else figures

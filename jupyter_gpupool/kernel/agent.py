@@ -37,7 +37,7 @@ class Agent:
         self.gate: CellGate | None = None
         self.visible: Visible | None = None
         environ = os.environ
-        # Programs that this kernel starts must not read this variable, so it is removed.
+        # Remove this variable, because programs that this kernel starts must not read it.
         self._no_session = environ.pop(NO_SESSION_VARIABLE, "")
         if environ.get(SESSION_VARIABLE) and getattr(shell, "kernel", None) is not None:
             guard = Guard(environ)
@@ -58,8 +58,8 @@ class Agent:
             self.gate = CellGate(shell, self.link, guard, FrameworkCaps(probe), interrupts)
             if guard.on:
                 self.visible = Visible(guard.devices)
-            # A server that the user starts from this kernel must not read this variable, so it is
-            # removed.
+            # Remove this variable, because a server that the user starts from this kernel must not
+            # read it.
             notice = os.environ.pop(NOTICE_VARIABLE, "")
             if notice:
                 self.gate.notice(f"GPU pool: {notice}")
@@ -98,8 +98,7 @@ class Agent:
         return complete_gpu(shell, event, self.link.limits if self.link is not None else None)
 
     def _on_main_loop(self, run: Callable[[], None]) -> None:
-        # The loop is looked up only now, because the kernel has no loop while IPython loads
-        # extensions.
+        # Get the loop only now, because the kernel has no loop while IPython loads extensions.
         self.shell.kernel.io_loop.add_callback(run)
 
     def _news(self) -> None:
@@ -107,7 +106,7 @@ class Agent:
             self.gate.news()
 
     def _show(self, message: str) -> None:
-        """Show ``message`` now below the latest cell's output, and above the next cell's output."""
+        """Show ``message`` at once under the latest cell, and again above the next output."""
         text = f"GPU pool: {message}"
         if self.gate is not None:
             self.gate.notice(text)

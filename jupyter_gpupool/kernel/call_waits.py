@@ -43,11 +43,12 @@ class RunningRequest:
         self.begun = time.monotonic()
         self.parent = parent
         self.silent = silent
-        #: How many outputs this kernel had published when the cell's output area was last empty.
+        #: How many outputs this kernel had published at the last time when the cell's output area
+        #: was empty.
         self.before = before
         self.display: WaitDisplay | None = None
-        #: Whether a CUDA call of this request has waited, and the kernel has got no slice since
-        #: that wait began.
+        #: Whether a CUDA call of this request has waited for a slice that the kernel has not got
+        #: yet.
         self.waits = False
         #: ``times``: how often the pool took the slice during this request. ``why`` and ``remedy``:
         #: the reason and the advice of the last preemption. ``away``: the seconds without a slice.
@@ -104,8 +105,8 @@ class CallWaits:
         original = session.send
 
         def send(stream: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-            # Count an output before sending it, so that the publishing thread reads a complete
-            # count.
+            # Count an output before it is sent. Otherwise the publishing thread could read a count
+            # without this output.
             if (message if isinstance(message, str) else message.get("msg_type")) in _OUTPUTS:
                 self._outputs += 1
             return original(stream, message, *args, **kwargs)
@@ -149,12 +150,12 @@ class CallWaits:
     def news(self) -> None:
         """Check whether a call waits.
 
-        This runs in the thread of the broker's pushes, so it is quick.
+        This method must be quick, because it runs in the thread that handles the broker's pushes.
         """
         if self._stopped or not self._running:
             return
-        # Record the wait here and not in the watching thread, because an interrupt may end the call
-        # before the watching thread runs.
+        # Record the wait here. The watching thread may run too late, after an interrupt has ended
+        # the call.
         if self._guard.waiting() and (running := self._oldest()) is not None:
             running.waits = True
         if self._thread is None:
@@ -185,7 +186,7 @@ class CallWaits:
                     for running in list(self._running.values()):
                         running.waits = False
                 self._clear_all()
-                if now - quiet >= PATIENCE:  # the broker's push may arrive before the page changes
+                if now - quiet >= PATIENCE:  # the push may be earlier than the page
                     return
             if self._news.wait(TICK):
                 self._news.clear()
@@ -205,7 +206,7 @@ class CallWaits:
             why, since = self._link.preempted, self._link.preempted_at
             preempted = bool(why) and running.begun <= since
             if not preempted and time.monotonic() - running.begun < PATIENCE:
-                return  # this wait began in an earlier cell
+                return  # the cell is new, so the wait may be an earlier cell's
             if running.display is None:
                 name = f"gpupool-call-{running.parent['header']['msg_id']}"
                 publish = self._publisher(running)
@@ -234,8 +235,8 @@ class CallWaits:
                 if running.times:
                     display.leave(running.story(not self._link.preempted))
                 elif self._outputs == running.before + display.published:
-                    # This message is sent directly and not queued, because it must come before the
-                    # outputs that are still in the thread's queue.
+                    # Send this message directly. In the thread's queue it would come after the
+                    # outputs that are already in the queue.
                     self._kernel.session.send(
                         self._kernel.iopub_thread.socket,
                         "clear_output",

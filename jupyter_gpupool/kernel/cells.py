@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The cell gate: the steps before and after the code of each execute request.
 
-The gate wraps ``kernel.do_execute`` on the instance, which ipykernel calls once per execute
-request, in any thread. The gate does not use ``pre_run_cell``: IPython swallows a KeyboardInterrupt
-there, so an interrupt of the wait would run the cell. It does not use ``post_execute`` either: a
-widget message triggers this event in the middle of a running cell.
+The gate replaces the method ``do_execute`` of the kernel object. ipykernel calls this method once
+per execute request, in any thread. The gate does not use ``pre_run_cell``: IPython swallows a
+KeyboardInterrupt there, so an interrupt of the wait would run the cell. It does not use
+``post_execute`` either: a widget message triggers this event in the middle of a running cell.
 
 In ``lazy`` policy the guard in front of the driver makes the CUDA calls themselves wait. So the
 gate takes no hold and sends no message, except for a cell that asks for a slice (``%%gpu``, tag
@@ -63,10 +63,11 @@ from .waits import (
 
 Admission = Literal["pass", "free", "soft", "if-attached", "wait"]
 
-#: Seconds to wait for the broker's reason after the error of a refused call.
+#: After the error of a refused call, the gate waits this many seconds for the broker's reason.
 WORD = 0.25
 
-#: Seconds to wait for the answer to a request. A wait for a slice has no such limit.
+#: Seconds to wait for the answer to a request, except a request for a slice: such a wait has no
+#: limit.
 ANSWER = 10.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -132,7 +133,7 @@ class CellGate:
             self.calls.uninstall()
 
     def news(self) -> None:
-        """Update the waits after a possible change of the link's state; called in any thread."""
+        """Check the waits, because the link's state may have changed; any thread may call this."""
         if self.calls is not None:
             self.calls.news()
 
@@ -238,8 +239,8 @@ class CellGate:
 
         To inspect an object, IPython may compute its text; for a tensor this needs a copy from the
         device. While the device state is in host memory, this copy would block the kernel, or crash
-        the kernel if the driver cannot wait. In the best case, the whole state would move back to
-        the device for one tooltip.
+        the kernel if the driver cannot wait. Even without these problems, the whole state would
+        move back to the device only to show a tooltip.
         """
         if not self._away():
             return await _result(self._originals["do_inspect"](*args, **kwargs))
@@ -250,9 +251,10 @@ class CellGate:
         return {"status": "ok", "found": True, "data": {"text/plain": text}, "metadata": {}}
 
     async def do_complete(self, *args: Any, **kwargs: Any) -> Any:
-        """Complete code; evaluate no properties while the device state is in host memory.
+        """Complete code, but without Jedi while the device state is in host memory.
 
-        Only Jedi, one of IPython's methods of completion, evaluates properties.
+        Jedi, one of IPython's methods of completion, evaluates properties, which may copy a tensor
+        from the device.
         """
         completer: Any = self.shell.Completer
         jedi = getattr(completer, "use_jedi", False) and self._away()
@@ -270,7 +272,7 @@ class CellGate:
     def plan(
         self, code: str, silent: bool, meta: Mapping[str, Any] | None, header: str = ""
     ) -> Admission:
-        """Return how to admit one execute request, before it runs."""
+        """Return under which condition an execute request may run."""
         if header:
             return "wait"
         lazy = self.lazy
@@ -327,7 +329,7 @@ class CellGate:
                 display.clear()
 
     def _without_broker(self, explicit: bool) -> GPUPoolError | None:
-        """Return None if a cell may run without broker and slice, else an error with the reason."""
+        """Return None if a cell may run without a broker, else an error with the reason."""
         error = no_broker(self.link, self.link.unavailable())
         if self.link.suspended or explicit:
             why = (
@@ -378,9 +380,9 @@ class CellGate:
         """Set the visible devices and the framework caps for the session's present lease."""
         slices = self.link.slices
         if slices != self._settled and slices:
-            self._settled = slices  # only once for each lease: the user may shorten the list later
+            self._settled = slices  # once per lease: the user may then shorten the list
             show_devices([s.device for s in slices])
-        if not self.guard.on:  # the guard tells the frameworks the size of the slice
+        if not self.guard.on:  # a guard already shows the slice's size to the frameworks
             self.caps.apply(slices)
 
     def request_changed(self) -> None:
@@ -396,7 +398,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": "\n".join(notices) + "\n"})
 
     async def _after_cell(self, reply: Any, refusals: int, waits: bool) -> None:
-        """Add a line about an error that the pool caused.
+        """Show a line under the cell if the pool caused its error.
 
         ``waits``: a CUDA call of the cell waited for a slice, and the kernel had none when the cell
         ended.
@@ -419,7 +421,7 @@ class CellGate:
             self.publisher()("stream", {"name": "stderr", "text": line + "\n"})
 
     async def _word(self, refusals: int) -> None:
-        """Wait at most WORD seconds for the broker's reason for refusing a CUDA call."""
+        """Wait at most WORD seconds until the broker says why it refused a CUDA call."""
         alarm = Alarm()
         deadline = time.monotonic() + WORD
         with self.interrupts.watch(alarm.ring):  # an interrupt must not reach the event loop
@@ -427,11 +429,11 @@ class CellGate:
                 await alarm.wait(WORD / 10)
 
     def publisher(self) -> Callable[[str, dict[str, Any]], None]:
-        """Return a function that publishes outputs of the request now being handled.
+        """Return a function that publishes outputs of the present request.
 
         The function is bound to that request, because the kernel may handle other messages while
-        the request waits. It bypasses ``display_pub``, because ``%%capture`` and the history must
-        not contain these outputs.
+        the request waits. It does not use ``display_pub``, because ``%%capture`` and the history
+        must not contain these outputs.
         """
         kernel = self.kernel
         parent = kernel.get_parent()
@@ -479,7 +481,7 @@ class CellGate:
 
 
 class RequestForOneCell:
-    """Changes the session's request for one cell and restores it.
+    """Changes the session's request for one cell, and restores the old request afterwards.
 
     ``notice`` shows a text to the user.
     """
@@ -505,8 +507,8 @@ class RequestForOneCell:
         self._link.note_request(answer)
         smallest = min((s.bytes for s in self._link.slices), default=0)
         if self._link.attached and not self._link.holds and smallest < asked.memory:
-            # The slice is still too small: the kernel's GPU has too little free memory. The session
-            # detaches, so that the cell waits for a slice of the new size.
+            # The slice is still too small, because the kernel's GPU has too little free memory.
+            # Release the slice, so that the cell waits for a slice of the new size.
             await self._call("release", {})
             await self._until_detached(asked.memory)
 
@@ -538,7 +540,7 @@ class RequestForOneCell:
             self._link.note_request(answer)
 
     async def broker_expected(self, at_least: float = 0.0) -> None:
-        """Wait while a broker is expected back, or has not yet answered a new kernel's hello."""
+        """Wait for a broker that should answer soon: a kernel has started, or a broker has died."""
         alarm = Alarm()
         begun = time.monotonic()
         with self._interrupts.watch(alarm.interrupt):

@@ -13,7 +13,7 @@ from ..errors import Code, GPUPoolError
 from ..text import did_you_mean
 from ..units import parse_bytes, parse_seconds
 
-#: For each subcommand: the example and the text that ``%gpu help`` shows.
+#: For each subcommand: an example and an explanation, which ``%gpu help`` shows.
 SUBCOMMANDS: Mapping[str, tuple[str, str]] = {
     "status": ("%gpu", "what this kernel has, asks for and waits for"),
     "details": (
@@ -95,7 +95,7 @@ def cell_header(code: str) -> str:
 
 
 def hide_header(lines: list[str]) -> list[str]:
-    """Remove the ``%%gpu`` line that the gate has carried out (IPython input transformer).
+    """Remove the ``%%gpu`` line that the gate has executed. This is an IPython input transformer.
 
     The line becomes a comment, so that the line numbers in tracebacks stay right. If another cell
     magic follows, the line is removed, because that magic must be the first line of the cell.
@@ -201,7 +201,7 @@ def _memory(words: list[str], request: Mapping[str, Any]) -> dict[str, Any]:
             raise CommandError(f"The option {word} needs a value.", next_step=_example(name))
         value = words.pop(0)
         if name == "limit" and words and words[0].isalpha():
-            value += words.pop(0)  # the value has two words, as in "20 GiB"
+            value += words.pop(0)  # the value may have two words, as in "20 GiB"
         options[name] = value
     fields: dict[str, Any] = {"memory": _bytes(" ".join(sizes))}
     for name, text in options.items():

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Gives libraries in this process the values of the slice: visible devices and memory caps.
+"""Sets the visible devices and the memory caps of libraries in this process to those of the slice.
 
 No function here may initialise CUDA: a context takes device memory, and a kernel that computes only
 on the CPU needs no context.
@@ -25,15 +25,17 @@ from .holds import Slice
 #: ``CUDA_ERROR_NOT_INITIALIZED`` (cuda.h): cuInit has not been called in this process.
 NOT_INITIALIZED = 3
 
-#: Bytes of a grant that a framework's cap leaves for the CUDA context and the libraries' own
-#: allocations. This is an estimate: the size of a context depends on the GPU and the driver.
+#: A framework's cap is this many bytes less than its grant. They are for the CUDA context and the
+#: libraries' own allocations. This is an estimate: the size of a context depends on the GPU and the
+#: driver.
 CONTEXT_BYTES = 512 << 20
 
 #: A framework's cap is at least this share of its grant, so that a small slice stays usable.
 SMALLEST_SHARE = 0.5
 
 
-#: The variable with the pool's own value of ``CUDA_VISIBLE_DEVICES``; it is set under a guard.
+#: This variable has the pool's own value of ``CUDA_VISIBLE_DEVICES``. It is set only in a kernel
+#: with a guard.
 OURS_VARIABLE = "GPUPOOL_VISIBLE"
 
 
@@ -49,7 +51,7 @@ class CudaProbe:
         self._initialised = False
 
     def __call__(self) -> bool | None:
-        """Return whether cuInit was called; None if libcuda is loaded but gives no answer."""
+        """Return whether cuInit was called; None if libcuda is loaded but cannot say."""
         if self._initialised:
             return True  # a process cannot undo cuInit
         if self._library is None:
@@ -68,7 +70,7 @@ class CudaProbe:
 
 
 def show_devices(devices: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Make the session's devices the visible ones, by UUID.
+    """Set ``CUDA_VISIBLE_DEVICES`` to the UUIDs of the session's devices.
 
     Before cuInit, ``CUDA_VISIBLE_DEVICES`` decides which devices the process gets. After cuInit the
     driver no longer reads it, but child processes do, and they must see the session's present
@@ -101,13 +103,14 @@ class FrameworkCaps:
     def __init__(self, probe: CudaProbe) -> None:
         self._probe = probe
         self._set: dict[str, tuple[Slice, ...]] = {}
-        #: The last error, for ``%gpu``; a failed cap must cause no error in a cell.
+        #: The last error, which ``%gpu`` shows. A cap that cannot be set must not cause an error in
+        #: a cell.
         self.problem = ""
 
     def apply(self, slices: Sequence[Slice]) -> None:
         """Set the caps that are not yet set for these slices.
 
-        This is cheap if nothing has changed.
+        If nothing has changed, this takes little time.
         """
         wanted = tuple(slices)
         if not wanted:
@@ -163,10 +166,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
-    """Return the corrected ``text`` for a session with ``devices``; None if ``text`` is right.
+    """Return ``text``, a list of devices, with corrections; None if it needs no correction.
 
-    ``ours`` is the pool's own list. It is the result if ``text`` names only GPUs outside the
-    session.
+    ``devices`` are the session's devices. ``ours`` is the pool's own list, which is the result if
+    ``text`` names only GPUs outside the session.
     """
     if text == ours or not devices:
         return None
@@ -189,7 +192,7 @@ def corrected(text: str, devices: Sequence[str], ours: str) -> str | None:
 
 
 def _place(entry: str, devices: Sequence[str], home: Sequence[str]) -> int | None:
-    """Return the device's number in the session.
+    """Return the number in the session of the device that ``entry`` names.
 
     Return -1 if the device is not in the session, and None if the list ends at ``entry``.
     """

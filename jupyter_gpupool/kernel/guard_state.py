@@ -19,7 +19,7 @@ from ..guard.page import CLOSED, PASSED, SLOT_CONTEXT, Page, PageError, Reading
 from ..procfs import ProcessId, alive
 from ..protocol import encode
 
-#: The path of the session's page, in the environment of kernels under the guard.
+#: In the environment of kernels under the guard: the path of the session's page.
 PAGE_VARIABLE = "GPUPOOL_PAGE"
 
 #: The guard's library, which replaces the driver's library of the same name.
@@ -32,7 +32,7 @@ NO_GUARD = "the broker does not guard this kernel"
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes on the device with the least free memory; ``waiting``: threads at the gate."""
+    """Bytes on the session's device with least free memory; ``waiting``: threads at the gate."""
 
     used: int
     granted: int
@@ -124,7 +124,7 @@ class Guard:
     def waiting(self) -> int:
         """Return how many threads of the session wait for a slice.
 
-        Waits for a time slice do not count.
+        Threads that wait only for their time slice do not count.
         """
         reading = self.reading()
         return reading.waiting if reading is not None and reading.gate == CLOSED else 0
@@ -137,7 +137,8 @@ class Guard:
     def away(self) -> bool:
         """Return whether this process's device state is in host memory, or will soon move there.
 
-        A CUDA call would then wait. The signs are a closed gate, and a context of the process.
+        In this state a CUDA call waits. The page shows the state by a closed gate and a context of
+        the process.
         """
         reading = self.reading()
         if reading is None or reading.gate != CLOSED:

@@ -1,12 +1,12 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The values of a session's lease and queue, and the late reports of its holds to the broker.
+"""Values that describe a session's lease and its wait, and the late reports of its holds.
 
 Most cells end within milliseconds. Two messages to the broker for each cell would cost more than
-the cell gate itself. While the session is attached, the agent alone decides whether to give up the
-slice (in its answer to a ``yield``), so it may report its holds late. The agent looks at its holds
-after :data:`BRIEF` seconds: it reports each hold that still lasts. If all have ended, it reports
-them together, as one hold.
+the cell gate itself. The agent may report its holds late, because while the session is attached,
+only the agent decides whether to give up the slice (in its answer to a ``yield``). The agent looks
+at its holds after :data:`BRIEF` seconds: it reports each hold that still lasts. If all have ended,
+it reports them together, as one hold.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ..errors import GPUPoolError
 from ..protocol import Message
 from ..units import format_wait
 
-#: Seconds until the agent reports a hold. People do not notice such a short delay, and the idle
-#: time-outs, which start with the report, are longer. If a notebook runs many short cells, this
-#: delay is long enough to report them in a few messages.
+#: Seconds until the agent reports a hold. The delay is short enough: people do not notice it, and
+#: the idle time-outs, which start with the report, are longer. It is long enough too: a notebook
+#: that runs many short cells reports them in a few messages.
 BRIEF = 0.05
 
 
 class Slice(NamedTuple):
-    """A number of bytes of device memory on one device, which its UUID names."""
+    """Some device memory: the UUID of the device, and the number of bytes."""
 
     device: str
     bytes: int
@@ -39,8 +39,8 @@ def slices_of(message: Mapping[str, Any]) -> tuple[Slice, ...]:
 class HoldWait:
     """One hold that waits for its lease.
 
-    ``answer`` is None during the wait; then it is the broker's ``ok``, or the error that ended the
-    wait. ``on_change`` is called, in any thread, whenever the wait may have changed.
+    ``answer`` is None during the wait. After the wait it is the broker's ``ok``, or the error that
+    ended the wait. ``on_change`` is called, in any thread, whenever the wait may have changed.
     """
 
     def __init__(self, hold: str, kind: str, on_change: Callable[[], None]) -> None:
@@ -49,13 +49,13 @@ class HoldWait:
         self.on_change = on_change
         self.since = time.monotonic()
         self.asked = False
-        #: Failed attempts to reach the broker before the wait began.
+        #: How many attempts to reach the broker had failed before the wait began.
         self.failures = 0
         self.answer: Message | GPUPoolError | None = None
 
 
 class QueuePlace(NamedTuple):
-    """A waiting session's place; ``position`` 1 is next.
+    """A waiting session's place in the queue; the session with ``position`` 1 is the next.
 
     ``since`` is the beginning of the wait. ``expected`` is the earliest and the latest time at
     which the wait will probably end. Both are times of ``time.monotonic()``.
@@ -92,7 +92,7 @@ class CallRefusal(NamedTuple):
 
 
 class LateReports:
-    """The holds that the broker does not know yet, by id, and the thread that reports them.
+    """The holds that the broker does not know yet, and the thread that reports them.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ class LateReports:
         self._thread: threading.Thread | None = None
 
     def begin(self, hold: str, kind: str) -> None:
-        """Note that a hold begins; a report follows soon if the hold lasts."""
+        """Note that a hold begins; the thread soon reports it if it still lasts."""
         self._holds[hold] = kind
         if not self._wanted.is_set():
             self._wanted.set()

@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """Keeps JAX from computing on the CPU after its first wait for a slice has failed.
 
-JAX opens the CPU and the GPU at its first use, and keeps the devices that it could open. If the
-user interrupts the cell at that moment, or no broker answers, the wait ends without a slice, and
-JAX opens only the CPU. Each later cell then computes on the CPU, and only JAX's log reports this
-(JAX 0.11.2 on an H200).
+When a cell first uses JAX, JAX opens the CPU and the GPU, and then keeps only the devices that it
+could open. To open the GPU, it waits for a slice. If the user interrupts this wait, or no broker
+answers, JAX opens only the CPU. Each later cell then computes on the CPU, and only JAX's log
+reports this (JAX 0.11.2 on an H200).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import importlib
 import sys
 from typing import Any, Callable
 
-#: The error of the guard for a call whose wait ended without a slice; JAX's own error quotes it.
+#: The guard returns this error if a call's wait ended without a slice. JAX's own error quotes it.
 _NOT_READY = "CUDA_ERROR_SYSTEM_NOT_READY"
 
-#: JAX's names of NVIDIA GPUs in ``jax_platforms``.
+#: The names that JAX uses for NVIDIA GPUs in ``jax_platforms``.
 _NAMES = frozenset({"cuda", "gpu"})
 
 AGAIN = (

@@ -3,7 +3,7 @@
 """The kernel's side of its session: its identity, its holds, and the connection to the broker.
 
 The agent *owns* its lease from the grant until it answers yes to a ``yield``. So a cell of an
-attached session needs no round trip to the broker. The broker may even die and come back while
+attached session runs without a question to the broker. The broker may even die and come back while
 cells run: the agent keeps the list of holds and sends it again in the next ``hello``.
 
 Threads: cells call this module from the main thread and from subshell threads. The broker's pushes
@@ -30,14 +30,15 @@ from ..states import ATTACHED
 from .holds import CallRefusal, HoldWait, LateReports, QueuePlace, Slice, slices_of
 from .revive import Reviver
 
-#: Seconds between attempts to reach the broker: the first pause and the longest.
+#: The first and the longest pause between two attempts to reach the broker, in seconds.
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 1.0
 
-#: Seconds between attempts to connect, and between checks, while a broker is being started.
+#: While a broker is being started: seconds between two attempts to connect, and between two checks.
 LOOK = 0.2
 
-#: Seconds during which the agent sends a request again if brokers die before they answer.
+#: If a broker dies before it answers a request, the agent sends the request again, for at most this
+#: many seconds in total.
 REPEAT = 90.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -51,7 +52,8 @@ class SessionLink:
     path, session, token:
         The provisioner's values from the environment.
     attach:
-        The policy until the broker has confirmed it: ``cell``, ``manual`` or ``lazy``.
+        The attach policy (``cell``, ``manual`` or ``lazy``) that applies until the broker sends
+        one.
     cuda:
         Returns whether this process has called cuInit (None: unknown).
     cuda_blocks:
@@ -62,7 +64,7 @@ class SessionLink:
     environ:
         The kernel's environment, with the command that restarts a dead broker.
     member:
-        True in a process that is not the agent: another program of the session, or the program that
+        True in a process other than the kernel: another program of the session, or the program that
         started the session. Such a process calls :meth:`wait` for each hold and never :meth:`take`,
         because the broker sends it no ``yield``.
     """
@@ -93,13 +95,13 @@ class SessionLink:
         self._on_lost = on_lost
         self._on_notice = on_notice
         self._on_news = on_news
-        # The agent starts with its process, before the process can use CUDA. A member may start
-        # later, so it must check.
+        # The agent starts together with its process, which has not used CUDA yet. A member may
+        # start later, when its process may have used CUDA, so it must check.
         self._cuda_seen: bool | None = cuda() if member else False
         self._lock = threading.RLock()
         self._client: Client | None = None
-        #: The number of the latest attempt to connect. With it, the agent recognises and ignores
-        #: the end of an earlier connection.
+        #: The number of the latest attempt to connect. If the end of a connection is reported with
+        #: an earlier number, the agent ignores it.
         self._attempt = 0
         self._greeted = False
         self._ready = threading.Event()
@@ -118,8 +120,8 @@ class SessionLink:
         #: When this agent sent the hello that the connected broker has not yet answered.
         self._greeting_since: float | None = None
         self._failures = 0
-        #: Why there is no connection. None while the agent is connected, and during its first
-        #: attempt to connect.
+        #: Why there is no connection; None while there is one, and during the first attempt to
+        #: connect.
         self.down: GPUPoolError | None = None
         self.state = "detached"
         self.attached = False
@@ -174,7 +176,7 @@ class SessionLink:
             self._thread.join(CALL_TIMEOUT)
 
     def unreachable_for(self) -> float:
-        """Return the seconds without a broker; 0.0 with one."""
+        """Return for how many seconds there has been no broker; 0.0 if there is one."""
         since = self._greeting_since or self._down_since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -189,12 +191,12 @@ class SessionLink:
     def expected_back(self, give_up: float) -> bool:
         """Return whether a request may be sent again after its connection has ended.
 
-        ``give_up``: the monotonic time after which the request is not sent again.
+        After ``give_up`` (``time.monotonic()``) the request is not sent again.
         """
         return time.monotonic() < give_up and self.unreachable_for() < self.reviver.patience
 
     def wait_ready(self) -> None:
-        """Wait for a broker that should answer soon: when a kernel starts, or a broker has died."""
+        """Wait for a broker that should answer soon: a kernel has started, or a broker has died."""
         if not self._greeted:
             self._poke.set()
         while not self._greeted:
@@ -242,7 +244,7 @@ class SessionLink:
             self._waits[hold] = wait
             self._ask(wait)
             if not self._greeted:
-                self._poke.set()  # a cell waits: end the pause between attempts to connect
+                self._poke.set()  # a cell waits, so end the pause and try to connect now
         return wait
 
     def drop(self, hold: str) -> None:
@@ -374,7 +376,8 @@ class SessionLink:
                     cuda=self._cuda_seen,
                     **self._role,
                 )
-                # From here on, holds and drops are sent after the hello, in the order of the calls.
+                # From now on, other threads send their messages about holds after the hello, in the
+                # order of their calls.
                 self._client = client
                 self._reports.forget()
                 self._greeting_since = time.monotonic()
@@ -383,7 +386,7 @@ class SessionLink:
             self._ended.set()
             return
         try:
-            # Wait this long before a new attempt, because each attempt would leave a dead
+            # Wait as long as a broker may need to start. Each earlier attempt would leave a dead
             # connection in the queue of the machine's socket.
             patience = first_answer(self.path)
             answer = hello.result(patience)
@@ -419,7 +422,7 @@ class SessionLink:
                     future = self._client.start("request", **self._owed)
                     future.add_done_callback(partial(self._owed_answered, self._owed))
             self._take_state(answer)
-            # This iterates over a copy, because an answer that arrives meanwhile changes the dict.
+            # Iterate over a copy, because an answer may arrive in this loop and change the dict.
             for wait in list(self._waits.values()):
                 self._ask(wait)
             if not self.attached:
@@ -445,7 +448,7 @@ class SessionLink:
     def _went_down(self, error: GPUPoolError, attempt: int) -> None:
         with self._lock:
             if attempt != self._attempt:
-                return  # a late call by the reader thread of an earlier connection
+                return  # the reader thread of an earlier connection made this call too late
             self._ended.set()
             self._client = None
             self._greeted = False
@@ -462,18 +465,18 @@ class SessionLink:
         self._changed()
 
     def _tell(self, kind: str, /, **fields: Any) -> None:
-        """Send a message that gets no answer. The caller holds the lock, which keeps the order."""
+        """Send a message that gets no answer. The caller holds the lock, to keep their order."""
         if self._client is not None:
             try:
                 self._client.send(kind, **fields)
             except BrokerUnavailable:
-                pass  # the reader thread also notices the end, and the next hello lists the holds
+                pass  # nothing is lost: the next hello lists the holds
 
     def _tell_hold(self, hold: str, kind: str) -> None:
         self._tell("hold", hold=hold, kind=kind, epoch=self.epoch, wait=False)
 
     def _tell_over(self, hold: str, kind: str) -> None:
-        if self.attached:  # a report from a detached session would ask for a slice
+        if self.attached:  # if the session is detached, this report would ask for a slice
             self._tell_hold(hold, kind)
             self._tell_drop(hold)
 
@@ -593,8 +596,8 @@ class SessionLink:
         """Give up the lease if nothing uses it.
 
         If the epoch is older than the agent's own, the message is about a lease that has ended, and
-        the agent refuses. If the epoch is newer, the agent may agree: a kernel without a hold does
-        not use its slice.
+        the agent refuses. If the epoch is newer, the agent does not know the lease yet. It may
+        still agree, because a kernel without a hold does not use its slice.
         """
         with self._lock:
             if epoch >= self.epoch:
@@ -627,7 +630,7 @@ class SessionLink:
             self.remedy = str(message.get("remedy") or "")
         if self.state in ATTACHED:
             self._take_lease(epoch, slices_of(message))
-        elif self.state != "detaching":  # set by the agent itself, in its answer to a yield
+        elif self.state != "detaching":  # the agent's answer to a yield has set these values
             if self.attached:
                 seen = self._cuda_seen if self._cuda_blocks else self._probe()
                 self.suspended = seen is not False

@@ -124,8 +124,8 @@ class GPUMagics(Magics):  # type: ignore[misc]
         try:
             snapshot = link.call("status")
         except BrokerUnavailable as error:
-            # Show the agent's own values, which are still right, and the error: it explains why
-            # the broker's values are missing.
+            # Show the agent's own values, which are still right. Also show the error, which
+            # explains why the broker's values are missing.
             known = {"devices": list(link.devices.values())}
             session = {**_own_view(link), **self._guarded({})}
             problem = str(no_broker(link, error))
@@ -138,7 +138,7 @@ class GPUMagics(Magics):  # type: ignore[misc]
         display(SessionDisplay(session, snapshot, caps, details=details))
 
     def _guarded(self, snapshot: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state of the guard and its figures, as fields of the session's status."""
+        """Return the guard's state and figures, as fields to add to the session's status."""
         if self.gate is None:
             return {}
         guard = self.gate.guard

@@ -177,7 +177,8 @@ def session_rows(
     return rows
 
 
-#: By policy: how a session without a slice gets one. In policy ``cell``, the next cell gets it.
+#: By policy: the text of a session without a slice, which says how to get one. Policy ``cell`` uses
+#: the text of ``_STATES``.
 _DETACHED = {
     "manual": "no slice now; type %gpu attach to get one",
     "lazy": "no slice now; the next CUDA call gets it",
@@ -263,7 +264,7 @@ def _queue(session: Mapping[str, Any], snapshot: Mapping[str, Any]) -> str:
 
 
 def _all_out_of_service(snapshot: Mapping[str, Any]) -> str:
-    """Return why no GPU can serve a CUDA call now; "" if a GPU can."""
+    """Return why all GPUs are out of service; "" if at least one GPU is in service."""
     reasons = [str(d.get("drained_reason") or "") for d in snapshot.get("devices") or ()]
     return "; ".join(dict.fromkeys(reasons)) if reasons and all(reasons) else ""
 
@@ -279,7 +280,7 @@ def device_names(devices: Sequence[str], snapshot: Mapping[str, Any]) -> str:
 
 
 class PoolDisplay(_Display):
-    """``%gpu pool``: every device, and every session as far as this user may see it."""
+    """``%gpu pool``: all devices and all sessions, with the values that this user may see."""
 
     def __init__(self, snapshot: Mapping[str, Any], own: str) -> None:
         self._devices = [_device_row(d) for d in snapshot.get("devices") or ()]

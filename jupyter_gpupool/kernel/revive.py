@@ -24,7 +24,7 @@ GRACE = 5.0
 #: Seconds between two attempts of this kernel to start the broker.
 AGAIN = 2.0
 
-#: Time limit in seconds for the shell command, which starts the broker but does not wait for it.
+#: The most seconds that the shell command may take. It starts the broker and does not wait for it.
 SHELL = 10.0
 
 log = logging.getLogger("jupyter_gpupool.kernel")
@@ -40,20 +40,21 @@ class Reviver:
         self._next = 0.0
         #: Whether some process is starting the broker, or will start it soon.
         self.expected = self._service
-        #: Seconds without a broker after which a cell stops waiting for it. A failed attempt to
-        #: connect may prolong this time (:meth:`away`). For the machine's socket it is long from
-        #: the start: that socket may accept connections while no broker runs, so that no attempt
-        #: fails.
+        #: If there is no broker for this many seconds, a cell stops waiting for it. After a failed
+        #: attempt to connect, :meth:`away` may set a longer time. For the machine's socket the time
+        #: is long from the start: that socket may accept connections while no broker runs, so no
+        #: attempt to connect would fail.
         self.patience = START_TIMEOUT if self._service else GRACE
 
     def away(self, error: GPUPoolError) -> GPUPoolError:
         """Try to restart a broker that does not listen; return the error to show the user."""
-        # These imports would slow down each kernel's start, and few kernels lose their broker.
+        # Imported here, because the imports would slow down each kernel's start, and few kernels
+        # lose their broker.
         from .. import startfailures
         from .. import startrecord as record
 
-        # Other threads read ``expected`` and ``patience`` at any time, so each branch sets them
-        # once, to the final values.
+        # Other threads read ``expected`` and ``patience`` at any time. So each branch sets them
+        # only once, and to the final values.
         if self._service:
             return error
         if record.being_started(self._path):

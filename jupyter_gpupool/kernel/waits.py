@@ -2,15 +2,16 @@
 # Distributed under the terms of the Modified BSD License.
 """A wait for a slice: the line that the cell shows, and the interrupt that ends the wait.
 
-This module serves cells that wait before they run. In such a cell the line is the first output, so
-one ``clear_output`` removes it from the notebook and from the saved file. ``call_waits`` serves
+This module is for cells that wait before they run. In such a cell the line is the only output, so
+one ``clear_output`` removes it from the notebook and from the saved file. ``call_waits`` is for
 cells that wait while they run.
 
 ipykernel notices SIGINT during an ``await`` only when the await ends, and ignores SIGINT between
 cells. A wait therefore sets its own signal handler. A wait on the main thread sets the handler for
-its whole time. A subshell thread cannot set handlers. For a wait there, the main thread's event
-loop sets the handler, but only while SIGINT would otherwise be ignored. While a cell runs on the
-main thread, an interrupt ends that cell and not the wait, and the line about the wait says so.
+its whole time. A subshell thread cannot set handlers. For a wait in such a thread, the main
+thread's event loop sets the handler, but only while SIGINT would otherwise be ignored. While a cell
+runs on the main thread, an interrupt ends that cell and not the wait, and the line about the wait
+says so.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from .holds import HoldWait
 from .link import SessionLink
 from .ways import Ways
 
-#: The longest time, in seconds, between two checks of a wait. A change wakes the wait at once. The
-#: checks are necessary because the wake-up of an interrupt can be lost.
+#: The longest time between two checks of a wait, in seconds. A change wakes the waiting thread at
+#: once. But the wake-up after an interrupt can be lost, so the thread also checks regularly.
 TICK = 0.1
 
 
@@ -45,7 +46,7 @@ class Alarm:
         self.interrupted = False
 
     def ring(self) -> None:
-        """Wake the coroutine, so that it checks for a change."""
+        """Wake the coroutine, which then looks for a change."""
         try:
             self._loop.call_soon_threadsafe(self._rung.set)
         except RuntimeError:
@@ -76,9 +77,9 @@ class Interrupts:
 
     def __init__(self, on_main_loop: Callable[[Callable[[], None]], Any]) -> None:
         self._on_main_loop = on_main_loop
-        #: The wake-up function of each wait. A lock is not possible: the signal handler may run
-        #: between any two bytecodes of the main thread. It is not needed either, because single
-        #: operations on a dict are atomic.
+        #: The wake-up function of each wait. No lock protects this dict, because the signal handler
+        #: may run between any two bytecodes of the main thread, even while the main thread holds
+        #: the lock. A lock is not necessary, because single operations on a dict are atomic.
         self._waits: dict[object, Callable[[], None]] = {}
         #: Whether the main thread's loop repeatedly calls ``_look``. Only that loop uses this flag.
         self._looks = False
@@ -216,7 +217,7 @@ def taken(why: str) -> str:
 
 
 def worth_showing(link: SessionLink, wait: HoldWait, *, patient: bool = False) -> bool:
-    """Return whether to show this wait now; with ``patient``, only after PATIENCE seconds."""
+    """Return whether to show this wait now (with ``patient``: only after PATIENCE seconds)."""
     return (link.queue is not None and not patient) or time.monotonic() - wait.since >= PATIENCE
 
 
@@ -263,14 +264,15 @@ class WaitDisplay:
         )
         place = self._link.queue
         time_left = place.time() if place is not None else ""
-        # JupyterLab updates this time each second, as it does in its chip and its panel.
+        # JupyterLab updates this time each second, like the times in its chip and its panel.
         time_told = time_left if time_left in text else ""
         data = {"session": self._link.session, "text": text, "time": time_told, "hint": hint}
-        # A front end removes a line with this mark after a restart of the kernel.
+        # The mark ``wait``: after a restart of the kernel, a front end removes an output with this
+        # mark.
         self._data(" ".join(lines), markup, {"wait": True}, {WAIT_TYPE: data})
 
     def leave(self, text: str) -> None:
-        """Show ``text`` permanently, because it says what happened to the cell."""
+        """Replace the line by ``text``, which stays: it says what happened to the cell."""
         self._shown = ()
         markup = f'<div class="gpupool-preempted" style="{_QUIET}">{html.escape(text)}</div>'
         self._data(text, markup, {"preempted": True})

@@ -16,17 +16,17 @@ from ..protocol import Message
 from ..units import format_bytes, typed_bytes
 from .link import SessionLink
 
-#: Seconds between two requests for advice: SOON after a change of the kernel's place in the queue,
-#: AGAIN without a change.
+#: Seconds between two requests for advice: SOON if the kernel's place in the queue has changed,
+#: otherwise AGAIN.
 AGAIN = 10.0
 SOON = 1.0
 
-#: The largest number of the user's own kernels that the advice names.
+#: The advice names at most this many of the user's own kernels.
 MOST_NAMED = 3
 
 
 class Ways:
-    """Requests the advice again and again, and never blocks to wait for an answer."""
+    """Requests the advice from time to time, without waiting for the answer."""
 
     def __init__(self, link: SessionLink) -> None:
         self._link = link

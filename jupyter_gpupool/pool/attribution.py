@@ -2,21 +2,21 @@
 # Distributed under the terms of the Modified BSD License.
 """Attribution of GPU memory: to sessions, to the driver, and to programs outside the pool.
 
-Plain functions over plain values; the broker reads the figures and acts on the answers. Sizes are
-bytes on one device unless a mapping names the devices. The module answers five questions, in this
-order:
+Only functions of their arguments: the broker reads the figures from the driver, and acts on the
+results. A size is a number of bytes on one device, except in a mapping by device. The module
+computes five things, in this order:
 
 * *Attribution* (:func:`attribute`): which part of the used memory belongs to which session, which
   to the driver, and which to processes outside the pool.
 * *The driver's own memory* (:func:`unlisted`, :func:`driver_share`, :func:`measured_again`): the
-  used memory that belongs to no process. No process can free this memory. If this memory counted as
-  foreign, a request for a whole device would wait without end.
+  used memory that belongs to no process. No process can free this memory. If the pool counted this
+  memory as foreign, a request for a whole device would wait without end.
 * *Overhead* (:class:`Overhead`): the bytes that the driver takes for one process beyond the bytes
-  that the guard has charged. The guard charges a constant for a context (a self-test has measured
-  this constant) and the bytes that the program allocates. But contexts differ in size, and the
-  driver loads code lazily: 200 to 800 MiB for cuBLAS, cuDNN or Triton. The overhead is the driver's
-  figure less the guard's figure.
-* *Overuse* (:func:`overuse`, :func:`confirmed`): which session has more than it was granted, and
+  that the guard has charged. The guard charges the bytes that the program allocates, and for a
+  context a constant that a self-test has measured. But contexts differ in size, and the driver
+  loads code only when it is used: 200 to 800 MiB for cuBLAS, cuDNN or Triton. The overhead is the
+  driver's figure minus the guard's figure.
+* *Overuse* (:func:`overuse`, :func:`confirmed`): which session uses more than it was granted, and
   after how many samples the broker acts.
 * *State* (:func:`state_to_move`, :func:`state_moved`, :func:`restore_room`): how many bytes a
   suspend will move, how many bytes it has moved, and how many bytes must be free for the restore.
@@ -40,8 +40,8 @@ class Listed:
     bytes: int | None
     #: The session of the process; None if it belongs to no session.
     session: str | None = None
-    #: False if the number belongs to another PID namespace, so that the process cannot be
-    #: identified (in a container, the driver lists the host's numbers).
+    #: False if the process number is from another PID namespace. Such a process cannot be
+    #: identified. (In a container, the driver lists the host's process numbers.)
     known: bool = True
 
 
@@ -51,8 +51,8 @@ class Observed:
 
     used: int
     listed: Sequence[Listed] = ()
-    #: Bytes that the driver takes for itself beyond the bytes that it reports as reserved. The
-    #: device's capacity does not contain them.
+    #: Bytes that the driver uses for itself in addition to the bytes that it reports as reserved.
+    #: The device's capacity does not contain them.
     driver: int = 0
     #: Bytes that a process's first context takes on the device.
     context: int = 0
@@ -75,9 +75,11 @@ class Attribution:
 
     #: Bytes of processes that are outside the pool.
     foreign: int
-    #: Bytes of sessions that have a slice there. A session without a figure is absent.
+    #: By session with a slice on the device: its bytes. A session is absent if its bytes are
+    #: unknown.
     footprints: Mapping[str, int] = field(default_factory=dict)
-    #: Bytes of all sessions, with or without a slice, as the driver alone reports them.
+    #: By session, with or without a slice: its bytes as the driver reports them, without the
+    #: guard's count.
     shown: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -88,15 +90,15 @@ def attribute(
 
     ``holders`` are the sessions with a slice of the device. ``landing`` are sessions whose
     processes create their first context on this device before the broker moves them to their slice
-    on another device. The device's capacity does not contain the room for these contexts.
+    on another device. The memory for these contexts is not a part of the device's capacity.
 
     Each byte is given to one user only, in this order:
 
     1. Listed bytes of a session with a slice belong to this session.
-    2. Used bytes that the list does not explain belong to the slices. A session that is not listed
-       gets at most the bytes of its whole slice. A session that is listed gets at most the bytes of
-       one context, as far as they fit in its slice. A process whose number belongs to another PID
-       namespace counts as not listed, because it may belong to a session.
+    2. Used bytes that the driver lists for no process belong to the slices. A session that is not
+       listed gets at most the bytes of its whole slice. A session that is listed gets at most the
+       bytes of one context, and at most the rest of its slice. A process whose number belongs to
+       another PID namespace counts as not listed, because it may belong to a session.
     3. The remaining bytes, and the bytes that the list still shows for suspended sessions, belong
        to the driver, up to ``driver`` bytes in total.
     4. The bytes that remain after these steps are foreign. The listed bytes of processes without a
@@ -121,8 +123,8 @@ def attribute(
             named[entry.session] = named.get(entry.session, 0) + entry.bytes
     strangers = listed - sum(named.values())
     footprints = {name: size for name, size in named.items() if name in holders}
-    # Bytes of suspended sessions, which no slice covers. (The pool itself counts the bytes that a
-    # session has beyond its slice.)
+    # Bytes of suspended sessions, which have no slice. (If a session uses more than its slice, the
+    # pool counts the excess elsewhere.)
     left = {n: size for n, size in named.items() if n not in holders and n not in landing}
     in_slices = sum(
         min(observed.context, max(0, holder.granted - footprints[name]))
@@ -149,24 +151,25 @@ def attribute(
 
 # ---------------------------------------------------------------------- the driver's own memory
 
-#: Unlisted memory beyond this limit does not belong to the driver, but to processes that the driver
-#: does not list. The limit is ``DRIVER_MOST`` bytes, or the device's size divided by
-#: ``DRIVER_PART`` if that is smaller.
+#: The most unlisted memory that counts as the driver's own: ``DRIVER_MOST`` bytes, or the device's
+#: size divided by ``DRIVER_PART`` if this is smaller. More unlisted memory must belong to processes
+#: that the driver does not list.
 DRIVER_MOST, DRIVER_PART = 1 << 30, 8
 
-#: The driver's own memory varies between samples by at most ``SLACK`` bytes, and by at most the
-#: device's size divided by ``SLACK_PART``.
+#: Between two samples, the driver's own memory varies by at most ``SLACK`` bytes, or by the
+#: device's size divided by ``SLACK_PART`` if this is smaller.
 SLACK, SLACK_PART = 64 * MiB, 256
 
-#: This many samples of a device at rest must agree, because the driver still lists an ended process
-#: for a while.
+#: The driver still lists a process for a while after its end. So the smallest of this many samples
+#: counts, all taken while no slice and no foreign process uses the device.
 REST_LOOKS = 3
 
 
 def unlisted(used: int, sizes: Iterable[int | None]) -> int:
-    """Return the used bytes that the driver's list of ``sizes`` attributes to no process.
+    """Return the used bytes that belong to no listed process. ``sizes``: the sizes in the list.
 
-    Return 0 if a process is listed without its size: all of these bytes may belong to that process.
+    If the driver lists a process without its size, return 0, because all these bytes may belong to
+    that process.
     """
     known = [*sizes]
     if None in known:
@@ -182,9 +185,9 @@ def slack(total: int) -> int:
 def driver_share(reserved: int, residue: int, total: int) -> int:
     """Return the bytes of a device that belong to the driver.
 
-    ``reserved`` is the driver's own figure, ``residue`` the memory in use that belongs to no
-    process. If both are 0, the driver reports exact figures, and the function adds nothing.
-    Otherwise it adds :func:`slack`.
+    ``reserved`` are the bytes that the driver reports as its own. ``residue`` are the used bytes
+    that belong to no process. If both are 0, the driver's figures are exact, and the result is 0.
+    Otherwise the result includes :func:`slack`.
     """
     kept = reserved + min(residue, DRIVER_MOST, total // DRIVER_PART)
     return kept + slack(total) if kept else 0
@@ -201,12 +204,12 @@ def at_rest(listed: Iterable[Listed], *, leased: bool) -> bool:
 
 
 def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) -> int | None:
-    """Return the bytes that belong to the driver, measured at rest; None if they have not changed.
+    """Return the driver's own bytes, measured again at rest; None if they have not changed.
 
-    ``looks`` are the latest figures of :func:`unlisted`. ``was`` is the figure that the broker has
-    used so far. The driver's own memory grows over weeks in which kernels start and end. If the
-    broker measured this memory only once, the growth would count as foreign. A figure slightly
-    below ``was`` changes nothing.
+    ``looks`` are the latest results of :func:`unlisted`. ``was`` is the result that the broker has
+    used until now. Over weeks in which kernels start and end, the driver's own memory grows. If the
+    broker measured this memory only once, the growth would count as foreign. A result slightly
+    below ``was`` counts as unchanged.
     """
     if len(looks) < REST_LOOKS:
         return None
@@ -216,12 +219,12 @@ def measured_again(looks: Sequence[int], reserved: int, total: int, was: int) ->
 
 # ---------------------------------------------------------------------- overhead of a process
 
-#: This many consecutive samples must agree, because the program continues between the reading of
-#: the guard's figure and the reading of the driver's figure.
+#: The smallest of this many consecutive samples counts. One sample is not enough, because the
+#: program continues to run while the broker reads first one figure and then the other.
 AGREE = 3
 
-#: Bytes of one process that count as the driver's own and not as overuse: the smaller of
-#: ``EXCUSED_MOST`` and the device's size divided by ``EXCUSED_PART``, but at least
+#: The most bytes of one process that count as the driver's overhead and not as overuse: the smaller
+#: of ``EXCUSED_MOST`` and the device's size divided by ``EXCUSED_PART``, but at least
 #: ``EXCUSED_LEAST``.
 EXCUSED_LEAST, EXCUSED_MOST, EXCUSED_PART = 64 * MiB, 1 << 30, 8
 
@@ -230,14 +233,16 @@ EXCUSED_LEAST, EXCUSED_MOST, EXCUSED_PART = 64 * MiB, 1 << 30, 8
 class Overhead:
     """The bytes that the driver takes for one process on one device beyond the guard's charge."""
 
-    #: Bytes of the process's context, measured while the process had no other memory; None if never
+    #: Bytes of the process's context, measured while the process had no other memory; None if not
     #: measured.
     context: int | None = None
-    #: The latest figures (at most 2) while the process had no memory except its context.
+    #: The driver's latest figures (at most 2) for the process while it had no memory except its
+    #: context.
     alone: tuple[int, ...] = ()
-    #: The latest figures (at most ``AGREE``) of the bytes beyond the charge and the context.
+    #: The latest samples (at most ``AGREE``) of the bytes beyond the guard's charge, without the
+    #: difference of the context.
     seen: tuple[int, ...] = ()
-    #: The smallest of the last ``AGREE`` figures.
+    #: The smallest of the last ``AGREE`` samples in ``seen``.
     learnt: int = 0
 
     def look(
@@ -274,13 +279,13 @@ class Overhead:
 
 
 def complete(observed: Observed) -> bool:
-    """Return whether the driver's list explains all used memory."""
+    """Return whether all used memory belongs to listed processes or to the driver itself."""
     sizes = [entry.bytes for entry in observed.listed]
     return bool(sizes) and unlisted(observed.used, sizes) <= observed.driver
 
 
 def excused(total: int) -> int:
-    """Return the most that the driver may take for one process on a device of ``total`` bytes."""
+    """Return how much overhead of a process is not overuse, on a device of ``total`` bytes."""
     return max(EXCUSED_LEAST, min(EXCUSED_MOST, total // EXCUSED_PART))
 
 
@@ -288,12 +293,12 @@ def excused(total: int) -> int:
 
 #: The tolerated bytes beyond a slice: the device's size divided by ``TOLERATED_PART``, but at least
 #: ``TOLERATED_LEAST`` and at most ``TOLERATED_MOST``. The driver itself takes memory for the local
-#: arrays of all threads that can run at once, and more on a larger device. The driver's overhead
-#: for each process (see :class:`Overhead`) is tolerated in addition.
+#: arrays of all threads that can run at the same time; a larger device runs more threads. The
+#: driver's overhead for each process (see :class:`Overhead`) is tolerated in addition.
 TOLERATED_LEAST, TOLERATED_MOST, TOLERATED_PART = 64 * MiB, 512 * MiB, 16
 
-#: This many consecutive samples must show overuse: a single sample may have been taken between a
-#: suspend and its record.
+#: This many consecutive samples must show overuse. A single sample proves nothing, because the
+#: broker may have taken it after a suspend but before the pool recorded this suspend.
 SAMPLES = 3
 
 
@@ -313,8 +318,8 @@ def overuse(
     """Return the bytes that a session has beyond its slices, summed over all devices.
 
     All arguments are bytes by device: the session's memory as the driver shows it, the session's
-    slices, the driver's overhead for its processes, and the devices' sizes. Bytes that one device
-    tolerates do not help on another device.
+    slices, the driver's overhead for its processes, and the devices' sizes. Each device has its own
+    tolerated bytes. Tolerated bytes that are left on one device do not excuse overuse on another.
     """
     over = 0
     for device, size in used.items():
@@ -346,13 +351,14 @@ def state_to_move(
     guarded: bool,
     cuda: bool | None,
 ) -> dict[str, int]:
-    """Return the bytes by device that a suspend will move; host memory is reserved for them.
+    """Return, by device, the bytes that a suspend will move to host memory.
 
-    ``shown`` are the bytes that the driver lists for the session, ``counted`` those that its guard
-    counts, ``contexts`` the size of a context on each device; ``cuda`` tells whether the session
-    has called cuInit. Some drivers do not list all processes, and the guard does not count
-    everything, so the function takes the larger figure. If both are 0, a guarded session has at
-    most a context, because the guard counts every allocation; any other session may use its whole
+    The pool reserves host memory for these bytes. ``shown`` are the bytes that the driver lists for
+    the session, and ``counted`` are the bytes that its guard counts. ``contexts`` is the size of a
+    context on each device. ``cuda`` says whether the session has called cuInit. The function takes
+    the larger of ``shown`` and ``counted``, because some drivers do not list all processes, and the
+    guard does not count the driver's overhead. If both are 0, a session with a guard has at most a
+    context, because the guard counts every allocation. A session without a guard may use its whole
     slice.
     """
     seen = {uuid: max(shown.get(uuid, 0), counted.get(uuid, 0)) for uuid in {*shown, *counted}}
@@ -368,11 +374,11 @@ def state_to_move(
 def state_moved(
     slices: Sequence[Slice], freed: Mapping[str, int], before: Mapping[str, int]
 ) -> tuple[Slice, ...]:
-    """Return the state that a suspend has moved off ``slices``, one part for each of them.
+    """Return the state that a suspend has moved away from ``slices``: one part for each slice.
 
-    The size of a part is the number of ``freed`` bytes. If this number is 0, the driver does not
-    know it. The function then uses the estimate of :func:`state_to_move` (``before``), or the whole
-    slice if there is no estimate.
+    The size of a part is the number of bytes in ``freed``. If there is none, the driver does not
+    know the size. The function then uses the estimate of :func:`state_to_move` (``before``), or the
+    size of the slice if there is no estimate.
     """
     return tuple(
         Slice(s.device, freed.get(s.device) or before.get(s.device, s.bytes)) for s in slices

@@ -4,9 +4,9 @@
 
 A :class:`Draft` is a copy of the accounts on which the pass tries its plan; it never changes the
 facts. It begins with the facts, less the bytes that the last plan promised. The pass then gives
-bytes to one session after the other, and the draft has fewer bytes left. Growth and forecasts also
-read a draft: the bytes left in it are neither promised to a session nor reserved for the head of
-the queue.
+bytes to one session after another, and each time fewer bytes are left in the draft. Growth and
+forecasts also read a draft: the bytes left in it are neither promised to a session nor reserved for
+the head of the queue.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .placement import Need, Where, choose, preferred
 from .session import Session
 from .shares import Shares
 
-#: The :data:`Where` of a need that accepts any device.
+#: The value of :data:`Where` for a need that accepts any device.
 ANY: Where = ("", None)
 
-#: A lease that some session may preempt, its bytes on a device, and the class above which a session
-#: may preempt the lease (:func:`.running.open_above`); minus infinity for an idle lease without
-#: protection.
+#: A lease that another session may preempt, its bytes on a device, and a class: only sessions of a
+#: higher class may preempt the lease (:func:`.running.open_above`). For an idle lease that nothing
+#: protects, the class is minus infinity.
 Candidate = tuple[Session, int, float]
 
 
@@ -60,32 +60,33 @@ class Room:
     def __init__(self, ledger: DeviceLedger) -> None:
         self.ledger = ledger
         self.uuid = ledger.device.uuid
-        #: Bytes free now, and bytes free once all suspends under way are done; neither contains
-        #: promised bytes.
-        # This is ``ledger.free`` written out, for speed: each pass makes a room for each device.
+        #: Bytes that are free now, and bytes that are free after all suspends under way. Neither of
+        #: them includes promised bytes.
+        # This repeats the formula of ``ledger.free`` for speed, because each pass makes a room for
+        # each device.
         self.avail = ledger.capacity - ledger.granted - ledger.foreign - ledger.overuse
         self.expect = self.avail + ledger.incoming
         self.promised = 0
-        #: The leases on this device; empty until the draft has a reservation: see
+        #: The leases on this device. Empty until the draft has a reservation; see
         #: :meth:`Draft.reserve`.
         self.leases: list[tuple[Session, int]] = []
-        #: The leases that some session may preempt, and their total bytes; see
+        #: The leases that another session may preempt, and their total bytes; see
         #: :attr:`Draft.offers_known`.
         self.candidates: list[Candidate] = []
         self.offered = 0
 
     def promise(self, size: int) -> None:
-        """Set ``size`` bytes (may be negative) aside for a session."""
+        """Promise ``size`` bytes to a session. A negative ``size`` takes a promise back."""
         self.avail -= size
         self.expect -= size
         self.promised += size
 
     def spare(self, wanted: int) -> int:
-        """Return the bytes that can be backfilled while the head reserves ``wanted`` bytes here.
+        """Return the bytes for backfill here while the head of the queue reserves ``wanted`` bytes.
 
-        The head of the queue waits until leases here end. The result is the number of bytes that
-        other sessions can take without a delay of the head, in whatever order the leases end. (So
-        the pool needs no estimate of when they end.)
+        The head of the queue waits until leases on this device end. The result is the number of
+        bytes that other sessions can take without a delay of the head. It is correct for every
+        order in which the leases may end, so the pool need not know when they end.
 
         Call a lease small if it has fewer bytes than the head still lacks. If all small leases
         together free fewer bytes than the head lacks, the head must wait for at least one large
@@ -127,11 +128,11 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """Bytes that suspends under way free for one session."""
+    """A promise to one session: it gets these bytes when suspends under way have freed them."""
 
     takes: tuple[Slice, ...]
     charge: Charge
-    #: The number of waits that had begun when the plan first made this promise.
+    #: How many waits had begun in the pool when the plan first made this promise.
     made: int
 
 
@@ -143,7 +144,7 @@ class Known:
     def __init__(self) -> None:
         #: The answers of :meth:`Draft.reach`.
         self.reaches: dict[tuple[Where, int | None], list[int]] = {}
-        #: By kind of request: why it must fail, and for which owners; see :mod:`.reach`.
+        #: By kind of request: why the search must fail, and for which owners; see :mod:`.reach`.
         self.hopeless: dict[object, tuple[float, float, Reason]] = {}
         #: The answer of :meth:`Draft.most_free`.
         self.most_free: int | None = None
@@ -151,7 +152,7 @@ class Known:
 
 @dataclass(slots=True)
 class Draft:
-    """The devices and limits, with what is left of them for the later sessions of the pass."""
+    """What the plan leaves for later sessions of the pass: bytes on devices and in limits."""
 
     facts: Facts
     shares: Shares
@@ -162,21 +163,24 @@ class Draft:
     #: Sessions that this plan suspends.
     leaving: set[str] = field(default_factory=set)
     promises: dict[str, Promise] = field(default_factory=dict)
-    #: Sessions that this plan attaches or lets grow: one plan changes a session at most once.
+    #: Sessions that this plan attaches, or whose lease it lets grow. A plan does this at most once
+    #: for a session.
     settled: set[str] = field(default_factory=set)
     #: By group: the bytes of the leases that this plan suspends.
     going: dict[str, int] = field(default_factory=dict)
-    #: Whether the rooms list the leases that some session may preempt; and whether one of these
-    #: leases is in use.
+    #: Whether the rooms already list the leases that another session may preempt; and whether one
+    #: of these leases is in use.
     offers_known: bool = False
     offers_in_use: bool = False
     #: By owner and device: the bytes of leases in use whose time slice is over.
     turns_over: dict[Owner, dict[str, int]] = field(default_factory=dict)
-    #: The tiers found so far, by asker (or kind of asker) and holder: see ``victims.Trial.tier``.
+    #: The tiers found until now, by the asking session (or its kind) and the holder; see
+    #: ``victims.Trial.tier``.
     tiers: dict[tuple[Any, str], int | None] = field(default_factory=dict)
     #: Cached answers; every method that changes the draft replaces this object by an empty one.
     known: Known = field(default_factory=Known)
-    #: The grants of this plan; and whether the rooms list the leases that the head waits for.
+    #: The grants of this plan; and whether the rooms already list the leases for whose end the head
+    #: waits.
     _taken: list[tuple[Session, Slice]] = field(default_factory=list)
     _leases_known: bool = False
     #: The answers of :meth:`opened`.
@@ -212,10 +216,10 @@ class Draft:
             self._groups[name] += sign * charge[0]
 
     def lacking(self, owner: Owner, more: Charge, less: Iterable[Session] = ()) -> Lack | None:
-        """Return the limit of the owner or of one of its groups that ``more`` would exceed, or
-        None.
+        """Return a limit, of the owner or of one of its groups, that ``more`` would exceed; None if
+        there is none.
 
-        ``less`` are leases that go back to the pool first.
+        ``less`` are leases that go back to the pool before ``more`` is added.
         """
         facts = self.facts
         settings, caps = facts.settings, facts.tree.caps
@@ -243,14 +247,14 @@ class Draft:
         return None
 
     def within_limits(self, owner: Owner, promised: Charge) -> bool:
-        """Return whether the bytes promised to a session of ``owner`` exceed no limit."""
+        """Return whether the bytes promised to a session of ``owner`` are within all limits."""
         self.count(owner, promised, -1)
         lack = self.lacking(owner, promised)
         self.count(owner, promised)
         return lack is None
 
     def room_of(self, owner: Owner) -> Lack | None:
-        """Return the bytes that the owner's tightest group cap leaves; None if no cap applies."""
+        """Return the owner's group cap that has the fewest bytes left; None if no cap applies."""
         caps = self.facts.tree.caps
         left = (
             Lack("memory", caps[g] - self._groups[g], g)
@@ -259,8 +263,8 @@ class Draft:
         return min(left, key=lambda lack: lack.most, default=None)
 
     def coming_back(self, owner: Owner) -> list[Session]:
-        """Return the leases that count in the owner's limits and that end with a suspend under way
-        or a planned suspend.
+        """Return the leases in the owner's limits that will end, by a suspend under way or a
+        planned suspend.
         """
         if not (self.facts.settings.quotas or self.facts.tree.caps):
             return []
@@ -270,7 +274,8 @@ class Draft:
         """Return the leases that count in the limits of the owner: its own leases, and those of the
         members of its groups.
 
-        ``group`` selects one limit: that of the group, or with "" that of the owner itself.
+        With ``group``, return the leases that count in one limit only: the limit of this group, or,
+        for "", the limit of the owner itself.
         """
         facts = self.facts
         if group:
@@ -300,18 +305,18 @@ class Draft:
         least = min(need.least for need in needs) if len(needs) > 1 else needs[0].least
         if self.most_free() < least:
             return None  # this is the usual case when sessions wait
-        if self.reservation is None:  # this equals left(), without a call for each device
+        if self.reservation is None:  # the same values as left(), without a call for each device
             left = {uuid: room.avail for uuid, room in self.rooms.items()}
         else:
             left = {uuid: self.left(room.ledger) for uuid, room in self.rooms.items()}
         return choose(needs, self.facts.devices, left, preferred(s))
 
     def waits(self, takes: Iterable[Slice], least: int) -> bool:
-        """Return whether it is certain that a session with the promise ``takes`` must still wait.
+        """Return whether a session with the promise ``takes`` must certainly still wait.
 
         The answer is True if two conditions are met. First, at least one promised slice needs bytes
-        of a suspend that is under way. Second, no device has ``least`` bytes for the session, even
-        if the session gave up its promise. (``least`` is the size of its smallest slice.) If the
+        of a suspend that is under way. Second, no device has ``least`` free bytes, even if the
+        session's own promise were withdrawn. (``least`` is the size of its smallest slice.) If the
         answer is False, the session may or may not have to wait.
         """
         most, late = self.most_free(), False
@@ -331,7 +336,7 @@ class Draft:
         return found
 
     def opened(self, level: int | None) -> Mapping[str, tuple[list[Candidate], int]]:
-        """Return, by device, the candidates that a session of a class might preempt, and their
+        """Return, by device, the leases that a session of class ``level`` might preempt, and their
         total bytes.
 
         ``level`` is None for a session within the guarantee of a group. The lists are valid for the
@@ -349,7 +354,7 @@ class Draft:
         return found
 
     def suitable(self, where: Where) -> list[Room]:
-        """Return the rooms of devices in service: of one device, of a model, or of all devices."""
+        """Return the rooms of all devices in service that ``where`` allows."""
         found = self._suitable.get(where)
         if found is None:
             fixed, model = where
@@ -362,8 +367,8 @@ class Draft:
         return found
 
     def reach(self, where: Where, level: int | None) -> list[int]:
-        """Return the most bytes that a session of a class can get on each suitable device, largest
-        first.
+        """Return the most bytes that a session of class ``level`` can get on each suitable device,
+        the largest number first.
 
         Each lease that the class may preempt counts as free. On devices that the head of the queue
         has reserved, no lease may be preempted.
@@ -384,7 +389,7 @@ class Draft:
     # ------------------------------------------------------------------ host memory
 
     def host_left(self, devices: Iterable[str] = ()) -> int:
-        """Return the host bytes that a suspend may take, less the bytes that the head of the queue
+        """Return the host bytes that a suspend may take, minus the bytes that the head of the queue
         will need.
 
         Nothing is subtracted if the suspend frees memory on ``devices`` that the head has reserved.
@@ -396,15 +401,14 @@ class Draft:
         if freed and freed <= held.wanted.keys():
             return self.host
         missing = (max(0, size - self.rooms[uuid].expect) for uuid, size in held.wanted.items())
-        # The head may have reserved more devices than it needs. If it has, only the devices with
-        # the fewest missing bytes count.
+        # The head may have reserved more devices than it needs. In this case, only those devices
+        # count where the fewest bytes are missing.
         return self.host - sum(sorted(missing)[: held.count])
 
     def host_lack(self, victims: Iterable[Session], room: int) -> HostLack:
-        """Return why the state of all ``victims`` does not fit in ``room`` bytes, or in their
-        owners' quotas.
+        """Return why the state of all ``victims`` does not fit; "" if it fits.
 
-        "" if it fits.
+        The state must fit in ``room`` bytes, and in the quotas of the victims' owners.
         """
         total = 0
         owners: dict[str, int] = {}
@@ -445,8 +449,8 @@ class Draft:
                 self._note_taken(s, x)
 
     def _note_taken(self, s: Session, x: Slice) -> None:
-        """Add the granted slice to the leases of its room: this lease, too, may end before the head
-        starts.
+        """Add the granted slice to the leases of its room, because this lease may also end before
+        the head starts.
         """
         room = self.rooms[x.device]
         held = sum(size for v, size in room.leases if v is s)
@@ -488,7 +492,7 @@ class Draft:
         memory.
         """
         if v.id in self.promises:
-            self.unpromise(v)  # this is a promise of growth, which ends with the lease
+            self.unpromise(v)  # this is a promise of growth: it ends together with the lease
         self.leaving.add(v.id)
         self.known = Known()
         self.host -= v.state_bound
@@ -499,11 +503,11 @@ class Draft:
             self.rooms[x.device].expect += x.bytes
 
     def stays_out(self, v: Session, room: Room, wanted: int) -> bool:
-        """Return whether ``v``, once suspended, would wait behind the head of the queue.
+        """Return whether ``v``, after its suspend, would have to wait behind the head of the queue.
 
         The head wants ``wanted`` bytes of ``room``. If ``v`` would not wait, its suspend does not
         help the head: ``v`` would get its bytes back at its next call. The pool would suspend and
-        resume ``v`` each time that it pauses between calls, and no session would gain from it.
+        resume ``v`` at every pause between its calls, without a gain for any session.
         """
         size = sum(x.bytes for x in v.lease.slices if x.device == room.uuid)
         if room.promised:
@@ -530,6 +534,6 @@ class Draft:
         self.reservation = None
         self.known = Known()
         if head.lease.slices:
-            # The rooms do not list the leases of this head. But if another session becomes the
-            # head, it also waits for these leases.
+            # The rooms do not list the leases of this head. List them again, because another
+            # session that becomes the head also waits for them.
             self._leases_known = False

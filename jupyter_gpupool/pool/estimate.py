@@ -2,20 +2,20 @@
 # Distributed under the terms of the Modified BSD License.
 """How long a waiting session will probably wait: a range, computed from past waits.
 
-1. *The figure.* The pool simulates the sessions ahead of the waiting session. In the simulation,
-   the kernels on suitable GPUs give their slices back when their work ends (estimated from the
-   duration of earlier work), when their time slice is over, or when nothing protects them any more,
-   whichever comes first. Then the sessions ahead get their slices, in order, and keep them for as
+1. *The figure.* The pool simulates the sessions ahead of the waiting session. In the simulation, a
+   kernel on a suitable GPU gives its slice back when its work ends (estimated from the duration of
+   earlier work), when its time slice is over, or when nothing protects its slice any more. The
+   first of these times counts. The sessions ahead get slices in their order, and keep them for as
    long as such work usually takes. The pool makes a figure when a session begins to wait, and again
    when its place changes or when suspends begin to make room for it.
 2. *The range.* When a wait ends, the pool notes the ratio of the real wait to its figure. The range
    is the figure times quantiles of the last ``MOST`` ratios (split conformal prediction: V. Vovk et
-   al., "Algorithmic Learning in a Random World", 2005). If the ratio of the next wait is similar to
-   the last ratios, the wait ends inside the range in ``COVER`` of all cases, even if the simulation
-   is not exact. While the session waits, a past wait counts only if its ratio is greater than the
-   ratio that the present wait has reached so far. Without this rule, a long wait would always seem
-   nearly over.
-3. *No evidence.* With fewer than ``LEAST`` such waits there is no range.
+   al., "Algorithmic Learning in a Random World", 2005). If the ratios of future waits are similar
+   to those of past waits, a part ``COVER`` of all waits ends inside the range, even if the
+   simulation is not exact. While a session waits, the ratio of its wait to its figure grows. A past
+   wait counts only if its ratio is greater than the ratio that the present wait has reached.
+   Without this rule, a long wait would always seem nearly over.
+3. *No evidence.* If fewer than ``LEAST`` past waits count, there is no range.
 
 Estimates are not a part of the plan. :class:`~.news.News` computes them after the plan is made, for
 the sessions that it informs of their place. In a long queue, it does so at most once a second.
@@ -35,17 +35,17 @@ from .running import free_from, slice_ends
 from .schedule import Plan
 from .session import Session
 
-#: The pool simulates this many sessions at the head of the queue; for each session behind them, it
+#: The pool simulates this many sessions at the head of the queue. For each session behind them, it
 #: adds the usual time between two grants.
 SIMULATED = 6
 
-#: The rules by which a session waits for the leases of others. The pool estimates only these waits.
+#: The pool estimates only waits by these rules, in which a session waits for the leases of others.
 ESTIMATED = ("planned", "busy", "behind-head")
 
 
 class Way(NamedTuple):
-    """A lease that other sessions wait for: its bytes, and when it ends for a waiting session of
-    each class.
+    """A lease for which other sessions wait: its bytes, and when it ends. This time depends on the
+    class of the waiting session.
     """
 
     ends: float
@@ -57,7 +57,7 @@ class Way(NamedTuple):
     bytes: int
 
     def at(self, level: int) -> float:
-        """Return when a session of class ``level`` gets the bytes of the lease."""
+        """Return when a waiting session of class ``level`` can get the bytes of the lease."""
         if level > self.level:
             return min(self.ends, self.taken)
         return min(self.ends, self.turn) if level == self.level else self.ends
@@ -73,12 +73,13 @@ class Ahead:
         self._last = facts.now
         self._pace: float | None = None
         self._ways: dict[str, list[Way]] = {uuid: [] for uuid in facts.devices}
-        #: By device: the bytes that simulated sessions take and give back, as (time, bytes).
+        #: By device: pairs (time, bytes). A simulated session takes these bytes, or gives them
+        #: back.
         self._changes: dict[str, list[tuple[float, int]]] = {}
         self._simulate(plan)
 
     def figure(self, s: Session, position: int) -> Figure | None:
-        """Return the figure of a session that waits for the leases of others; None if not known."""
+        """Return the figure of a session that waits for leases of others; None if there is none."""
         at = self._starts.get(s.id)
         if at is None:
             if self._pace is None or position <= SIMULATED:
@@ -109,7 +110,7 @@ class Ahead:
             self._pace = self._usual_pace(queue)
 
     def _serve(self, s: Session, hold: float) -> float:
-        """Return when ``s`` finds room, and count its bytes there for as long as it runs."""
+        """Return when ``s`` gets its slices, and take their bytes from then until ``s`` ends."""
         facts = self._facts
         needs = asking(s, facts).needs
         level = facts.settings.priority_classes.get(s.request.priority, 0)
@@ -138,8 +139,8 @@ class Ahead:
         steps += self._changes.get(uuid, ())
         steps.sort()
         free, found = ledger.free + sum(change for _, change in steps), math.inf
-        # Go backwards from the last change: the bytes must be free at a change and at all later
-        # changes.
+        # Go backwards from the last change, to find the first change from which on the bytes always
+        # stay free.
         for at, change in reversed(steps):
             if free < size:
                 return found
@@ -147,8 +148,8 @@ class Ahead:
         return self._facts.now if free >= size else found
 
     def _usual_pace(self, queue: Sequence[Session]) -> float | None:
-        """Return the seconds between two grants, from the duration of cells and the number of
-        sessions that fit at the same time.
+        """Return the usual seconds between two grants: the duration of a cell, divided by the
+        number of sessions that fit at the same time.
         """
         facts = self._facts
         holds = [facts.evidence.next_spell(s.measured.busy) for s in queue[:SIMULATED]]
@@ -184,7 +185,7 @@ def way(v: Session, size: int, facts: Facts) -> Way:
 
 
 def moving(s: Session, devices: Sequence[str], position: int, facts: Facts) -> Figure:
-    """Return the figure of a session for which suspends under way make room on ``devices``."""
+    """Return the figure of a session that waits only for suspends under way on ``devices``."""
     now = facts.now
     gone = [v for v in facts.leased.values() if v.state == "detaching"]
     gone = [v for v in gone if any(x.device in devices for x in v.lease.slices)]

@@ -3,8 +3,8 @@
 """The events that go into the pool, and the actions that come out.
 
 ``Pool.handle(event) -> list[Action]`` is the only entry point. Every event carries ``now``. Every
-effect that the pool asks for carries the ``epoch`` of the session, and the event that reports the
-completion of this effect carries the same epoch. The pool drops a completion with an old epoch.
+action that changes a lease carries the ``epoch`` of the session. The event that reports its
+completion carries the same epoch, and the pool drops an event with an old epoch.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class DeviceMemorySeen(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemorySeen(Event):
-    """A sample of host memory: the bytes that the pool could take now without swapping or an OOM
-    kill.
+    """A sample of host memory: how many bytes the pool could take now. With more, the machine would
+    swap, or would kill processes.
     """
 
     available: int
@@ -103,8 +103,8 @@ class HostPressure(Event):
 
     As long as memory is short, the broker sends this event with each sample and names all sessions
     that are short of memory. At the end it sends the event once more, without sessions. At each
-    event, the pool resumes one of these sessions: the one with the largest suspended state that
-    fits on a device without a preemption. It suspends none of these sessions.
+    event, the pool resumes one of these sessions: the session with the largest suspended state,
+    among those that fit on a device without a preemption. The pool suspends none of these sessions.
     """
 
     sessions: frozenset[str]
@@ -125,8 +125,8 @@ class SettingsChanged(Event):
 class ClockSet(Event):
     """The time of day is ``ahead`` seconds ahead of ``now``, or behind it if ``ahead`` is negative.
 
-    Somebody has set the time of day, or the machine has slept. The clock of ``now`` does not follow
-    these changes.
+    This changes when somebody sets the time of day, or when the machine has slept. The clock of
+    ``now`` is not set, and does not count sleep.
     """
 
     ahead: float
@@ -143,8 +143,8 @@ class SessionOpened(Event):
     it, :class:`Answer` refuses it.
 
     ``lands``: the broker can move its processes to their slice from another device of the same
-    model. ``gated``: the guard can hold back its CUDA calls. If it cannot, the pool never preempts
-    the session while it is in use, because a call to the driver would kill a suspended process.
+    model. ``gated``: the guard can make its CUDA calls wait. Without this, the pool never preempts
+    the session while it is in use, because a CUDA call would kill a suspended process.
     """
 
     session: str
@@ -169,11 +169,11 @@ class Recovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecovered(Event):
-    """The usage of users and groups before a restart of the broker (``Pool.usage``).
+    """The usage of users and groups before the broker restarted (a value of ``Pool.usage``).
 
-    It follows :class:`Recovered`. Some leases stay while the broker restarts. Their memory counts
-    from ``since`` on (None: from now on). The pool adds these figures to the usage that it has
-    counted since its own start.
+    This event follows :class:`Recovered`. Some leases continue while the broker restarts. The pool
+    counts the usage of these leases from ``since`` on (None: from now on). The pool adds ``users``
+    and ``groups`` to the usage that it has counted since its own start.
     """
 
     users: Mapping[str, Usage] = field(default_factory=dict)
@@ -183,7 +183,7 @@ class UsageRecovered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedElsewhere(Event):
-    """The decayed dominant usage of users and groups on other machines, in GPU-seconds.
+    """The dominant usage of users and groups on other machines, after decay, in GPU-seconds.
 
     The figures replace those of the previous event of this type.
     """
@@ -220,8 +220,8 @@ class HoldTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetAside(Event):
-    """The broker suspended processes of a session without a lease; ``suspended`` is () if they run
-    again.
+    """The broker has suspended processes of a session that has no lease. If ``suspended`` is (),
+    these processes run again.
 
     The processes had no context, so ``suspended`` names the devices that they see, mostly with 0
     bytes. The next lease restores this state like any other suspended state.
@@ -235,8 +235,8 @@ class SetAside(Event):
 class DevicesSettled(Event):
     """Processes of a session without a lease have called cuInit, and see the devices ``bound``.
 
-    This is a separate event, because a hold may already wait, or may begin to wait before the
-    broker knows these devices.
+    This event is necessary, because :class:`HoldTaken` may come before the broker knows these
+    devices.
     """
 
     session: str
@@ -300,11 +300,11 @@ class RequestChanged(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrowAsked(Event):
-    """An allocation does not fit: the session needs ``bytes`` more on ``device`` than it was
-    granted.
+    """An allocation does not fit in the lease: the session needs ``bytes`` more bytes on
+    ``device``.
 
     :class:`Answer` follows at once, after a :class:`Resize` if the pool grants it. The pool grants
-    at least ``bytes``, from free memory only: it preempts no lease for growth. It refuses with
+    at least ``bytes``. It takes only free memory, and preempts no lease for growth. It refuses with
     ``limit`` (beyond the request's limit), ``no-memory`` (not free now, or no slice there) or
     ``quota``.
     """
@@ -336,10 +336,10 @@ class KeepAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecallAsked(Event):
-    """An admin wants the slice back at the time ``at``, even if it is in use; None withdraws the
-    recall.
+    """An admin wants the slice back at the time ``at``, even if the slice is in use. If ``at`` is
+    None, the admin cancels the recall.
 
-    At that time the pool suspends the session, and a running cell waits for another slice at the
+    At that time the pool suspends the session. If a cell runs, it waits for another slice at the
     end of the queue. ``reason`` tells the user which admin recalls the slice, and why.
     """
 
@@ -360,9 +360,9 @@ class EndAsked(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachDone(Event):
-    """The effect of :class:`Attach` is complete; the driver calls took ``seconds``.
+    """The broker has done what :class:`Attach` asks for; the driver calls took ``seconds``.
 
-    Before these calls, the attach ``waited`` this many seconds for other operations on the same
+    Before these calls, the attach waited ``waited`` seconds for other operations on the same
     devices.
     """
 
@@ -376,9 +376,9 @@ class AttachDone(Event):
 class AttachFailed(Event):
     """The attach failed. If ``lost``, the driver cannot restore this session, and it must end.
 
-    Otherwise the broker changed nothing (the memory was not free after all, for example), and the
-    session goes back to the queue with ``message`` as its reason. If ``stay`` is true, the session
-    can only return to the devices from which its state comes.
+    If not ``lost``, the broker has changed nothing (for example, because the memory was not free).
+    The session goes back to the queue with ``message`` as its reason. If ``stay`` is true, the
+    session can only return to the devices from which its state comes.
     """
 
     session: str
@@ -461,8 +461,9 @@ class Suspend(Action):
 
     ``busy``: the pool preempts the session although it is in use. The session keeps its holds, and
     the broker must not refuse the suspend because of them. The holds wait until
-    :class:`HoldGranted` grants them again: with the next lease, or after a refused suspend.
-    ``reason`` tells the user the rule, and the session that gets the slice.
+    :class:`HoldGranted` grants them again, either with the next lease or because the suspend was
+    refused. ``reason`` tells the user by which rule the pool preempts the session, and which
+    session gets the slice.
     """
 
     epoch: int
@@ -476,9 +477,9 @@ class Wanted(Action):
     """Another session waits for the slice of this session. The pool sends this once for each lease,
     under the ``lazy`` policy.
 
-    The agent then reports when no cell runs. From then on the session is idle as soon as no call is
-    in flight; the broker does not wait for further calls. (Under other policies, agents always
-    report when no cell runs.)
+    After this action the agent reports when no cell runs. After the report the session counts as
+    idle as soon as no CUDA call is running. (Under other policies, agents always report when no
+    cell runs.)
     """
 
     epoch: int
@@ -486,8 +487,8 @@ class Wanted(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resize(Action):
-    """The lease of an attached session has a new size, on the same devices. No event reports
-    completion.
+    """The lease of an attached session has a new size, on the same devices. No event reports that
+    this is done.
     """
 
     epoch: int
@@ -513,7 +514,7 @@ class HoldRefused(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Action):
-    """The answer to an event with ``rid``; ``note`` tells people what will happen."""
+    """The answer to the event with this ``rid``. ``note`` tells the user what will happen."""
 
     rid: str
     refusal: Refusal | None = None
@@ -522,7 +523,7 @@ class Answer(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueMoved(Action):
-    """The place of a waiting session in the queue: 1 is next.
+    """The new place of a waiting session in the queue; the session at place 1 is the next.
 
     ``expected``: the least and the most seconds that it will probably wait from now on; None
     without evidence for an estimate. ``waited``: the seconds that it has waited so far.
@@ -549,10 +550,10 @@ class StateChanged(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warn(Action):
-    """A session that cannot be suspended keeps other sessions waiting: warn its user.
+    """Warn the user of a session that cannot be suspended and for whose slice others wait.
 
-    ``stage`` is ``warn`` first and ``ask`` later (the user should end the session or free the
-    memory). ``ends_at``: when the pool will end the session; None if it will not.
+    ``stage`` is first ``warn``, and later ``ask``, which asks the user to end the session or to
+    free the memory. ``ends_at``: when the pool will end the session; None if it will not.
     """
 
     stage: Literal["warn", "ask"]

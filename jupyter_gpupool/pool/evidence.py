@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Records of past waits and cells, from which :mod:`.estimate` makes its ranges. Plain values."""
+"""Records of past waits and cells, from which :mod:`.estimate` computes its ranges."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, Sequence
 
-#: The part of all waits that should end inside their range.
+#: This part of all waits should end inside the range that was shown.
 COVER = 0.88
 
-#: Only the last ``MOST`` waits count; with fewer than ``LEAST`` waits there is no range. (The ninth
-#: wait lies outside the range of the eight before it in a fifth of all cases.)
+#: Only the last ``MOST`` waits count. If there are fewer than ``LEAST`` waits, there is no range.
+#: (In a fifth of all cases, the ninth wait lies outside the range of the eight waits before it.)
 MOST, LEAST = 100, 9
 
 #: The smallest figure, in seconds: an attach alone takes this long.
@@ -21,14 +21,14 @@ SHORTEST = 0.05
 
 
 class Figure(NamedTuple):
-    """A forecast of the simulation: the wait ends ``seconds`` after ``at``."""
+    """A forecast of the simulation, made at the time ``at``: the wait ends ``seconds`` later."""
 
     at: float
     seconds: float
     #: The place in the queue for which the figure was made, and the number of leases ahead.
     position: int
     holders: int
-    #: True if suspends under way make the room: the wait then depends only on these suspends.
+    #: True if the session waits only for suspends under way.
     moving: bool = False
 
 
@@ -40,12 +40,12 @@ class Expected:
 
     since: float
     until: float
-    #: The number of past waits behind the range, and the number of leases ahead.
+    #: The number of past waits from which the range was computed, and the number of leases ahead.
     waits: int
     holders: int
 
     def left(self, now: float) -> tuple[float, float] | None:
-        """Return the least and the most seconds from ``now`` on; None if the range has passed."""
+        """Return the range in seconds from ``now`` on; None if the end of the range has passed."""
         return (max(0.0, self.since - now), self.until - now) if self.until > now else None
 
 
@@ -78,8 +78,8 @@ class Evidence:
 
     #: The durations of the past cells of all sessions, in seconds.
     spells: Last = field(default_factory=Last)
-    #: Ratios of the real wait to its figure: ``waits`` for waits for other leases, ``moves`` for
-    #: waits for suspends under way.
+    #: Ratios of the real wait to its figure. ``waits``: of waits for the leases of others.
+    #: ``moves``: of waits for suspends under way.
     waits: Last = field(default_factory=Last)
     moves: Last = field(default_factory=Last)
     ended: int = 0
@@ -87,9 +87,9 @@ class Evidence:
     def wait_ended(self, figures: Sequence[Figure], now: float) -> None:
         """Record that a wait has ended: the session has its slice.
 
-        A wait counts once for each kind of figure, because a long wait has many figures and must
-        not count more than a short one. The position of the selected figure changes from wait to
-        wait, so that early and late figures both count.
+        A long wait has many figures, but must not count more than a short wait. So a wait counts
+        only one figure of each kind. The position of the selected figure changes from wait to wait,
+        so that early and late figures both count.
         """
         self.ended += 1
         for moving in (False, True):
@@ -115,18 +115,19 @@ class Evidence:
         return self.moves if figure.moving else self.waits
 
     def next_spell(self, own: float | None) -> float | None:
-        """Return the seconds that a cell will run; None without evidence.
+        """Return the estimated seconds that a cell will run; None without evidence.
 
         ``own`` is the mean of the session's earlier cells; None if it has run none.
         """
         return self.spells.mean() if own is None else own
 
     def spell_left(self, own: float | None, runs: float) -> float | None:
-        """Return the seconds that a cell will still run after it has run for ``runs`` seconds."""
+        """Return the estimated seconds that a cell will still run, after ``runs`` seconds."""
         if own is not None and own > runs:
             return own - runs
         if own is None and self.spells.mean() is None:
             return None
         longer = self.spells.above(runs)
-        # If no past cell ran for longer, assume that half of the cell's run time is over.
+        # If no past cell has run longer than this cell, assume that half of this cell's run time is
+        # over.
         return sum(longer) / len(longer) - runs if longer else max(runs, SHORTEST)

@@ -3,12 +3,12 @@
 """Why a session waits, or may lose its slice, as data from the plan. :mod:`.why` puts the data in
 words.
 
-:func:`explain` returns, for a waiting session, the rule, the leases that it needs and their
-holders, the usage of its owner and groups, and what would end the wait and when at the earliest.
-For a session that has a lease (a holder), it returns the guarantees that the holder is above or
-below, and which sessions may take its lease, by which rule and from what time. Nothing is a guess:
-all figures are those that the pass compares. For sessions of other owners, it shows only size and
-class.
+For a waiting session, :func:`explain` returns the rule by which it waits, the leases that it needs
+and their holders, the usage of its owner and groups, the events that may end the wait, and the
+earliest time of such an event. For a session that has a lease (a holder), :func:`explain` returns
+the guarantees of the holder's groups, the sessions that may preempt its lease, the rules by which
+they may do so, and the times from which they may. Nothing is a guess: these are the figures that
+the pass compares. For the sessions of other owners, only size and class are shown.
 """
 
 from __future__ import annotations
@@ -37,39 +37,40 @@ class HeldLease:
     session: str
     device: str
     bytes: int
-    #: ``busy``, ``idle``, or ``leaving``: its suspend is under way.
+    #: ``busy``, ``idle``, or ``leaving`` (its suspend is under way).
     use: str
     #: When a waiting session may first preempt the lease; None while the lease is in use.
     yields_at: float | None
-    #: When the pool suspends the holder even if no session waits; None while the lease is in use,
-    #: infinity if never.
+    #: When the pool suspends the holder even if no session waits. None while the lease is in use,
+    #: and infinity if the pool never does.
     leaves_at: float | None
     #: Whether the holder has the same owner as the waiting session.
     own: bool = False
     label: str = ""
     priority: str = ""
-    #: The rule of :mod:`.running` by which the waiting session may preempt the lease while it is in
-    #: use, and the time from which it may; "" if no rule allows this. A guarantee may still protect
-    #: the lease: see ``covered``.
+    #: The rule of :mod:`.running` by which the waiting session may preempt the lease while the
+    #: lease is in use, and the time from which it may do so. The rule is "" if no rule allows this.
+    #: Even with a rule, a guarantee may protect the lease: see ``covered``.
     rule: str = ""
     rule_at: float | None = None
     #: Whether a guarantee of the holder's group protects the lease.
     covered: bool = False
-    #: Why host memory cannot take the holder's state now, even if no other lease is suspended; ""
-    #: if it can.
+    #: Why host memory has no room for the holder's state now, even if the pool suspends only this
+    #: lease; "" if it has room.
     unmoved: HostLack = ""
-    #: When the pool ends the holder because it cannot be suspended; None if it does not.
+    #: When the pool ends the holder, because the driver cannot suspend it; None if the pool does
+    #: not end it.
     ends_at: float | None = None
 
 
 class GroupGuarantee(NamedTuple):
-    """The bytes that the members of a group have, and the bytes guaranteed to the group."""
+    """How many bytes the members of a group have now, and how many are guaranteed to the group."""
 
     group: str
     held: int
-    #: On this machine.
+    #: The bytes guaranteed on this machine.
     guaranteed: int
-    #: On all machines together; None if this machine does not share the guarantee with other
+    #: The bytes guaranteed on all machines together; None if the guarantee is not shared among
     #: machines.
     of_all: int | None = None
 
@@ -80,8 +81,8 @@ class Standing:
 
     #: The groups of the owner, the outermost first.
     groups: tuple[str, ...]
-    #: (name, part used, part due) at each level of the tree, compared with the siblings that use
-    #: GPUs or wait; the name is "group NAME" or the owner's.
+    #: For each level of the tree: the name ("group NAME", or the owner's name), the part used, and
+    #: the fair part. Both parts are relative to the siblings that use GPUs or wait.
     shares: tuple[tuple[str, float, float], ...]
     #: Whether the owner, or one of its groups, has used more than its fair share.
     above: bool
@@ -93,7 +94,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The use of host memory for suspended state: bytes and sessions."""
+    """How much host memory holds suspended state, and of how many sessions."""
 
     budget: int
     own: int
@@ -109,12 +110,13 @@ class Explanation:
     session: str
     #: Why the session waits (an attached session waits for growth); None if it does not wait.
     reason: Reason | None
-    #: Its place in the queue for a lease (the first place is 1), and all sessions before it.
+    #: Its place in the queue for a lease (the first place is 1), and the sessions that the pass
+    #: serves before it.
     position: int | None
     ahead: tuple[str, ...]
     #: The slices that it gets when the suspends under way have ended.
     promised: tuple[Slice, ...]
-    #: Its reservation as the head of the queue: bytes wanted, by device.
+    #: If it is the head of the queue: the bytes that it reserves, by device.
     reserved: tuple[Slice, ...]
     #: The leases on the devices that it could use.
     holders: tuple[HeldLease, ...]
@@ -125,20 +127,21 @@ class Explanation:
     #: ``group-lease-ends``, ``head-is-served``, ``budget-renews``, ``settings``,
     #: ``device-returns``, ``outside-use-ends``, ``time``.
     changes: tuple[str, ...]
-    #: When time alone may end the wait: a lease of ``holders`` can be preempted, the pool ends a
-    #: holder, age raises the session past other sessions or above a holder, a budget renews, a
-    #: schedule allows its class, or the pool tries again. None if none of these will happen.
+    #: The earliest time at which one of these may end the wait: the session may preempt a lease of
+    #: ``holders``, the pool ends a holder, age raises the session past other sessions or above a
+    #: holder, a budget renews, a schedule allows its class, or the pool tries again. None if none
+    #: of these will happen.
     changes_at: float | None
     #: What happens at ``changes_at``: ``idle-lease-yields``, ``busy-lease-yields``,
     #: ``kernel-ends``, ``ageing``, ``budget-renews``, ``settings``, ``retry``. "" if none of these
     #: will happen.
     changes_by: str
-    #: For a session with a lease: the sessions that wait for some of its devices; and the time from
-    #: which they may preempt the lease while it is idle.
+    #: For a session with a lease: the sessions that wait for some of its devices. ``taken_from``:
+    #: the time from which they may preempt the lease if it is idle.
     takers: tuple[str, ...]
     taken_from: float | None
-    #: The rules by which sessions that wait may preempt a lease in use, and the times from which
-    #: they may: (rule, seconds since the epoch, session).
+    #: For each waiting session that may preempt this lease while it is in use: the rule, the time
+    #: from which it may (in seconds since 1970), and the session.
     claims: tuple[tuple[str, float, str], ...]
     #: Why the session cannot be suspended; "" if it can be, or if it has no lease. ``ends_at``:
     #: when the pool ends the session because of this; None if it does not end it.
@@ -174,15 +177,15 @@ _CHANGES: dict[str, tuple[str, ...]] = {
 #: The rules that keep a session waiting even if enough memory is free.
 _BARRED = ("budget", "class-closed")
 
-#: By :data:`~.model.HostLack`: the event that replaces ``host-memory`` in ``changes``, because more
-#: free host memory would not end this lack.
+#: For an event in ``changes``, by :data:`~.model.HostLack`: the event that replaces it, because
+#: more free host memory would not end this lack.
 _HOST_CHANGES: dict[str, dict[HostLack, str]] = {
     "host-memory": {"size": "holder-frees", "quota": "holder-host-memory"},
 }
 
 
 def explain_all(facts: Facts, plan: Plan) -> dict[str, Explanation]:
-    """Return :func:`explain` of every session, by session."""
+    """Return the result of :func:`explain` for every session, by session."""
     shares = Shares(facts)
     shares.order()
     return {s.id: _explain(shares, plan, s) for s in facts.sessions.values()}
@@ -202,8 +205,8 @@ def _explain(shares: Shares, plan: Plan, s: Session) -> Explanation:
     queue = [w.id for w in plan.queue]
     names = [w.id for w in plan.order]
     reserved = held.wanted if held is not None and held.session == s.id else {}
-    # A session that waits for its budget, or until the schedule allows its class, does not wait for
-    # leases of others.
+    # If a session waits for its budget, or until the schedule allows its class, it does not wait
+    # for leases of others.
     holders = () if why is None or why.rule in _BARRED else tuple(_holders(shares, s, why))
     changes = _CHANGES[why.rule] if why is not None else ()
     if why is not None and why.lacks:
@@ -292,8 +295,8 @@ def _guarantee(shares: Shares, name: str, held: int) -> GroupGuarantee:
 def _claims(
     shares: Shares, plan: Plan, s: Session, own: set[str]
 ) -> Iterable[tuple[str, float, str]]:
-    """Yield the rules by which waiting sessions may preempt the lease of ``s``, with the time from
-    which they may do so.
+    """Yield the rule by which each waiting session may preempt the lease of ``s``, the time from
+    which it may do so, and the session.
     """
     if obstacle(s, shares.facts) or (s.state == "idle" and unprotected(s, shares.facts)):
         return
@@ -319,8 +322,7 @@ def _ends_at(s: Session, facts: Facts) -> float | None:
 
 
 def _raised_at(shares: Shares, plan: Plan, s: Session, holders: Iterable[HeldLease]) -> float:
-    """Return when age raises a waiting session to a class in which it may get a slice sooner;
-    infinity if this never happens.
+    """Return when age raises a waiting session to a class that helps it; infinity if never.
 
     In that class it may pass a session that is ahead of it, or preempt a lease that it may not
     preempt now.

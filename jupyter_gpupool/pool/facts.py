@@ -9,14 +9,14 @@ is counted in bytes:
 =============  ====================================================================================
 ``granted``    sum of all leases, including those whose attach or suspend is under way
 ``foreign``    bytes that processes of no session use, as last measured
-``overuse``    bytes that sessions use beyond what they were granted, as last measured
+``overuse``    bytes that sessions use beyond their leases, as last measured
 ``incoming``   the part of ``granted`` whose suspend is under way
 =============  ====================================================================================
 
 ``free = capacity - granted - foreign - overuse`` may be negative. If it is negative, the pool
-grants nothing on this device, but it ends no lease because of this. Promises are not facts; they
-are a part of the plan (:mod:`.schedule`). Queries change nothing: only an event that names a device
-adds this device.
+grants nothing on this device, but it ends no lease because of this. Memory that the pool plans to
+grant later is not a fact; it is a part of the plan (:mod:`.schedule`). Only an event that names a
+device adds this device. A query changes nothing.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class DeviceLedger:
     overuse: int = 0
     granted: int = 0
     incoming: int = 0
-    #: The most that ``granted`` may be. It can be more than ``capacity``, because leases stay when
+    #: The upper bound of ``granted``. It can be more than ``capacity``, because leases stay when
     #: the capacity falls.
     allowed: int = 0
-    #: Why the pool grants nothing on this device: ``fault`` is a failure, ``paused`` an admin's
-    #: reason; "" if there is none.
+    #: Why the pool grants nothing on this device. ``fault`` describes a failure; ``paused`` is the
+    #: reason that an admin gave. A text is "" if it does not apply.
     fault: str = ""
     paused: str = ""
-    #: The leases of ``granted``, and the bytes of each.
+    #: The leases on this device, and the bytes of each. ``granted`` is the sum of these bytes.
     leases: dict[Session, int] = field(default_factory=dict)
 
     @property
@@ -83,7 +83,8 @@ class DeviceLedger:
 def charge_of(s: Session, slices: Sequence[Slice]) -> int:
     """Return the bytes of ``slices`` that count against the owner's quota.
 
-    Bytes up to the request's limit count; the headroom of a resume does not.
+    On each device, bytes up to the limit of the request count. The headroom of a resume does not
+    count.
     """
     limit, memory, state = s.request.limit, s.request.memory, s.suspended
     charge = 0
@@ -105,8 +106,8 @@ class Facts:
         self.now = -math.inf
         self.sessions: dict[str, Session] = {}
         self.devices: dict[str, DeviceLedger] = {}
-        #: The number of changes of devices and rules. A value that was computed for an older
-        #: version is no longer valid.
+        #: How often devices or rules have changed. A value that was computed at an older version is
+        #: no longer valid.
         self.version = 0
         #: The most bytes that each device can give, largest first; and whether at least one device
         #: allows a suspend.
@@ -126,7 +127,8 @@ class Facts:
         #: Sessions that cannot be suspended, each with a session that waits for its slice; see
         #: :mod:`.unsuspendable`.
         self.stuck: dict[str, tuple[Session, Session]] = {}
-        #: When idle sessions leave, and the sessions for which that time must be computed again.
+        #: When the pool suspends each idle session even if no session waits; and the sessions for
+        #: which this time must be computed again.
         self.leaving = Leaving()
         self.untimed: dict[str, Session] = {}
         #: Sessions whose slice an admin has recalled; see :mod:`.recall`.
@@ -165,7 +167,7 @@ class Facts:
                 self.begin_wait(s, self.now)
 
     def forget_times(self, s: Session) -> None:
-        """Note that the times at which ``s`` may or must leave its slice may have changed."""
+        """Drop the cached times at which ``s`` may or must leave its slice."""
         s.times = s.using = None
         self.untimed[s.id] = s
 
@@ -176,8 +178,9 @@ class Facts:
         return self.tree.stops or closes or bool(self.recalled)
 
     def set_recall(self, s: Session, at: float, reason: str = "") -> None:
-        """Note when an admin takes the slice of ``s`` back, and why; ``at`` 0 withdraws the
-        recall.
+        """Note when an admin takes the slice of ``s`` back, and why.
+
+        If ``at`` is 0, no admin takes the slice back any more.
         """
         s.recall_at, s.recall_reason = at, reason if at else ""
         if at:
@@ -186,7 +189,7 @@ class Facts:
             self.recalled.pop(s.id, None)
 
     def begin_wait(self, s: Session, since: float) -> None:
-        """Let ``s`` begin to wait for a lease or for growth, inside :meth:`change`."""
+        """Start a wait of ``s`` for a lease or for growth. Call this inside :meth:`change`."""
         self.arrivals += 1
         s.wait = Wait(number=self.arrivals, since=since)
 
@@ -264,10 +267,10 @@ class Facts:
         return new
 
     def set_slices(self, s: Session, slices: tuple[Slice, ...], most: float = math.inf) -> None:
-        """Give ``s`` these slices, inside :meth:`change`; the owner is charged at most ``most``.
+        """Give ``s`` these slices, and charge the owner at most ``most``.
 
-        The present request decides the charge. If the request changes later, the charge changes
-        only when the lease changes, too.
+        Call this inside :meth:`change`. The charge follows from the request at the time of this
+        call. If the request changes later, the charge stays until the next call.
 
         Raises
         ------
@@ -285,7 +288,7 @@ class Facts:
         s.lease.charge = int(min(most, charge_of(s, slices))) if slices else 0
 
     def end_lease(self, s: Session) -> None:
-        """Take the lease from ``s``, inside :meth:`change`."""
+        """Take the lease from ``s``. Call this inside :meth:`change`."""
         s.last_devices = tuple(x.device for x in s.lease.slices)
         s.attached_seconds_total += self.now - s.lease.attached_at
         s.lease = Lease()
@@ -294,8 +297,8 @@ class Facts:
             ledger.allowed = max(ledger.capacity, min(ledger.allowed, ledger.granted))
 
     def usage_of(self, owner: str) -> OwnerUsage:
-        """Return a copy of the owner's usage that counts in its quota, including the usage on other
-        machines.
+        """Return a copy of the usage that counts against the owner's quota, including the usage on
+        other machines.
         """
         known = self.usage.get(owner)
         found = OwnerUsage() if known is None else known.copy()
@@ -304,7 +307,7 @@ class Facts:
         return found
 
     def usage_in(self, group: str) -> int:
-        """Return the bytes that count in the cap of ``group``, including those on other
+        """Return the bytes that count against the cap of ``group``, including the bytes on other
         machines.
         """
         known = self.group_usage.get(group)
@@ -312,10 +315,10 @@ class Facts:
         return elsewhere if known is None else known.memory + elsewhere
 
     def elsewhere_text(self, owner: str, limit: str, group: str = "") -> str:
-        """Return why other machines keep a part of this limit of a quota, or of a group's cap.
+        """Return why other machines keep a part of this ``limit`` of the owner's quota, or of the
+        cap of ``group``.
 
-        The answer is "" if they keep no part of this limit, even if they keep parts of other
-        limits.
+        The answer is "" if other machines keep no part of it.
         """
         rules = self.settings
         if group:
@@ -432,9 +435,9 @@ class Facts:
         """Bytes that a new suspend may take; may be negative."""
         room = self.settings.host_memory - self.host_used - self.host_going
         if self.host_available is not None:
-            # States that were suspended before the sample have already reduced the sampled figure.
-            # Suspends under way may have reduced it by a part of their bytes, but this code assumes
-            # that they have not.
+            # The sample already accounts for states that were suspended before it. A suspend that
+            # was under way may have copied a part of its state before the sample. This code assumes
+            # that the suspend had copied nothing.
             room = min(room, self.host_available - self.host_taken)
         return room
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Groups of users: what an admin grants them. Frozen values, checked when they are made.
+"""Groups of users, and what an admin grants each group, as frozen values.
 
 Each owner belongs to one group, and a group may belong to another group. The groups form a tree;
 its root is the pool itself (the name ""). A *guarantee* is the memory that the members of a group
@@ -21,8 +21,8 @@ DAY = 86400.0
 #: epoch are not more exact than this.
 EXACT = 0.001
 
-#: ``window``: the whole budget is renewed at one time of the day. ``refill``: the budget comes back
-#: continuously, the whole of it in one day.
+#: ``window``: the whole budget is renewed once a day, at a fixed time. ``refill``: the budget comes
+#: back continuously, at a rate of one whole budget per day.
 DailyRule = Literal["window", "refill"]
 
 #: What happens when the budget is used up. ``borrow``: sessions continue on GPUs that no other
@@ -89,11 +89,11 @@ class Daily:
     renews: float = 0.0
     #: The GPU-seconds of a window that this machine may use, if several machines share the budget.
     here: float = math.inf
-    #: Whether other machines may have an unused part of the budget, which this machine can still
-    #: get.
+    #: Whether this machine may still get a part of the budget from other machines, because they
+    #: may not have used their parts.
     more_elsewhere: bool = False
-    #: With ``refill``: the GPU-seconds that come back here in a day, if several machines share the
-    #: budget.
+    #: With the rule ``refill``, if several machines share the budget: the GPU-seconds that come
+    #: back on this machine in a day.
     refill_here: float = math.inf
 
     @property
@@ -164,8 +164,8 @@ class Group:
 def path(groups: Mapping[str, Group], name: str) -> tuple[str, ...]:
     """Return ``name`` and all groups above it, the outermost first; () for the pool itself.
 
-    An unknown group counts as the pool itself. A parent that would close a cycle also counts as the
-    pool itself.
+    An unknown group counts as the pool itself. If a parent is already in the path, so that the
+    groups form a cycle, the path ends there.
     """
     found: list[str] = []
     while name in groups and name not in found:
@@ -213,7 +213,7 @@ class Tree:
         return found
 
     def with_budget(self, name: str) -> tuple[str, ...]:
-        """Return the groups of the path of ``name`` that have a daily budget."""
+        """Return ``name`` and the groups above it, but only those with a daily budget."""
         found = self._budgets.get(name)
         if found is None:
             found = tuple(group for group in self.path(name) if self.groups[group].daily)
@@ -221,7 +221,7 @@ class Tree:
         return found
 
     def capped(self, name: str) -> list[str]:
-        """Return the groups of the path of ``name`` that have a cap."""
+        """Return ``name`` and the groups above it, but only those with a cap."""
         return [group for group in self.path(name) if group in self.caps] if self.caps else []
 
 

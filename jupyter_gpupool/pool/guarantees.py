@@ -2,10 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """Which requests of waiting sessions lie within the guarantees of their groups.
 
-A request is within the guarantee of a group if three things together need no more than the
-guarantee: the leases of all members, the members' earlier requests, and the request itself. Some
-sessions wait for something other than memory. The module counts these sessions last, so that they
-do not use up a guarantee that other members could use now.
+A request is within the guarantee of a group if three things together need no more memory than the
+guarantee: the leases of all members, the members' earlier requests, and the request itself. The
+module first counts the requests of the sessions that wait for memory alone. It then counts the
+requests of the sessions that wait for something else (for example, for the owner's quota), so that
+these requests do not use up a guarantee that other members could use now.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ def entitled(
 
 
 class _LimitCheck:
-    """Finds the requests that wait for memory alone, if all earlier requests are counted as
-    granted.
+    """Finds the requests that wait for memory alone.
+
+    The check treats each earlier request that waits for memory alone as granted.
     """
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
-        #: The totals of owners and groups, as if the requests so far were granted.
+        #: The totals of owners and groups, with the requests that the check treats as granted.
         self._owners: dict[str, OwnerUsage] = {}
         self._groups: dict[str, int] = {}
 

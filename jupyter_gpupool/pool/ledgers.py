@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The accounts of an owner and of a group, and the times at which idle sessions leave."""
+"""The accounts of an owner and of a group, and when the pool suspends idle sessions."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ class GroupUsage:
 
 @dataclass(slots=True)
 class Leaving:
-    """When idle sessions leave their slices; see :func:`~.preemption.leaving`."""
+    """When the pool suspends each idle session even if no session waits.
+
+    See :func:`~.preemption.leaving`.
+    """
 
     times: dict[str, float] = field(default_factory=dict)
-    #: The :attr:`~.facts.Facts.version` of these times.
+    #: The :attr:`~.facts.Facts.version` at which the times were computed.
     version: int = -1

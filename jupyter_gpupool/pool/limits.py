@@ -26,9 +26,9 @@ from .model import NO_LIMIT, Charge, Owner, PoolSettings, Quota, Refusal, Reques
 
 
 def lacking(quota: Quota, usage: OwnerUsage, more: Charge, less: Charge) -> tuple[str, int] | None:
-    """Return the limit that ``more`` would exceed, as (name, limit), or None.
+    """Return the first limit that the owner would exceed with ``more``, as (name, limit), or None.
 
-    ``less`` is the charge that the owner gives back, for example by suspends under way.
+    ``less`` is the charge that the owner will give back, for example by suspends under way.
     """
     if quota is NO_LIMIT:
         return None
@@ -47,11 +47,12 @@ class _Maximum:
     """The most bytes on each device, by one rule."""
 
     code: Code
-    #: The most bytes on each device; and the figure in the rule (for a quota: the bytes over all
-    #: devices).
+    #: The most bytes on each device. ``whole`` is the figure as the rule states it: for a quota,
+    #: the bytes on all devices together.
     most: int
     whole: int
-    #: The rule in words; and what an admin could change, or "" if an admin can change nothing.
+    #: The rule in words. ``admin`` says what an admin could change, or is "" if an admin can change
+    #: nothing.
     rule: str
     admin: str
     #: Whether the rule also bounds the limit of a request, and not only the guaranteed bytes.
@@ -302,10 +303,11 @@ def default_request(
 ) -> Request:
     """Return the default request of a kernel, on devices of ``capacities`` bytes.
 
-    By default the limit is the whole device. This does no harm to other sessions: when a guarantee
-    needs bytes, the pool first takes back the bytes by which leases have grown. For this it needs
-    the guard, which meters the bytes and holds back the calls of a running cell. Without a guard
-    (``metered`` is False), the slice is fixed at attach and has the guaranteed size.
+    By default the limit is the whole device. This does no harm to other sessions: when the pool
+    needs bytes for a guarantee, it first takes back the bytes by which leases have grown. To take
+    bytes back, the pool needs the guard, which meters the bytes and holds back the calls of a
+    running cell. Without a guard (``metered`` is False), a slice cannot grow: it keeps the
+    guaranteed size.
     """
     memory, limit = settings.default_memory, settings.default_limit
     if limit is None:
@@ -335,10 +337,11 @@ def fit_unasked(
 ) -> Request:
     """Return ``request``, with sizes that are not in ``asked`` cut to what the machine gives.
 
-    Such sizes are defaults, so a machine with smaller devices (``capacities``, in bytes) cuts them
-    and does not refuse. The memory is not cut to a quota or the host's memory. If an admin's
-    default exceeds another of the admin's options, the kernel is refused, and the refusal names the
-    option (:func:`blame_default`).
+    A size that is not in ``asked`` is a default. So if the devices (``capacities``, in bytes) are
+    smaller than the default, the pool reduces the size and does not refuse the kernel. The pool
+    does not reduce the memory to fit a quota or the host's memory: if a default of the admin
+    exceeds another option of the admin, the pool refuses the kernel and names the default
+    (:func:`blame_default`).
     """
     sizes = sorted((size for size in capacities if size), reverse=True)
     if not 0 < request.devices <= len(sizes):

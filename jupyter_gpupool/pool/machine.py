@@ -54,10 +54,10 @@ ROUNDS = 16
 
 
 class Pool:
-    """Decides which session gets which slice of which device, and when; it performs no operation
-    itself.
+    """Decides which session gets which slice of which device, and when.
 
-    A question about a session that the pool does not know raises :class:`KeyError`.
+    The pool performs no operation itself. A question about a session that the pool does not know
+    raises :class:`KeyError`.
     """
 
     def __init__(self, settings: PoolSettings) -> None:
@@ -65,8 +65,8 @@ class Pool:
         self._plan = Plan()
         self._news = News()
         #: Records that were computed since the last event. They stay valid, because only an event
-        #: changes the facts or the plan. After an event, the broker reads the record of the session
-        #: that the event names about ten times.
+        #: changes the facts or the plan. They save time: after an event that names a session, the
+        #: broker reads the record of this session about ten times.
         self._records: dict[str, SessionRecord] = {}
 
     @property
@@ -89,8 +89,8 @@ class Pool:
         facts = self._facts
         self._records.clear()
         facts.now = max(facts.now, event.now)
-        # Apply the event before the effects of time: a hold that comes at the end of the idle
-        # time-out must still find its lease.
+        # Apply the event before the effects of time: if a hold comes at the very moment at which
+        # the idle time-out ends, the session must still have its lease.
         actions = update(facts, event, self._plan)
         if facts.settings.max_wait is not None:
             actions += self._give_up(facts.settings.max_wait)
@@ -199,7 +199,7 @@ class Pool:
         return explain(self._facts, self._plan, self._facts.sessions[session])
 
     def explanations(self) -> dict[str, Explanation]:
-        """Return :meth:`explain` of every session, in a fraction of the time of single calls."""
+        """Return :meth:`explain` of every session, much faster than with one call per session."""
         return explain_all(self._facts, self._plan)
 
     def why(self, session: str) -> Told:
@@ -207,7 +207,7 @@ class Pool:
         return told(self._facts, self._plan, self._facts.sessions[session])
 
     def preferred(self, session: str) -> tuple[str, ...]:
-        """Return the devices that the session would get if it asked now; this promises nothing.
+        """Return the devices that the session would get if it asked now; the pool reserves nothing.
 
         If the session has devices or is bound to devices, the answer is these devices. Else it is
         the devices that the present plan gives the session, or that a new plan would give it (a new
@@ -263,17 +263,18 @@ class Pool:
         """Return by how many bytes each slice of an attached session could grow now, in their
         order.
 
-        Growth takes only memory that is free, not promised and not reserved. It takes no byte that
-        is guaranteed to another session on the device, even if that session does not use the byte.
-        The answer is empty for a session without a lease.
+        A slice can grow only into memory that is free, and that the plan neither grants nor
+        reserves. It cannot grow into the bytes that are guaranteed to another session on the
+        device, even if that session does not use them. The answer is empty for a session without a
+        lease.
         """
         s = self._facts.sessions[session]
         return requests.growable(self._facts, s, self._plan) if s.state in ATTACHED else ()
 
     def headroom(self, uuid: str) -> int:
-        """Return the headroom of a resume on a device: the bytes beyond the session's state.
+        """Return how many bytes beyond a session's state a resume reserves on this device.
 
-        0 for an unknown device, because no session resumes there.
+        The answer is 0 for an unknown device, because no session resumes there.
         """
         ledger = self._facts.devices.get(uuid)
         return 0 if ledger is None else headroom(ledger, self._facts.settings)
@@ -284,8 +285,9 @@ class Pool:
         return [] if found is None else found.story_lines()
 
     def view(self, now: float) -> PoolView:
-        """Return the pool at ``now``; for status pages, not for decisions, because it reads all
-        sessions.
+        """Return the state of the whole pool at ``now``.
+
+        This call is for status pages. It is too slow for decisions, because it reads all sessions.
         """
         facts = self._facts
         positions = {s.id: at for at, s in enumerate(self._plan.queue, 1)}
@@ -378,8 +380,8 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
                 continue
             since = waits.since(v) if waits.found else math.inf
             if since < math.inf:
-                # Keep the earlier time. The session that waited first may have its slice by now,
-                # but at least one session has waited at every moment since then.
+                # Keep the earlier time. The session that began to wait then may have got a slice
+                # since, but at least one session has waited at every moment since then.
                 since = min(since, gap.wanted)
             if since != gap.wanted:
                 v.measured.gap = replace(gap, wanted=since)
@@ -393,13 +395,12 @@ def note_waiting(facts: Facts, plan: Plan) -> tuple[Actions, bool]:
 
 
 class Waits:
-    """Which sessions wait, and since when: by device, by owner (waits for a quota) and by group
-    (waits for a cap).
+    """Which sessions wait for a device, for an owner's quota or for a group's cap, and since when.
 
     A device has two kinds of entries: the first session in the queue that could use the device
-    (even if this device alone is not enough), and every session that waits for growth there. The
-    entry of an owner is the first session for which the quota is too small, even if memory is also
-    short.
+    (even if it needs other devices, too), and every session that waits to grow there. The entry of
+    an owner is the first session that waits for the owner's quota, even if the session also waits
+    for memory. The entry of a group is the first session that waits for its cap.
     """
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
@@ -432,7 +433,7 @@ class Waits:
         self.found = bool(self._devices or self._owners or self._groups)
 
     def since(self, v: Session) -> float:
-        """Return since when a session waits for what ``v`` has; infinity if none does."""
+        """Return since when some session waits for what ``v`` has; infinity if no session does."""
         since = self._owners.get(v.owner.name, math.inf)
         for x in v.lease.slices:
             for w, at in self._devices.get(x.device, ()):

@@ -1,27 +1,28 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The usage of users and groups: memory and compute over time, with decay; and the usage of today.
+"""The usage of users and groups: decayed sums of memory and compute, and the usage of today.
 
 A session with a lease uses, on each of its devices, the part of the memory that it was granted.
-While it is active, it also uses a part of the compute: its ``compute`` divided by the sum of
-``compute`` over all active sessions there. A session that is alone uses the whole compute. The two
-parts are *rates*, in devices; their sums over time are in device-seconds. The larger of the two
-sums is the *dominant* usage (Ghodsi et al., "Dominant Resource Fairness", NSDI 2011): a session
-that has much memory and computes little pays for its memory, and a small session that computes all
-the time pays for its compute.
+While it is active, it also uses a part of the device's compute: its ``compute`` divided by the sum
+of ``compute`` over all active sessions on the device. So the only active session on a device uses
+the device's whole compute. The two parts are *rates*, in devices; their sums over time are in
+device-seconds. The larger of the two sums is the *dominant* usage (Ghodsi et al., "Dominant
+Resource Fairness", NSDI 2011): a session that has much memory and computes little pays for its
+memory, and a small session that computes all the time pays for its compute.
 
 Rates change at events only. So a :class:`Meter` holds the sums at the time of the last change and
-the rates since then, and computes the sums of any later time by a formula: a decayed sum u with
-rate r becomes u x d + r x (1 - d) / ln 2 x half-life, with d = 2 ^ (-seconds / half-life).
+the rates since then. It computes the sums of any later time by a formula: if the decayed sum is u
+and the rate is r, the decayed sum some seconds later is u x d + r x (1 - d) / ln 2 x half-life,
+with d = 2 ^ (-seconds / half-life).
 
 Usage counts against a daily budget without decay (see :class:`~.groups.Daily`). With the rule
-``window``, usage counts from the last time at which the budget's window began. With ``refill``, a
-whole budget comes back in each day, at a constant rate.
+``window``, all usage since the present window began counts. With ``refill``, a whole budget comes
+back in each day, at a constant rate.
 
-Windows follow the time of day. After somebody has set the time of day, or after the machine has
-slept, the time of day is ``ahead`` of the pool's own clock. During the time that a step forward
-skips, usage decays and budgets renew, but the pool charges no user for this time. A step back
-changes no usage and no budget.
+Windows begin at a time of day. After somebody has set the clock of the machine, or after the
+machine has slept, the time of day is ``ahead`` seconds ahead of the pool's own clock. If the time
+of day steps forward, usage decays and budgets renew as if the skipped time had passed, but the pool
+charges no user for this time. A step back changes no usage and no budget.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from .model import Owner, PoolSettings
 #: come back. Otherwise the sessions of its user would stop and continue every second.
 BACK = 1 / 24
 
-#: While other machines can give up a part of the budget, the budget counts as available again after
-#: at most this many GPU-seconds have come back, even if ``BACK`` of the budget is more. The other
-#: machines can then give up more.
+#: While this machine may still get a part of the budget from other machines, a used-up budget
+#: counts as available again when only this many GPU-seconds have come back, even if ``BACK`` of the
+#: budget is more. The other machines can then give up more.
 BACK_HERE = 30.0
 
 LN2 = math.log(2)
 
-#: One device is this many units; the meters sum rates in whole units. Subtracting a rate is then
-#: exact, without rounding errors. So a meter need not sum the rates of all sessions again, and a
-#: change costs the same with one session as with a thousand.
+#: One device is this many units. The meters sum rates in whole units, so they can add and subtract
+#: a rate without a rounding error. A meter therefore need not sum the rates of all sessions again
+#: after a change, and a change costs the same with one session as with a thousand.
 UNITS = 1 << 100
 
 
@@ -113,8 +114,7 @@ class Meter:
         if daily is not None and daily.rule == "refill":
             # The rate has not changed since ``at``.
             today = self.today + (rate - daily.refill / DAY) * seconds
-            # The pool does not charge usage beyond the budget, or beyond this machine's part of the
-            # budget.
+            # Usage stops counting when the budget, or this machine's part of it, is used up.
             today = min(daily.seconds, max(self.today, daily.most), max(0.0, today))
             if today >= daily.most - EXACT:
                 return today, True
@@ -125,7 +125,7 @@ class Meter:
         return today, daily is not None and today >= daily.most - EXACT
 
     def advance(self, now: float, half_life: float, daily: Daily | None) -> None:
-        """Bring the sums to ``now``; afterwards the rates may change."""
+        """Compute the sums at ``now``. Call this before the rates change."""
         if now > self.at:
             found = self.read(now, half_life, daily)
             self.memory, self.compute = found.memory, found.compute
@@ -133,7 +133,7 @@ class Meter:
             self.elsewhere = found.elsewhere
 
     def set_clock(self, now: float, ahead: float, half_life: float, daily: Daily | None) -> None:
-        """From ``now`` on, count the time of day as ``ahead`` seconds ahead of the pool's clock."""
+        """Set by how many seconds the time of day is ``ahead`` of the pool's clock, from now on."""
         self.advance(now, half_life, daily)
         #: Advance the sums by the step of the time of day. The rates are 0 during the step.
         before = Meter(
@@ -146,8 +146,9 @@ class Meter:
         self.elsewhere = after.elsewhere
 
     def use(self, session: str, part: tuple[float, float] | None) -> None:
-        """Set the ``part`` that a session uses from now on; None if it uses nothing. Call
-        :meth:`advance` first.
+        """Set the ``part`` of devices that a session uses from now on; None if it uses nothing.
+
+        Call :meth:`advance` first.
         """
         memory, compute = self.parts.pop(session, (0.0, 0.0))
         more, faster = part or (0.0, 0.0)
@@ -239,9 +240,9 @@ class Meters:
     def settle(self, now: float, rules: PoolSettings) -> None:
         """Set the rates according to the changed leases, from ``now`` on.
 
-        Besides the changed leases, only leases that compute on the same devices can have a new
-        part: a session's part of the memory does not depend on other sessions, and a session that
-        computes nothing has no part of the compute.
+        The part of a session without a changed lease can change only if the session computes on the
+        same device as a session with a changed lease: a session's part of the memory does not
+        depend on other sessions, and a session that computes nothing has no part of the compute.
         """
         devices, self._devices = self._devices, {}
         gone, self._gone = self._gone, []
@@ -282,8 +283,9 @@ class Meters:
     # ------------------------------------------------------------------ all meters
 
     def close(self, now: float, rules: PoolSettings) -> None:
-        """Bring all sums to ``now`` with the old ``rules``, before the rules change; the next
-        :meth:`settle` continues from these sums.
+        """Compute all sums at ``now`` with the old ``rules``. Call this before the rules change.
+
+        The next :meth:`settle` continues from these sums.
         """
         for name, account in self.users.items():
             account.advance(now, rules.half_life, rules.quota_of(name).daily)
@@ -313,7 +315,7 @@ class Meters:
     ) -> None:
         """Add the usage that was counted before a restart, with the decay since then.
 
-        Some leases stay while the broker restarts. Their memory counts from ``since`` on.
+        A lease that stayed while the broker restarted counts with its memory from ``since`` on.
         """
         for known, found in ((self.users, users), (self.groups, groups)):
             for name in dict.fromkeys((*found, *known)):
@@ -340,8 +342,9 @@ class Meters:
         users: Mapping[str, float],
         groups: Mapping[str, float],
     ) -> None:
-        """Set the dominant usage on other machines at ``now``; users and groups without a figure
-        have no such usage.
+        """Set the dominant usage on other machines at ``now``.
+
+        A user or group without a figure has used nothing on other machines.
         """
         for known, found in ((self.users, users), (self.groups, groups)):
             for name in {**known, **found}:

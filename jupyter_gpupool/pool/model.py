@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The data types of the pool: frozen values, whose methods need no clock and no I/O.
+"""The data types of the pool: frozen values. Their methods need no clock and no I/O.
 
 All sizes are in bytes. All times are in seconds; ``now`` is in seconds since the epoch, from one
 steady clock of the broker. The name of a device is its UUID.
@@ -114,8 +114,8 @@ class Reason:
     text: str = ""
     #: The group that the rule belongs to; "" for a rule of the owner or the pool.
     group: str = ""
-    #: When the wait ends because time passes, without an event, in seconds since the epoch; 0 if
-    #: time alone does not end it.
+    #: When the wait ends without any event, in seconds since the epoch; 0 if only an event can end
+    #: it.
     at: float = 0.0
     #: For the rules about host memory: why the state does not fit there.
     lacks: HostLack = ""
@@ -170,9 +170,9 @@ class Device:
     tier_reason: str = ""
     #: Measured bytes that the first CUDA context of a process takes on this device; 0 if not known.
     context_bytes: int = 0
-    #: Bytes that no slice may use, kept for contexts of processes that saw this device at cuInit.
-    #: The broker moves such a process with its context to its slice on another device. 0 if it
-    #: cannot move processes.
+    #: Bytes that no slice may use. A process that saw this device at cuInit creates its first
+    #: context in these bytes; the broker then moves the process to its slice on another device. 0
+    #: if the broker cannot move processes.
     landing_bytes: int = 0
 
 
@@ -188,7 +188,7 @@ class Slice:
 class Quota:
     """Limits of one owner; ``None`` means no limit.
 
-    Each field is the maximum of a sum over all sessions of the owner. ``memory`` limits the granted
+    Each limit is for all sessions of the owner together. ``memory`` limits the granted
     device bytes, ``devices`` the devices in use at once, ``leases`` the sessions attached at once,
     and ``suspended`` the host bytes of suspended state.
     """
@@ -212,11 +212,11 @@ class PoolSettings:
     """All settings that the rules of the pool may read, made from ``c.GPUPool.*``."""
 
     default_memory: int = 4 * GiB
-    #: The default limit of a kernel; None: the whole device if the guard meters the memory beyond
-    #: the guarantee, else ``default_memory``.
+    #: The default limit of a kernel. None stands for the whole device if the guard meters the
+    #: memory beyond the guarantee, else for ``default_memory``.
     default_limit: int | None = None
-    #: The largest ``memory`` or ``limit`` that one kernel may ask for on a device; None: the
-    #: device's size.
+    #: The largest ``memory`` or ``limit`` that one kernel may ask for on a device. None stands for
+    #: the device's size.
     max_memory_per_kernel: int | None = None
     #: By owner name; ``"*"`` stands for all other owners.
     quotas: Mapping[str, Quota] = field(default_factory=dict)
@@ -229,15 +229,16 @@ class PoolSettings:
     #: session on this machine can give it back.
     elsewhere: Mapping[str, Charge] = field(default_factory=dict)
     elsewhere_groups: Mapping[str, int] = field(default_factory=dict)
-    #: Why this machine cannot have a larger part of these quotas and caps, as the end of a
-    #: sentence.
+    #: Why this machine cannot have a larger part of these quotas and caps. Messages use this text
+    #: as the end of a sentence.
     elsewhere_reason: str = "kernels on other machines use the rest"
     default_priority: str = "notebook"
     #: Priority classes that may have a slice; None for all. The pool suspends sessions of other
     #: classes, in use or not, and they wait.
     classes_allowed: frozenset[str] | None = None
-    #: When the schedules next allow each closed class, in seconds since the epoch by the time of
-    #: day. ``now`` does not follow steps of the time of day: see :class:`~.events.ClockSet`.
+    #: When the schedules next allow each closed class, in seconds since the epoch on the machine's
+    #: clock. ``now`` is on a different clock, which does not step when somebody sets the machine's
+    #: clock: see :class:`~.events.ClockSet`.
     classes_open: Mapping[str, float] = field(default_factory=dict)
     #: Seconds without a hold after which a slice goes back to the pool even if no session waits.
     idle_timeout: float = 300.0
@@ -254,31 +255,33 @@ class PoolSettings:
     reserve: int = 0
     #: The total bytes of host memory that suspended state may take.
     host_memory: int = 16 * GiB
-    #: Bytes that a resume reserves beyond the footprint at suspend; at most a part of the device,
-    #: see :func:`~.placement.headroom`.
+    #: Bytes that a resume reserves beyond the footprint at suspend. A small device reserves fewer
+    #: bytes: see :func:`~.placement.headroom`.
     resume_headroom: int = 256 * MiB
     #: Seconds until the pool tries to suspend a pinned session again (the reason may be gone).
     pinned_retry: float = 60.0
-    #: A lease grows beyond its guarantee in steps of at least this many bytes, if they are free.
+    #: A lease grows beyond its guarantee in steps of at least this many bytes, if so many are free.
     growth_step: int = 64 * MiB
-    #: Moving the state of sessions may cost at most this part of the time in which sessions use
-    #: their slices; see :mod:`.residence`. 0: a waiting session gets an idle slice at once.
+    #: The time that the pool spends on moving state, as a part of the time in which sessions use
+    #: their slices, is at most this; see :mod:`.residence`. With 0, the pool ignores the cost of
+    #: moves: a waiting session gets an idle slice at once.
     max_swap_overhead: float = 0.1
-    #: The rule that decides how long an idle kernel, whose state was moved to its slice, keeps this
-    #: slice although other kernels wait.
+    #: The rule by which an idle kernel keeps its slice for some time although other kernels wait,
+    #: because its state was moved to this slice.
     residence: ResidenceRule = "work"
     #: The tree of groups, by name. An owner without a group belongs to the pool itself.
     groups: Mapping[str, Group] = field(default_factory=dict)
-    #: Seconds after which a used GPU-second counts half in the order of the queue. With 0, past
-    #: usage does not count.
+    #: After this many seconds, a used GPU-second counts only half when the pool orders the queue.
+    #: With 0, past usage does not count.
     half_life: float = 8 * 3600.0
     #: The rules by which a session in use may be preempted; see :data:`PreemptRule`.
     preempt: frozenset[PreemptRule] = PREEMPT_ALL
-    #: What the pool may do about a session that cannot be suspended while others wait for its
-    #: slice: warn its user; also ask the user to end it; or also end it.
+    #: How far the pool may go if other sessions wait for the slice of a session that cannot be
+    #: suspended: it warns the user, it also asks the user to end the session, or it also ends the
+    #: session itself.
     unsuspendable: Unsuspendable = "warn"
-    #: How many seconds other sessions have waited for the slice when the pool warns its user, when
-    #: it asks the user, and when it ends the session that has the slice.
+    #: After how many seconds of waiting by other sessions the pool warns the user, asks the user,
+    #: and ends the session.
     unsuspendable_after: tuple[float, float, float] = (60.0, 600.0, 3600.0)
 
     def quota_of(self, owner: str) -> Quota:
@@ -320,8 +323,9 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """One whole session, as the journal stores it; a restarted broker continues from this
-    record.
+    """All data of one session that the journal stores.
+
+    A restarted broker continues from this record.
     """
 
     id: str
@@ -339,13 +343,14 @@ class SessionRecord:
     #: Bytes of suspended state per device, in the order in which the process sees the devices;
     #: empty if nothing is suspended.
     suspended: tuple[Slice, ...] = ()
-    #: Devices to which the process has been bound since it called cuInit. It can leave them only by
-    #: a suspend and a restore.
+    #: Devices to which the session's processes have been bound since cuInit. Only a suspend and a
+    #: restore can move the processes to other devices.
     bound: tuple[str, ...] = ()
-    #: The broker can move its processes to their slice when they create their first context (see
-    #: the guard).
+    #: Whether the broker can move the session's processes to their slice when they create their
+    #: first context (see the guard).
     lands: bool = False
-    #: The guard can hold back its CUDA calls, so the pool may preempt it while it is in use.
+    #: Whether the guard can hold back the session's CUDA calls. If so, the pool may preempt the
+    #: session while it is in use.
     gated: bool = True
     #: The devices of the last lease: placement prefers them.
     last_devices: tuple[str, ...] = ()
@@ -354,7 +359,7 @@ class SessionRecord:
     pinned_at: float = 0.0
     release_asked: bool = False
     keep_until: float = 0.0
-    #: When an admin takes the slice back (0 if no admin does); and in words, which admin does this
+    #: When an admin takes the slice back (0 if no admin does). ``recall_reason`` says which admin,
     #: and why.
     recall_at: float = 0.0
     recall_reason: str = ""
@@ -418,7 +423,7 @@ class SessionView:
     leaves_at: float | None = None
     #: Whether other sessions wait for the slice of this idle session.
     wanted: bool = False
-    #: Why the pool took the slice of a suspended session that was idle; "" if it did not.
+    #: Why the pool suspended the session while it was idle; "" if it did not.
     taken_reason: str = ""
     #: What a waiting session waits for, in words for every user; "" if it does not wait.
     waits_for: str = ""

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Informs waiting sessions of their place in the queue and how long they will probably wait."""
+"""News for waiting sessions: their place in the queue and how long they will probably wait."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .schedule import Plan
 from .session import Session
 from .words import Scene, reason
 
-#: In a queue up to this length, each session gets its news at once.
+#: If the queue has at most this many sessions, each session gets its news at once.
 AT_ONCE = 8
-#: In a longer queue, the sessions get news at most once in this many seconds. (But a session that
-#: begins to wait gets its first news at once.)
+#: In a longer queue, the sessions get news at most once in this many seconds. A session that begins
+#: to wait is an exception: it gets its first news at once.
 INTERVAL = 1.0
 
-#: A session gets no news if its expected range changes by less than this part of the remaining
-#: wait.
+#: If the times between which the wait will probably end change by less than this part of the
+#: remaining wait, the session gets no news of the change.
 SAME = 0.1
 
 
@@ -40,8 +40,8 @@ class News:
     def run(self, facts: Facts, plan: Plan, actions: list[Action], *, tick: bool) -> list[Action]:
         """Return the news that is due; sessions that have just begun to wait always get news.
 
-        ``actions`` are the actions of the event. If no state has changed since the last news and
-        the event is no ``tick``, no news is due.
+        ``actions`` are the actions of the event. If no session has changed its state since the last
+        news, and the event is not a ``tick``, no news is due.
         """
         steps = [a for a in actions if isinstance(a, StateChanged)]
         joined = {a.session for a in steps if a.new == "queued"}

@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """The size with which a waiting session would start at once.
 
-The pool makes an offer only if it can keep the offer. It takes the memory that the last plan leaves
-free as a candidate size. Then it runs a trial pass over copies of the facts, in which the session
-requests this size. If the trial pass grants the size, the pool offers it. The pool preempts no
+The pool makes an offer only if it can keep the offer. Its candidate size is the memory that the
+last plan leaves free. It then makes a trial plan with a copy of the facts, in which the session
+requests this size. If the trial plan grants the size, the pool offers it. The pool preempts no
 lease for an offer.
 """
 
@@ -22,8 +22,8 @@ from .session import Session
 
 _MIB = 1 << 20
 
-#: The pool shows sizes to people with one decimal of a GiB. So the pool rounds an offer down to a
-#: multiple of a step: the largest of these steps that is not larger than the offer.
+#: The pool rounds an offer down to a multiple of the largest of these steps that is not larger than
+#: the offer, because messages show sizes in GiB with one decimal.
 STEPS = (512 * _MIB, 64 * _MIB, 1)
 
 

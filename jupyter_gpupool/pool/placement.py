@@ -15,7 +15,8 @@ any other session         any devices
 ========================  ==========================================================================
 
 A session returns to the devices of its last lease if they have room (no migration). Otherwise it
-gets the tightest device with room (best fit): large gaps stay free for large requests.
+gets the device with the least room that is enough (best fit), so that devices with much room stay
+free for large requests.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from .model import (
 )
 from .session import Session
 
-#: The key of a need's suitable devices: :attr:`Need.fixed` and :attr:`Need.model`.
+#: Which devices suit a need: its :attr:`Need.fixed` and its :attr:`Need.model`.
 Where = tuple[str, str | None]
 
 
@@ -59,17 +60,17 @@ class Need:
     def amount(self, ledger: DeviceLedger) -> int:
         """Return the bytes to reserve on this device.
 
-        This is ``bytes``, or the whole device if state and headroom together are larger than the
-        device. The state fits, because it has been on a device of this size before.
+        The answer is ``bytes``, or the whole device if the state and the headroom together are
+        larger than the device. The state alone fits, because it comes from a device of this size.
         """
         return self.bytes if self.bytes <= ledger.capacity else max(self.least, ledger.capacity)
 
     def allows(self, ledger: DeviceLedger) -> bool:
-        """Return whether this device is suitable if it has room."""
+        """Return whether the need may use this device. Free memory does not matter."""
         return not (ledger.paused or ledger.fault) and self.suits(ledger)
 
     def suits(self, ledger: DeviceLedger) -> bool:
-        """Return whether this device would be suitable if it were in service and had room."""
+        """Return whether this device suits the need. Service and free memory do not matter."""
         device = ledger.device
         if self.fixed:
             return device.uuid == self.fixed
@@ -79,7 +80,11 @@ class Need:
 
 
 def preferred(s: Session) -> tuple[str, ...]:
-    """Return, in order, the devices of the last lease, or the devices that its processes see."""
+    """Return the devices that the session should get if possible, in the order of its slices.
+
+    These are the devices of its suspended state, else the devices that its processes see, else the
+    devices of its last lease.
+    """
     if s.suspended:
         return tuple(x.device for x in s.suspended)
     return s.bound or s.last_devices
@@ -89,8 +94,9 @@ def in_turn(needs: Sequence[Need]) -> Sequence[int]:
     """Return the order in which needs choose a device: needs for a fixed device first, then by
     size.
 
-    Needs of one model differ only in size: a device that suits a larger need also suits a smaller
-    need. So this order finds a place for all needs whenever that is possible.
+    Needs for the same model differ only in size, so a device with room for a larger need also has
+    room for a smaller one. With this order, :func:`choose` therefore finds room for all needs
+    whenever that is possible.
     """
     if len(needs) == 1:
         return (0,)
@@ -108,8 +114,8 @@ def choose(
 ) -> tuple[Slice, ...] | None:
     """Return slices for all ``needs`` within the free bytes ``left``; None if they do not all fit.
 
-    The slices are on the devices of ``last`` if all fit there, else each is on the tightest
-    suitable device.
+    If all slices fit on the devices of ``last``, they go there. Otherwise each slice goes to the
+    suitable device with the least room that is enough.
     """
     if last and len(last) == len(needs):
         same = []
@@ -165,25 +171,25 @@ def in_order(
 HEADROOM_PART = 16
 
 
-#: Points for class and age. If points are equal, the start of the wait decides, and then the number
-#: of the wait.
+#: Points for class and age, the start of the wait, and the number of the wait. The pool compares
+#: them in this order.
 Age = tuple[float, float, int]
 
 
 @dataclass(slots=True)
 class Asking:
-    """The request of a session, as the pass reads it."""
+    """The request of a session, in the form that the pass of the planner reads."""
 
     needs: tuple[Need, ...]
     #: The charge of the request against the owner's quota.
     charge: Charge
-    #: For a request of one slice by an owner without limits: its suitable devices, by which the
-    #: pass compares requests. None for any other request.
+    #: Which devices suit the request, if it is for one slice and its owner has no limits. The pass
+    #: compares such requests by this value. None for any other request.
     where: Where | None
     version: int
-    #: The fewest bytes with which the smallest of its slices is usable.
+    #: The fewest bytes that the smallest of its slices needs.
     least: int
-    #: For each key of suitable devices: the number of slices, and the bytes that the smallest of
+    #: For each :data:`Where` of its needs: the number of slices, and the bytes that the smallest of
     #: these slices takes.
     kinds: tuple[tuple[Where, tuple[int, int]], ...]
     #: The bytes that the session waits for. They may be more than the request, because suspended
@@ -195,9 +201,8 @@ class Asking:
     #: Whether the session needs no more than its request guarantees.
     modest: bool
     #: All fields except the charge and the origins. As long as devices and rules do not change,
-    #: sessions of one shape fit on the same devices. The shape needs no origin, because a need
-    #: names a model only if the state can leave its origin. All devices of this model are then
-    #: equally suitable.
+    #: sessions of one shape fit on the same devices. The origins are not part of the shape, because
+    #: a need names a model only if the state can move to any device of this model.
     shape: tuple[object, ...]
     #: The cached result of :func:`impossible`.
     verdict: tuple[Reason | None] | None = None
@@ -206,8 +211,8 @@ class Asking:
 def headroom(ledger: DeviceLedger, settings: PoolSettings) -> int:
     """Return the bytes beyond the state that a resume reserves on the device.
 
-    The headroom is at most a sixteenth of the device, because on a small device the driver itself
-    takes less memory.
+    The headroom is at most a sixteenth of the device: a small device needs less headroom, because
+    the driver itself takes less memory there.
     """
     return min(settings.resume_headroom, max(1, ledger.capacity // HEADROOM_PART))
 
@@ -295,10 +300,10 @@ def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
     """Return the needs of suspended state: at least the state, and as much headroom as possible.
 
     A process outside the pool, for example a display server, may always use a little of a device.
-    If a state has filled the rest of the device, no device may have room for the state and the
-    whole headroom. The session must not wait for such room. So the largest state and its headroom
-    get at most the room of the device with the most room. The next state gets at most the room of
-    the next device.
+    If a state fills the rest of the device, perhaps no device ever has room for the state and the
+    whole headroom, so the session would wait without end. To prevent this, the function reduces the
+    headroom: the largest state and its headroom need at most the room of the device with the most
+    room, the next state and its headroom at most the room of the next device, and so on.
     """
     devices, found = facts.devices, list[Need]()
     for x in s.suspended:
@@ -333,7 +338,7 @@ def _state_needs(s: Session, facts: Facts) -> tuple[Need, ...]:
 
 
 def impossible(found: Asking, facts: Facts) -> Reason | None:
-    """Return why even an empty pool could not serve these needs now, or None."""
+    """Return why these needs could not be met now even if no session had a lease, or None."""
     if found.verdict is None:
         found.verdict = (_impossible(found.needs, facts),)
     return found.verdict[0]
@@ -401,15 +406,16 @@ def home_devices(
     1. The devices where the pool would attach the kernel now (``planned``).
     2. The devices that the kernel sees so far, if they are ``count`` devices with room for
        ``memory`` bytes each.
-    3. The best devices, compared in this order: in service; large enough; with room now; seen so
-       far; seen by the fewest kernels (because all of them may need a slice there again); least
-       memory granted; lowest number.
+    3. The best devices. A device is better if it is in service; then, if it is large enough; then,
+       if it has room now; then, if the kernel sees it so far; then, if fewer kernels see it
+       (because all of them may need a slice there again); then, if less of its memory is granted;
+       then, if its number is lower.
     4. The devices that the kernel sees so far, if rule 3 finds no room on ``count`` devices: a
        change would gain nothing.
 
-    The answer is empty only if the machine has no device, because a process that gets the answer
-    "no device" from the driver keeps this answer until it ends. The answer names drained devices
-    only if all devices are drained.
+    The answer is empty only if the machine has no device: if a process sees no device at cuInit, it
+    can use no device until it ends. The answer names drained devices only if all devices are
+    drained.
     """
     if planned:
         return tuple(planned)

@@ -4,10 +4,10 @@
 
 A waiting session may preempt a lease if all of this holds: the lease has been idle for
 ``reclaim_after``; its user does not keep it; its last refused suspend is long enough ago; its
-devices allow a suspend; and its state was not just moved (:func:`stays_until`).
+devices allow a suspend; and its state was not moved recently (:func:`stays_until`).
 
 These leases are tier 0 of :func:`victim_tier`. :mod:`.running` defines the higher tiers, for leases
-in use. :mod:`.victims` chooses which of these leases make room for a session.
+in use. :mod:`.victims` chooses which leases of all tiers make room for a session.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from .running import Asker, began, free_from, kind_of
 from .session import Session
 from .shares import Shares
 
-#: After this many failed attempts in succession, a session counts as one that cannot be suspended.
+#: If this many attempts to suspend a session fail in succession, the session counts as one that
+#: cannot be suspended.
 TRIES = 3
 
 
@@ -70,7 +71,7 @@ def not_before(s: Session, facts: Facts) -> float:
 
 
 def stays_until(s: Session, facts: Facts) -> float:
-    """Return until when idle ``s`` is protected because its state was moved to its slice.
+    """Return until when the pool protects idle ``s`` because its state was moved to its slice.
 
     The answer is infinity while no session waits for the slice: see :mod:`.residence`.
     """
@@ -84,10 +85,10 @@ def stays_until(s: Session, facts: Facts) -> float:
 
 
 def times(s: Session, facts: Facts) -> tuple[float, float]:
-    """Return when a waiting session may preempt idle ``s``, and when the pool suspends it in any
-    case.
+    """Return when a waiting session may preempt idle ``s``, and when the pool suspends ``s`` even
+    if no session waits.
 
-    The answer is cached in the session until an event may have changed it: see ``Session.times``.
+    The session caches the answer until an event may have changed it: see ``Session.times``.
     (Without the cache, the median decision with 200 idle leases takes twice as long.)
     """
     if s.times is None or s.times[0] != facts.version:
@@ -105,10 +106,11 @@ def times(s: Session, facts: Facts) -> tuple[float, float]:
 def leaving(facts: Facts) -> dict[str, float]:
     """Return, by idle session, when the pool suspends it even if no session waits.
 
-    Every event needs the earliest of these times. Without a cache, this took a tenth of the time of
-    a grant with 300 idle leases. An entry is the second value of :func:`times`, and it is valid for
-    as long as the cached answer of :func:`times`. When that answer is dropped (by
-    :meth:`Facts.forget_times` or by a new version), this function computes the entry again.
+    The pool needs the earliest of these times at every event. Without this cache, the search took a
+    tenth of the time of a grant with 300 idle leases. An entry is the second value of
+    :func:`times`. When the session drops its cached answer of :func:`times` (in
+    :meth:`Facts.forget_times`), or when the version changes, this function computes the entry
+    again.
     """
     found = facts.leaving.times
     if facts.leaving.version != facts.version:
@@ -146,10 +148,10 @@ def unprotected(holder: Session, facts: Facts) -> bool:
 
 
 def candidate(holder: Session, facts: Facts) -> int | None:
-    """Return the lowest tier in which any session might preempt ``holder`` now; None if no session
-    might.
+    """Return the lowest tier in which any session might preempt ``holder`` now, or None.
 
-    The pass calls this once for each lease, and :func:`victim_tier` for the candidates only.
+    The answer is None if no session might preempt it. The pass calls this function once for each
+    lease; it calls :func:`victim_tier` only if the answer is not None.
     """
     if unprotected(holder, facts):
         return 0
@@ -170,10 +172,10 @@ def victim_tier(asker: Asker, holder: Session, facts: Facts) -> int | None:
 def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
     """Return the kind of an asker: askers of one owner and one kind may preempt the same leases.
 
-    The value contains everything that :func:`victim_tier` reads of an asker without a lease, except
-    for the two things that :func:`~.running.kind_of` leaves out. ``in_use``: a lease in use is
-    among the candidates. If ``in_use`` is false, all candidates are idle, so any asker may preempt
-    every candidate, and the kind is the same for all askers.
+    For an asker without a lease, the kind contains everything that :func:`victim_tier` reads,
+    except for the two things that :func:`~.running.kind_of` leaves out. ``in_use`` says whether a
+    lease in use is among the candidates. If ``in_use`` is false, all candidates are idle, so any
+    asker may preempt every candidate, and all askers have the same kind.
     """
     return kind_of(asker, shares) if in_use else None
 
@@ -181,9 +183,9 @@ def asker_kind(asker: Session, shares: Shares, *, in_use: bool) -> Any:
 def score(v: Session, now: float) -> tuple[float, int, str]:
     """Return the key by which the victims of one tier are sorted; the first is preempted first.
 
-    The first victim is the idle lease with the largest product of bytes and idle time: this lease
-    takes the most memory from others, and its user will probably miss it the least. For a lease in
-    use, the time since the lease began replaces the idle time.
+    The first victim is the lease with the largest product of bytes and idle time: a large lease
+    makes much room, and a user probably does not miss a lease that has been idle for long. For a
+    lease in use, the time since the lease began replaces the idle time.
     """
     granted = v.lease.granted
     since = v.idle_since if v.state == "idle" else began(v)

@@ -1,18 +1,19 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Bounds on what sessions behind the head of the queue can get. They save most of the searches.
+"""Bounds on the memory that sessions behind the head of the queue can get.
 
-A *bound* is what a session would get on each device if the pool preempted every lease that the
-session might preempt there. A request for one slice must fail if the slice needs more than the
-bound on every device. A request for ``n`` slices must fail if fewer than ``n`` devices have a bound
-that is large enough. Free bytes, suspends under way and any choice of victims together give no more
-than the bound. There are two kinds of bounds. The bound of a class is computed once for each class
-(:meth:`.draft.Draft.reach`). The bound of a session needs the tier of each lease. It is also valid
-for other sessions that may preempt no more leases (:meth:`Bound.adds`). So a pass searches victims
-for only a few sessions of a queue of hundreds.
+With these bounds, a pass of the planner need not search victims for most sessions. A *bound* is
+what a session would get on each device if the pool preempted every lease that the session might
+preempt there. A request for one slice must fail if the slice needs more than the bound on every
+device. A request for ``n`` slices must fail if fewer than ``n`` devices have a bound that is large
+enough. The bound includes free bytes, the bytes of suspends under way, and the bytes of every
+possible victim. There are two kinds of bounds. The bound of a class is computed once for each class
+(:meth:`.draft.Draft.reach`). The bound of a session depends on the tier of each lease. It is also
+valid for other sessions, if these may preempt no more leases (:meth:`Bound.adds`). So a pass
+searches victims for only a few sessions of a queue of hundreds.
 
-Bounds found earlier in a pass stay true as long as the draft only loses bytes. The pass drops them
-whenever the draft gains bytes (by a suspend, or when a promise moves or becomes void).
+A bound stays true as long as the draft only loses bytes. When the draft gains bytes (by a suspend,
+or when a promise moves or becomes void), the pass drops all bounds.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ class OwnerTerms(NamedTuple):
     kind: tuple[str, bool]
     #: Its decayed usage.
     used: float
-    #: The most bytes on one device of its own leases whose turn is over.
+    #: Its leases whose turn is over have this many bytes on one device at most.
     over: int
 
 
-#: What :func:`~.running.kind_of` reads of a session, except how much it asks for: its class, the
-#: groups whose guarantee covers its request, and the kind of its owner.
+#: The class of a session, the groups whose guarantee covers its request, and the kind of its owner.
+#: :func:`~.running.kind_of` also reads how much the session asks for.
 Kind = tuple[int, "frozenset[str] | None", tuple[str, bool]]
 
-#: Two answers of :meth:`Reach._out_of_reach`: an equal request of any owner must also fail; or the
-#: answer says nothing about other owners.
+#: Two answers of :meth:`Reach._out_of_reach`. ``ANYBODY``: an equal request of any owner must also
+#: fail. ``NOBODY``: an equal request of another owner may succeed.
 ANYBODY, NOBODY = (-1.0, math.inf), (math.inf, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The most that one session, and others of its kind, can get."""
+    """The most bytes that one session, and other sessions of its kind, can get on each device."""
 
     owner: Owner
     #: The decayed usage of its owner.
@@ -59,11 +60,11 @@ class Bound:
     since: float
     #: The bound by device in service.
     bytes: Mapping[str, int]
-    #: The same bytes by key of suitable devices, the largest first.
+    #: The bounds of the devices that suit each :data:`~.placement.Where`, the largest first.
     ranked: dict[Where, list[int]]
 
     def lacks(self, found: Asking, draft: Draft) -> int:
-        """Return the bytes by which a request exceeds the bound; 0 if it does not."""
+        """Return by how many bytes a request exceeds the bound; 0 if it does not."""
         most = 0
         for where, (count, least) in found.kinds:
             ranked = self.ranked.get(where)
@@ -74,20 +75,21 @@ class Bound:
         return most
 
     def adds(self, s: Session, owner: OwnerTerms, draft: Draft) -> float:
-        """Return the most bytes by which ``s`` may get more than this bound; infinity if unknown.
+        """Return how many bytes more than this bound ``s`` may get; infinity if unknown.
 
-        If all candidates are idle, any session may preempt them. Otherwise two things can differ
-        between two sessions of a kind.
+        If all candidates are idle, any session may preempt them, so the bound is the same for all
+        sessions. Otherwise two things can differ between two sessions of a kind.
 
-        The first is the usage of the owner. Take two owners of one group. If the owner that has
-        used more is behind a holder, the owner that has used less is behind this holder, too.
+        The first is the usage of the owner. If two owners are in one group, and the owner that has
+        used more is behind a holder, then the owner that has used less is behind this holder, too.
         (:meth:`.shares.Shares.behind` compares two groups, or each of the two owners with the same
         account.)
 
-        The second is a lease of the asker's own owner, because there the time of the wait decides
-        which session takes a turn. For ``s``, a lease of this bound's owner counts like a lease of
-        any other owner. The leases of its own owner whose turn is over may add to the bound. They
-        add at most ``owner.over`` bytes, the largest sum of these leases on one device.
+        The second is the leases of the asker's own owner. Between sessions of one owner, the time
+        of the wait decides which session takes a turn. So ``s`` may be able to preempt the leases
+        of its own owner whose turn is over, although the bound does not include them. They add at
+        most ``owner.over`` bytes, the largest sum of these leases on one device. The leases of the
+        bound's owner add nothing: for ``s``, they count like the leases of any other owner.
         """
         fair = draft.shares.fair
         if draft.offers_in_use and (s.wait.since < self.since or (fair and s.owner != self.owner)):
@@ -96,16 +98,16 @@ class Bound:
 
 
 class Reach:
-    """What one pass has found out about requests behind the head that must fail."""
+    """Finds the requests behind the head that must fail, and remembers the answers for one pass."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self._shares = draft.shares
         #: The bounds found so far, by kind of asker.
         self._bounds: dict[object, list[Bound]] = {}
-        #: Requests that found nothing, by kind of asker: (least, bytes, since, reason).
+        #: Failed requests, by kind of asker: (least, bytes, since, reason).
         self._failed: dict[object, list[tuple[int, int, float, Reason]]] = {}
-        #: The reasons given so far: equal waits share one object.
+        #: The reasons of this pass. Sessions that wait for the same reason share one object.
         self._reasons: dict[tuple[Rule, int, int], Reason] = {}
         self._owners: dict[Owner, OwnerTerms] = {}
 
@@ -115,16 +117,17 @@ class Reach:
         self._bounds.clear()
 
     def hopeless(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s``, which no quota or cap stops, must fail; None if only a search can tell.
+        """Return why the request of ``s`` must fail; None if only a search can tell.
 
-        The request must fail if it needs more than it can get at most, or because an earlier
-        request has failed (:meth:`_failed_before`).
+        No quota or cap stops ``s``. The request must fail if it exceeds the bound, or if the
+        failure of an earlier request proves it (:meth:`_failed_before`).
 
         Most sessions get the answer of an earlier session of the same kind and
         :attr:`~.placement.Asking.shape`. This answer is valid until the draft changes. The two
         sessions can differ only in the owner and in the time of the wait, and only
-        :meth:`Bound.adds` reads these two. If the owner has used at least as much as the owner of
-        the bound, the time does not matter, and the owner can add at most ``over``.
+        :meth:`Bound.adds` reads these two. If the session's owner has used at least as much as the
+        owner of the bound, the time does not matter, and the session can get at most ``over`` bytes
+        more than the bound.
         """
         draft, shares = self._draft, self._shares
         whose, used, over = self._owners.get(s.owner) or self._terms(s.owner)
@@ -157,11 +160,10 @@ class Reach:
         return found
 
     def _out_of_reach(self, s: Session, kind: Kind, found: Asking) -> tuple[float, float] | None:
-        """Return None if the pass may be able to serve ``s``; else for which other owners equal
-        requests must also fail.
+        """Return for which owners an equal request must also fail; None if ``s`` may succeed.
 
-        The answer is (usage, bytes): owners that have at least this usage and can add less than
-        these bytes.
+        If ``s`` must fail, the answer is (usage, bytes). It stands for all owners that have at
+        least this usage and whose leases can add less than these bytes to the bound.
         """
         draft, owner = self._draft, self._owners[s.owner]
         if out_of_reach(draft, s, found):
@@ -176,7 +178,7 @@ class Reach:
                 break
         else:
             if bounds and not in_use:
-                return None  # any session may preempt idle leases: one bound is valid for all
+                return None  # all candidates are idle, so one bound is valid for all sessions
             most = Trial(draft, s, draft.host).most(ANY)
             bound = Bound(s.owner, owner.used, s.wait.since, most, {})
             bounds.append(bound)
@@ -188,16 +190,15 @@ class Reach:
         return (bound.used, lacks) if self._shares.fair else NOBODY
 
     def _failed_before(self, s: Session, found: Asking) -> Reason | None:
-        """Return why ``s`` must fail; None if no earlier request of its kind proves that.
+        """Return why ``s`` must fail; None if no failed request of its kind proves that.
 
-        An earlier request proves it if this request has failed and was not larger.
-
-        Since that failure the draft has only lost bytes: every gain clears the failures. ``s`` asks
-        for at least as much on the same devices, in one slice, and without a quota. It may preempt
-        the same victims. If a step of :func:`~.victims.attempt` finds room for an amount, it also
-        finds room for a smaller amount. This is true for free bytes, for greedy victims in a fixed
-        order, and for the combinations, which have the same options for both requests. And ``s``
-        can take over only promises that the earlier request could also take over.
+        A failed request that was not larger proves that ``s`` must fail, for these reasons. The
+        draft has only lost bytes since the failure, because every gain clears the failures. Both
+        requests are for one slice on the same devices, without a quota, and both sessions may
+        preempt the same victims. If a step of :func:`~.victims.attempt` finds room for an amount,
+        it also finds room for a smaller amount. (This is true for free bytes, for greedy victims in
+        a fixed order, and for the combinations, which have the same options for both requests.)
+        ``s`` can take over only promises that the failed request could also take over.
         """
         draft = self._draft
         if not self._failed or found.where is None:
@@ -221,7 +222,7 @@ class Reach:
             self._failed.setdefault((found.where, self._asker(s)), []).insert(0, failure)
 
     def _asker(self, s: Session) -> object:
-        in_use = leases_in_use(self._draft)  # if False, any session may preempt all candidates
+        in_use = leases_in_use(self._draft)  # if not, any session may preempt all candidates
         return (s.owner, asker_kind(s, self._shares, in_use=True)) if in_use else None
 
     def _reason(self, rule: Rule, found: Asking) -> Reason:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""An admin's commands for one session, with their answers: take its slice back, or end the session.
+"""An admin's commands for one session: take its slice back, or end it. Each command has an answer.
 
 A *recall* takes the slice back at a set time, even if the user keeps the slice or the kernel runs a
 cell. Nothing is lost: the state moves to host memory, and a running cell continues with the next
@@ -60,7 +60,7 @@ def end(facts: Facts, s: Session, event: ev.EndAsked, _plan: object) -> Actions:
     """End a session, because an admin wants it."""
     refusal = Refusal(Code.LOST, event.reason, "Start the kernel again.")
     waits = [] if s.state in ATTACHED else refuse_holds(s, refusal)
-    s.holds.clear()  # the holds of an attached session are granted, so they wait for no answer
+    s.holds.clear()  # the pool has already answered the holds of an attached session
     return [
         *waits,
         *move(facts, s, "ended", event.reason, lost=True),

@@ -1,8 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""When the plan next changes because time passes, without an event. The pool asks for a ``Tick``
-then.
-"""
+"""When the plan next changes because time passes. The pool asks the broker for a ``Tick`` then."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
         owners = {(s.owner.name, s.owner.group): s.owner for s in everybody}
         found += (budget_changes_at(facts, owner) for owner in owners.values())
     if in_use:
-        # A busy lease that wants to grow waits in the queue like a session.
+        # A session in use that waits to grow is an asker, too; an idle session is not.
         askers = [s for s in plan.order if s.state != "idle"]
         found.append(next_turn(askers, facts))
         found.append(climbs_at(askers, facts))
@@ -57,8 +55,9 @@ def next_recheck(facts: Facts, plan: Plan) -> float:
 
 
 def next_turn(queue: Sequence[Session], facts: Facts) -> float:
-    """Return when a waiting session may first take a turn that it may not take now; infinity if
-    that is not within ``RECHECK`` seconds.
+    """Return when a waiting session may first take a turn that it may not take now.
+
+    The answer is infinity if no session may take such a turn within ``RECHECK`` seconds.
     """
     now, until, found = facts.now, facts.now + RECHECK, math.inf
     if "turns" not in facts.settings.preempt:
@@ -68,7 +67,7 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
         return found
     for s in queue:
         if (at := s.wait.since + SLICE_LEAST) > now:
-            found = min(found, at)  # sessions of one owner may take turns from then on
+            found = min(found, at)  # from then on, ``s`` may take a turn of its owner's sessions
     shares = Shares(facts)
     if not shares.fair:
         return found
@@ -88,11 +87,11 @@ def next_turn(queue: Sequence[Session], facts: Facts) -> float:
                     break
             else:
                 continue
-            # Each weighted usage is the maximum of two lines in the decay factor. If a single line
-            # is the asker's maximum during the whole period, the asker's usage minus the holder's
-            # is concave. In this case, if the asker is not behind at the start and not behind at
-            # the end of the period, it is never behind during the period. This rules out most
-            # pairs, and a long queue has many pairs.
+            # As a function of the decay factor, each weighted usage is the maximum of two lines. If
+            # one of the asker's lines is the higher one during the whole period, the difference of
+            # the usages (the asker's minus the holder's) is concave. If, in addition, the asker is
+            # behind neither at the start nor at the end of the period, it is never behind during
+            # the period. This check rules out most pairs, and a long queue has many pairs.
             gain = debt / mine.weight
             if mine.used + gain < its.used:
                 if since == now:

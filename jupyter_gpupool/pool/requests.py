@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Users' requests about one session, with the answers: a new size, growth, release, keep.
+"""Answers to users' requests about one session: a new size, growth, release, keep.
 
-:func:`reply` answers requests for a new size and for a release. It does so after the pool has
-planned, because the plan decides about them.
+:func:`reply` answers a request for a new size or for a release. The pool calls it after it has made
+the plan, because the answer depends on the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .words import in_words, stays_reason
 SETTLE = 2.0
 #: A lease keeps unused grown bytes for this many seconds, if no session needs them.
 UNUSED = 60.0
-#: If there is room and no session waits, a lease grows by at least its limit divided by this.
+#: If there is room and no session waits, a lease grows in steps of at least its limit divided by
+#: this number.
 STEPS = 16
 
 
@@ -42,7 +43,7 @@ def _answer(s: Session, rid: str, note: str | Refusal) -> Actions:
 
 
 def changed(facts: Facts, s: Session, event: ev.RequestChanged, plan: Plan) -> Actions:
-    """Store a new request, and give back at once the bytes that it no longer includes."""
+    """Store a new request. If it is smaller, take the bytes beyond it back at once."""
     new = event.request
     refusal = change_refusal(facts, s, new)
     if refusal is not None:
@@ -83,8 +84,8 @@ def _bound(s: Session, new: Request) -> Refusal | None:
 def _in_use(s: Session, new: Request) -> Refusal | None:
     """Return why the lease cannot shrink to the size of ``new``, or None.
 
-    The device where the kernel uses the most bytes decides, because the kernel asks for the same
-    size on each device.
+    The new size must be enough for the device where the kernel uses the most bytes, because a
+    kernel asks for the same size on each device.
     """
     sizes = s.lease.restored | s.lease.footprints | {x.device: x.bytes for x in s.suspended}
     used = max(sizes.values(), default=0)
@@ -144,22 +145,22 @@ def _what_became(facts: Facts, s: Session, plan: Plan) -> str:
 
 # --------------------------------------------------------------------------- more than guaranteed
 #
-# Burst: ``request.memory`` is guaranteed to a lease, and the lease may grow to ``request.limit``
-# from free memory. The pool preempts no lease for growth, and growth takes no bytes that the plan
-# promises or reserves. A lease grows beyond the room in host memory only if the bytes that are
-# guaranteed to others stay free. A lease grows in steps, so that a program with many small
-# allocations does not send a request each time. While a session waits, a step is only the missing
-# bytes. The pool first takes back unused grown bytes: at once when a session waits, else after
-# ``UNUSED`` seconds. Used grown bytes go back like all other bytes, when the idle session is
-# suspended.
+# Burst: a lease is guaranteed ``request.memory``, and it may grow to ``request.limit`` with free
+# memory. The pool preempts no lease for growth. A lease cannot grow into bytes that the plan
+# promises or reserves. If a lease grows so much that its state does not fit in host memory, the
+# bytes that are guaranteed to other sessions must stay free. A lease grows in steps, so that a
+# program with many small allocations does not send a request for each of them. While a session
+# waits, a step is only the missing bytes. The pool takes grown bytes back if the session does not
+# use them: at once when a session waits, else after ``UNUSED`` seconds. Grown bytes that the
+# session uses go back only when the pool suspends the session.
 
 
 def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
-    """Return the smaller slices of an attached session, without the bytes that it must give back.
+    """Return the slices of an attached session without the bytes that the session must give back.
 
-    The slices keep the guaranteed bytes and the bytes that were in use at the last measurement. Of
-    the other bytes, the session gives back all bytes beyond the limit, and with ``reclaim`` also
-    grown bytes that a sample shows as unused. ``only`` names the one device to shrink on.
+    A slice keeps its guaranteed bytes and the bytes that were in use at the last measurement. It
+    loses all other bytes beyond the limit; with ``reclaim``, it also loses grown bytes that a
+    sample shows as unused. If ``only`` names a device, only the slice on this device shrinks.
     """
     memory, limit, lease = s.request.memory, s.request.limit, s.lease
     slices = []
@@ -167,7 +168,7 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
         used = lease.footprints.get(x.device)
         if used is not None and x.bytes > memory and only in ("", x.device):
             most = max(memory, used)
-            # A sample from before the growth does not show whether the grown bytes are used.
+            # Only a sample from after the growth shows whether the session uses the grown bytes.
             settled = lease.measured_at.get(x.device, NEVER) >= lease.grown_at + SETTLE
             if not (reclaim and settled):
                 most = max(most, limit)
@@ -178,7 +179,9 @@ def trimmed(s: Session, *, reclaim: bool, only: str = "") -> tuple[Slice, ...]:
 
 
 def unused_for_long(s: Session, now: float) -> bool:
-    """Return whether grown bytes were unused for long enough to go back to the pool."""
+    """Return whether the pool may take unused grown bytes back, ``UNUSED`` seconds after the last
+    growth and the last rise of the use.
+    """
     return now >= max(s.lease.rose_at, s.lease.grown_at) + UNUSED
 
 
@@ -190,8 +193,8 @@ def held_on(s: Session, uuid: str) -> int:
 def _growth_bounds(
     draft: Draft, s: Session, uuid: str, *, waits: bool
 ) -> Iterator[tuple[int, Refusal]]:
-    """Yield, for each rule, the most bytes by which a slice may grow, and the refusal of more
-    bytes.
+    """Yield, for each rule, by how many bytes a slice may grow at most, and the refusal beyond
+    that.
 
     ``draft`` is the memory that the plan leaves. ``waits`` is true if another session waits for the
     owner's quota.
@@ -250,7 +253,8 @@ def _growth_bounds(
         left -= charge_of(s, s.lease.slices) - s.lease.charge
         why = f"your quota of GPU memory has {format_bytes(max(0, left))} left."
         if waits:
-            # Growth into freed memory would keep the other session waiting.
+            # If the kernel grew into the rest of the quota, the owner's other session would wait
+            # for longer.
             left = 0
             why = "another kernel of yours waits for what is left of your quota of GPU memory."
         step = "Free memory in the kernel, or end another kernel of yours."
@@ -261,11 +265,11 @@ def owed(facts: Facts, s: Session, uuid: str) -> int:
     """Return how many bytes of a device must stay free if ``s`` grows so much that it cannot be
     suspended.
 
-    The state of ``s`` may grow beyond the room in host memory, so that a program that is alone can
-    use the whole GPU. But then the pool cannot take the grown bytes back. So ``s`` must leave free
-    what is guaranteed to others. On each device, this is the largest request of a session without a
-    lease, and the unused guarantees of other groups. (Sessions that have a lease now and wait later
-    can make room for each other.)
+    A program that is alone may use the whole GPU, even if its state does not fit in host memory.
+    But then the pool cannot suspend it to take the grown bytes back. So ``s`` must leave the bytes
+    free that are guaranteed to others. On each device, these are the bytes of the largest request
+    of a session without a lease, and the unused guarantees of other groups. (One request is enough:
+    other sessions can be suspended to make room for the next request.)
     """
     ledger, most = facts.devices[uuid], 0
     for other in facts.sessions.values():
@@ -294,9 +298,7 @@ def growable(facts: Facts, s: Session, plan: Plan) -> tuple[int, ...]:
 
 
 def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Refusal | int:
-    """Return by how many bytes a slice that lacks ``missing`` bytes will grow, or why it cannot
-    grow.
-    """
+    """Return by how many bytes a slice that needs ``missing`` more grows, or why it cannot."""
     draft, waits = outlook(facts, plan, but=s.id), plan.behind(s, facts) is not None
     bounds = list(_growth_bounds(draft, s, uuid, waits=waits))
     for most, why in bounds:
@@ -310,7 +312,8 @@ def _growth(facts: Facts, s: Session, uuid: str, missing: int, plan: Plan) -> Re
         return missing
     step = max(missing, s.request.limit // STEPS, facts.settings.growth_step)
     if any(facts.devices[x.device].device.can_suspend for x in s.lease.slices):
-        # Beyond the room in host memory, a lease grows only by the bytes that it will use.
+        # Do not let a whole step make the state too large for host memory: then grow only by the
+        # missing bytes.
         most = facts.settings.host_most(s.owner.name)
         step = max(missing, min(step, most - s.lease.granted))
     return min([step, *(most for most, _ in bounds)])
@@ -331,8 +334,8 @@ def grow(facts: Facts, s: Session, event: ev.GrowAsked, plan: Plan) -> Actions:
     if missing:
         found = _growth(facts, s, uuid, missing, plan)
         if isinstance(found, Refusal) and found.code != Code.LIMIT:
-            # Take back unused growth of other sessions. But take back nothing from ``s``, which is
-            # about to use all of its bytes.
+            # Take back unused growth of other sessions, but not of ``s``: it needs all of its
+            # bytes.
             actions = reclaim(facts, but=s)
             if actions:
                 found = _growth(facts, s, uuid, missing, plan)
@@ -395,7 +398,8 @@ def release(facts: Facts, s: Session, event: ev.ReleaseAsked, _plan: Plan) -> Ac
         when = "the running cell is done" if cell else "the kernel's work on the GPU is done"
         actions = _answer(s, event.rid, f"The slice goes back when {when}.")
         if s.attach == "lazy" and not s.lease.told_wanted:
-            # A person waits for the slice, so the agent must report at once when no cell runs.
+            # A user wants the slice back in the pool, so the agent must report at once when no cell
+            # runs.
             s.lease.told_wanted = True
             actions.append(ev.Wanted(session=s.id, epoch=s.epoch))
         return actions
@@ -456,8 +460,8 @@ def keep(facts: Facts, s: Session, event: ev.KeepAsked, _plan: Plan) -> Actions:
 def reply(
     facts: Facts, event: ev.RequestChanged | ev.ReleaseAsked, plan: Plan, actions: Actions
 ) -> Actions:
-    """Return the answer to an event about which the plan decides; [] if the event has its answer
-    already.
+    """Return the answer to an event whose answer depends on the plan; [] if it was already
+    answered.
     """
     if any(isinstance(a, ev.Answer) and a.rid == event.rid for a in actions):
         return []

@@ -4,21 +4,21 @@
 
 Moving the state of a holder out and in again takes ``cost`` seconds in which the GPU computes
 nothing. If an idle holder stays while a session waits, the GPU also computes nothing, until the
-holder computes again. The cheaper choice depends on when the holder computes again, and the pool
-does not know that. This is the ski-rental problem (rent or buy), as in the choice to spin or to
-block on a lock. The module has plain functions over plain values; the pool keeps the values and
-sets its timer to :func:`protected_until`.
+holder computes again. Which choice is cheaper depends on when the holder computes again, and the
+pool does not know this time. This is the ski-rental problem (rent or buy). A thread has the same
+problem when it waits for a lock: it can spin or block. The module has plain functions over plain
+values; the pool keeps the values and sets its timer to :func:`protected_until`.
 
 The rule, for a holder whose state was moved to its slice:
 
-1. *No session waits*: the pool does not preempt the slice. The clock starts when a session begins
-   to wait while the holder computes nothing.
-2. *Patience.* From then on the holder is protected for :func:`patience`, which is at most ``cost``,
-   as in A. Karlin, M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching", Algorithmica 3
-   (1988), 79-119. The last gaps of the holder can make the patience shorter: the pool then takes
-   the patience that would have cost least over these gaps, as in A. Karlin, K. Li, M. Manasse, S.
-   Owicki, "Empirical studies of competitive spinning for a shared-memory multiprocessor", SOSP
-   1991, 41-55.
+1. *No session waits*: the pool does not preempt the slice. When a session waits
+   while the holder computes nothing, the time of the next rule starts.
+2. *Patience.* From this start on the holder is protected for :func:`patience`, which is at most
+   ``cost``, as in A. Karlin, M. Manasse, L. Rudolph, D. Sleator, "Competitive snoopy caching",
+   Algorithmica 3 (1988), 79-119. The last gaps of the holder can make the patience shorter: the
+   pool then takes the patience that would have cost least over these gaps, as in A. Karlin, K. Li,
+   M. Manasse, S. Owicki, "Empirical studies of competitive spinning for a shared-memory
+   multiprocessor", SOSP 1991, 41-55.
 3. *Allowance.* With patience alone, two sessions that compute in loops with short pauses would
    preempt each other at every longer pause, or one of them would be protected without end. So a
    holder must use its slice for long enough to pay for a move. Its protection ends when it has used
@@ -57,18 +57,19 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-#: ``work`` is the rule above. ``clock`` is the older rule, kept for comparison: a holder keeps its
-#: slice for cost / share seconds after it came back, whether it computes or not.
+#: ``work`` is the rule above. ``clock`` is an older rule, which is here for comparison: after a
+#: resume, a holder keeps its slice for cost / share seconds, even if it computes nothing.
 ResidenceRule = Literal["work", "clock"]
 
 #: The longest allowance, in seconds.
 STAY_MOST = 600.0
 
-#: How many gaps the pool remembers of a session, and how many gaps it needs before they count.
+#: How many gaps of a session the pool remembers, and how many it needs before it predicts from
+#: them.
 GAPS, ENOUGH = 8, 3
 
-#: The pool takes a shorter patience only if, over the last gaps, the shorter patience would have
-#: lost at most this part of the time that the longest patience would have lost.
+#: The pool uses a patience below ``cost`` only if, over the last gaps, it would have lost at most
+#: this part of the time that the patience ``cost`` would have lost.
 CLEAR = 0.75
 
 #: The shortest time slice, in seconds.
@@ -77,8 +78,8 @@ SLICE_LEAST = 10.0
 #: The speed of moves that the pool assumes until it has measured one, in bytes per second.
 RATE = 1 << 30
 
-#: The wait for other moves counts at most as this many times the duration of the move itself: the
-#: stall of a driver does not show what moves usually cost.
+#: The wait of a move for other moves counts as at most this many times the duration of the move. A
+#: longer wait may come from a driver that stalled, and does not show what moves usually cost.
 CROWD = 10.0
 
 #: A gap counts as similar to an earlier gap if it is at most this many times as long.
@@ -87,11 +88,13 @@ SLACK = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Statistics of a session's past gaps, which predict its next gap; kept after the lease
-    ends.
+    """Figures on a session's past gaps, from which the pool predicts the next gap.
+
+    The session keeps them after its lease ends.
     """
 
-    #: Seconds from the end of its work to its next hold, the latest last.
+    #: The lengths of the gaps in seconds, the latest gap last. A gap lasts from the end of the
+    #: session's work to its next hold.
     gaps: tuple[float, ...] = ()
     #: How many moves a wrong guess may cost, from 0 to 1.
     trust: float = 1.0
@@ -99,8 +102,9 @@ class Habits:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A time without work, from ``began`` on. ``math.inf`` in a field means that the event of this
-    field has not happened.
+    """A time without work, from ``began`` on.
+
+    A field is ``math.inf`` if its event has not happened.
     """
 
     began: float
@@ -132,8 +136,9 @@ def move_cost(seconds: float, waited: float) -> float:
 
 
 def guessed_cost(size: int) -> float:
-    """Return the guessed seconds for moving ``size`` bytes out and in, for the case that no move
-    has been measured.
+    """Return a guess of the seconds that moving ``size`` bytes out and in takes.
+
+    The pool uses it until it has measured a move.
     """
     return 2 * size / RATE
 
@@ -147,11 +152,12 @@ def patience(habits: Habits, cost: float, away: float = 0.0) -> float:
     """Return how long to wait for an idle holder that has been idle for ``away`` seconds.
 
     The function reads the holder's last gaps that were longer than ``away``, and finds the patience
-    that would have lost the least time over these gaps. If this patience loses clearly less than
-    the patience ``cost``, the function returns it; otherwise it returns ``cost``. Without this
-    condition, the pool would move a holder at each pause if its pauses are about as long as a move.
-    If all of its last gaps were clearly shorter than ``away``, the holder has probably left, and
-    gets the least patience. The result is never below ``cost`` x (1 - ``trust``).
+    that would have lost the least time over these gaps. If this patience would have lost clearly
+    less time than the patience ``cost``, the function returns it; otherwise the function returns
+    ``cost``. Without the word "clearly", the pool would move a holder at each pause if the pauses
+    are about as long as a move. If all of the last gaps were clearly shorter than ``away``, the
+    user has probably left, and the holder gets the least patience. The result is never below
+    ``cost`` x (1 - ``trust``).
     """
     if len(habits.gaps) < ENOUGH or cost <= 0:
         return max(0.0, cost)
@@ -171,7 +177,7 @@ def protected_until(gap: Gap, stay: Stay, habits: Habits, *, cost: float, share:
     """Return until when an idle holder keeps its slice from waiting sessions.
 
     The result is minus infinity if the holder is not protected. It is infinity while no session
-    waits, because the time of the protection begins only when a session waits.
+    waits, because the patience is counted only from the time at which a session waits.
     """
     if share <= 0 or cost <= 0:
         return -math.inf
@@ -197,8 +203,9 @@ def kept_idle(stay: Stay, gap: Gap, now: float) -> Stay:
 def taken(gap: Gap, stay: Stay, habits: Habits, now: float, *, cost: float, share: float) -> Gap:
     """Return ``gap`` with a note that a waiting session preempts the slice ``now``.
 
-    If the allowance ended before the patience, the use of the slice has paid for the move. In this
-    case the gap does not count, because the gap does not show whether the guess was good.
+    If the allowance ended before the patience, the holder's use of the slice has paid for the move.
+    In this case the gap does not change ``trust``, because it does not show whether the patience
+    was right.
     """
     start = max(gap.began, gap.wanted)
     if share <= 0 or cost <= 0 or start == math.inf:
@@ -216,9 +223,9 @@ def returned(habits: Habits, gap: Gap, now: float, cost: float) -> Habits:
         rent = _withheld(gap, min(now, gap.taken))
         lost = rent + (cost if gap.taken < math.inf else 0.0)
         best = min(_withheld(gap, now), cost)
-        # If no session could take the slice, the gap may be much longer than the patience. The loss
-        # counts as at most twice the cost of a move, so ``trust`` does not fall because of such a
-        # gap.
+        # If no waiting session could take the slice, the gap may be much longer than the patience.
+        # So the loss counts as at most twice the cost of a move: with such a gap, ``trust`` does
+        # not fall.
         trust += (2 * best - min(lost, 2 * cost)) / cost
     gaps = (*habits.gaps, max(0.0, now - gap.began))[-GAPS:]
     return Habits(gaps, min(1.0, max(0.0, trust)))

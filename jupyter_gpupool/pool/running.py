@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Preemption of sessions in use: which may be preempted, from what time, and for which session.
 
-A preempted session loses nothing: the pool suspends it while its cell runs, it waits in the queue,
-and the cell continues with the next slice. These are the rules, from the first victim to the last
-(tier 0 is an idle lease that nothing protects, see :mod:`.preemption`):
+A preempted session loses nothing: the pool suspends it while its cell runs, the session waits in
+the queue, and the cell continues when the session has a slice again. These are the rules, from the
+first victim to the last (tier 0 is an idle lease that nothing protects, see :mod:`.preemption`):
 
 ====  ==============  ==============================================================================
 tier  rule            which holders, for which askers
@@ -25,42 +25,43 @@ For all of these rules, the pool does not preempt these holders:
   preempt it.)
 * A holder that cannot be suspended.
 * A holder before its *minimum residence* is over. This is the measured time for moving its state
-  out and in. (For ``burst``, it is the holder's time slice if its state was moved to its slice,
-  because all of this state would have to come back.)
+  out and in. (For ``burst``, if the holder's state was moved to its slice, the minimum residence is
+  the holder's time slice, because the pool would have to move the whole state again.)
 
-The rules treat protected idle holders (``%gpu keep``, ``reclaim_after``, residence) like busy
-holders: an idle slice is never better protected than a slice in use.
+The rules treat a protected idle holder (``%gpu keep``, ``reclaim_after``, residence) like a busy
+holder, so that an idle slice is never better protected than a slice in use.
 
 *Two sessions never preempt each other again and again*, except by ``turns``, where this is the
-purpose. A victim of ``guarantee`` belongs to a group that had more than its guarantee. So the
-victim cannot take the slice back by a guarantee: with its request, its group still needs more than
-its guarantee, and a guarantee covers the asker. By ``class``, a session preempts only sessions of a
-lower class, and a session that was raised by its age keeps the class in which it got its lease. A
-session that needs more than its request guarantees (because its state has grown) preempts only by
-``guarantee`` and ``turns``. So a victim of ``burst`` does not take the slice back by its class.
+purpose. A victim of ``guarantee`` belongs to a group that had more than its guarantee. It cannot
+take the slice back by a guarantee, because its group, together with its request, again needs more
+than the guarantee, while a guarantee covers the asker. By ``class``, a session preempts only
+sessions of a lower class, and if its age raised a session to a class, the session keeps this class
+while it has the lease. A session whose state has grown beyond its request preempts only by
+``guarantee`` and ``turns``. So a victim of ``burst`` cannot take the slice back by its class.
 
 *Time slices.* A slice lasts for ``cost / max_swap_overhead`` seconds (at least ``SLICE_LEAST``),
 where ``cost`` is the measured time of the holder's own suspend and resume. So moving takes at most
-``max_swap_overhead`` of the time. Sessions that fit beside each other stay: the pool preempts a
-lease only if its bytes are needed. It preempts a lease on several devices as a whole.
+``max_swap_overhead`` of the time. The pool preempts a lease only if it needs the lease's bytes, so
+sessions that fit beside each other stay. If a lease is on several devices, the pool preempts the
+whole lease.
 
-*Thrashing.* If there are more sessions than fit, or more state, the GPUs must still do more than
-copy. The pool lets sessions that would thrash run one after the other, for longer times. A time
-slice has no upper bound: a session whose state takes two minutes to move has a slice of twenty
-minutes (at 10 %). All devices copy to the same host memory. If many copies slow each other down or
-wait for each other, the measured cost rises. Then every slice becomes longer, until all moves
-together take no more than ``max_swap_overhead`` again. The price is a longer round (the sum of the
-slices of all waiting sessions): a session waits for longer until it has its turn. Sessions that
-should not wait belong in a higher class, or in a group with a guarantee.
+*Thrashing.* If the sessions need more memory than the GPUs have, the GPUs must not spend most of
+the time on copies. So the pool lets such sessions run one after the other, for longer times. A time
+slice has no upper bound: if the state of a session takes two minutes to move, its slice lasts
+twenty minutes (at 10 %). All devices copy to the same host memory. If many copies slow each other
+down or wait for each other, the measured cost rises, and with it the length of every slice, until
+all moves together take no more than ``max_swap_overhead`` again. The price is that a session waits
+for longer until it has its turn, because a round (the sum of the slices of all waiting sessions) is
+longer. Sessions that should not wait belong in a higher class, or in a group with a guarantee.
 
-A holder gives its turn to an asker of another owner only under one condition: the asker would still
-be behind the holder after using as much as the holder uses in one slice. Otherwise the asker would
-have to give the turn back at once. Between two sessions of one owner, this condition does not
-apply. The holder whose slice ended first gives up its turn first. The asker must have waited for
-``SLICE_LEAST``, so that a victim does not at once take a turn from another holder. (The asker need
-not wait for as long as the holder's own slice lasts. With such a rule, the pool would never preempt
-a holder with a longer slice than the others, because each asker would get the slice of another
-holder sooner.)
+If asker and holder have different owners, the holder gives up its turn only under one condition:
+the asker would still be behind the holder after using as much as the holder uses in one slice.
+Without this condition, the asker would have to give the turn back at once. If asker and holder have
+the same owner, a different condition applies: the asker must have waited for ``SLICE_LEAST``, so
+that a victim does not at once take a turn from another holder. (The asker need not wait for as long
+as the holder's own slice lasts. If it had to, the pool would never preempt a holder with a longer
+slice than the others, because each asker would get the slice of another holder sooner.) Of several
+holders, the holder whose slice ended first gives up its turn first.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ STAY_LEAST = 1.0
 
 #: The tier of ``turns``.
 TURN = 4
-#: This is not a tier of :meth:`Asker.tier`. A used-up budget or a closed class ends a lease even if
-#: no session waits.
+#: The tier of a lease that a used-up budget or a closed class ends even if no session waits.
+#: :meth:`Asker.tier` never returns it.
 STOPPED = 5
-#: This is not a tier of :meth:`Asker.tier` either: an admin has recalled the slice.
+#: The tier of a lease whose slice an admin has recalled. :meth:`Asker.tier` never returns it.
 RECALLED = 6
 
 #: The rules by tier.
@@ -100,7 +101,7 @@ REASONS = {
     "turns": "its time slice is over, and another kernel has its turn",
 }
 
-#: For each rule of preemption: a sentence on what the owner of the preempted session can do.
+#: What the owner of a preempted session can do, by the reason of the preemption.
 REMEDIES = {
     REASONS["burst"]: (
         "Memory that you ask for with %gpu is guaranteed, so ask for as much as the kernel needs."
@@ -117,9 +118,9 @@ REMEDIES = {
 def cost(s: Session, swap: float | None) -> float:
     """Return the measured or guessed seconds that moving ``s`` out and in takes.
 
-    The guess comes from ``swap``, the mean of all sessions' suspends and resumes. Without this
-    mean, it comes from the session's measured bytes on its devices, or from the granted bytes if
-    there is no measurement.
+    The guess comes from ``swap``, the mean time of the suspends and resumes of all sessions. If
+    ``swap`` is None, the guess comes from the session's measured bytes on its devices, or from the
+    granted bytes if the bytes have not been measured.
     """
     known, lease = s.measured, s.lease
     if known.suspend is not None and known.resume is not None:
@@ -141,12 +142,12 @@ def began(s: Session) -> float:
 
 
 def terms(s: Session, facts: Facts) -> tuple[int, float, float, int]:
-    """Return (:attr:`Facts.version`, the first time at which a rule may preempt ``s`` while in use,
-    the end of its turn, its class as a holder).
+    """Return four values that tell when ``s`` may be preempted while it is in use.
 
-    The session caches the answer, as with :func:`~.preemption.times`. The class depends on the
-    request and the lease, which change only inside :meth:`Facts.change`. Both times are infinity if
-    no rule may preempt ``s``.
+    They are :attr:`Facts.version`, the first time at which a rule may preempt ``s`` while it is in
+    use, the end of its turn, and its class as a holder. The session caches the answer, as with
+    :func:`~.preemption.times`. The class depends on the request and the lease, which change only
+    inside :meth:`Facts.change`. Both times are infinity if no rule may preempt ``s``.
     """
     found: tuple[int, float, float, int] | None = s.using
     if found is None or found[0] != facts.version:
@@ -193,15 +194,17 @@ def slice_ends(s: Session, facts: Facts) -> float:
 
 
 def _guaranteed(asker: Session, holder: Session, shares: Shares) -> bool:
-    """Return whether a guarantee covers the request of ``asker``, and ``holder`` is outside the
-    group of this guarantee.
+    """Return whether the guarantee of a group covers the request of ``asker``, while ``holder`` is
+    outside this group.
     """
     groups = shares.entitled.get(asker.id, frozenset())
     return bool(groups) and not groups <= set(shares.tree.path(holder.owner.group))
 
 
 def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
-    """Return the rule of a tier; ``budget`` if only the holder's used-up budget allows the
+    """Return the rule by which ``asker`` preempts ``holder`` in this tier.
+
+    The answer is ``budget`` if no guarantee, but the used-up budget of the holder allows the
     preemption.
     """
     if tier == 2 and not _guaranteed(asker, holder, shares):
@@ -210,14 +213,14 @@ def rule_of(tier: int, asker: Session, holder: Session, shares: Shares) -> str:
 
 
 class Asker:
-    """The facts about an asking session that the rules read; they are the same for all holders."""
+    """The facts about a waiting session that the rules compare with each holder."""
 
     def __init__(self, session: Session, shares: Shares) -> None:
         self.session = session
         self._shares = shares
         self._facts = shares.facts
-        # The growth of an idle session serves no computation, so it preempts nothing. A session
-        # whose budget is used up preempts nothing either.
+        # An idle session that waits to grow computes nothing, so it may preempt no lease in use. A
+        # session whose budget is used up may not preempt one either.
         self._silent = session.state == "idle" or shares.spent(session.owner) is not None
         self._within = asking(session, shares.facts).modest
         #: The class of the session, raised by its age.
@@ -228,13 +231,14 @@ class Asker:
     def claims(
         self, holder: Session, *, by: float = math.inf, stuck: bool = False, foresee: bool = False
     ) -> Iterator[tuple[int, float]]:
-        """Yield the tiers in which the session may preempt ``holder`` while in use, each with the
-        time at which it begins; tiers that begin after ``by`` may be missing.
+        """Yield the tiers in which the session may preempt ``holder`` in use, each with its first
+        time.
 
-        The answer ignores guarantees of the holder, which depend on the other victims
-        (:func:`covered`). ``stuck``: treat the holder as if it could be suspended. ``foresee``: if
-        the asker has used too much for a turn now, yield the turn with the time at which its usage
-        will be low enough, if the rates stay as they are now.
+        Tiers whose first time is after ``by`` may be missing. The answer ignores the guarantees
+        that protect the holder, because they depend on the other victims (:func:`covered`). With
+        ``stuck``, the answer is as if the holder could be suspended. With ``foresee``, if the asker
+        has used too much for a turn now, the time of the tier ``turns`` is when its usage will be
+        low enough, if the rates stay as they are now.
         """
         asker, shares, facts = self.session, self._shares, self._facts
         if self._silent or asker is holder:
@@ -266,8 +270,8 @@ class Asker:
                 yield TURN, ends
 
     def tier(self, holder: Session) -> int | None:
-        """Return the tier in which the session may preempt ``holder`` now although the holder is in
-        use.
+        """Return the tier in which the session may preempt ``holder`` in use now; None if it may
+        not.
         """
         now = self._facts.now
         for tier, at in self.claims(holder, by=now):
@@ -277,23 +281,24 @@ class Asker:
 
 
 def open_above(holder: Session, level: int, shares: Shares, *, over: bool) -> float:
-    """Return a bound: a session of this class, or of a lower class, cannot preempt ``holder`` in
-    use.
+    """Return a class: a session of this class or of a lower class cannot preempt ``holder`` in use.
 
-    The bound does not apply to a session that is :attr:`~Asker.guaranteed`.
-
-    ``level`` is the holder's class; ``over`` is true if its turn is over.
+    ``level`` is the holder's class; ``over`` is true if its turn is over. The answer does not apply
+    to a session that is :attr:`~Asker.guaranteed`.
     """
     if holder.id in shares.facts.grown:
         return -math.inf
     if shares.budgeted and shares.spent(holder.owner) is not None:
         return -math.inf
-    # Classes are whole numbers, so the holder's own class is above this bound.
+    # If the turn is over, sessions of the holder's own class may preempt it, too. Classes are whole
+    # numbers, so the holder's class is above this value, and the next lower class is not.
     return level - 0.5 if over else level
 
 
 def holder_level(s: Session, facts: Facts) -> int:
-    """Return the class of a holder: its own, or the one in which it got its lease."""
+    """Return the class of a holder: its own class or the class in which it got its lease, whichever
+    is higher.
+    """
     return terms(s, facts)[3]
 
 
@@ -311,11 +316,11 @@ def covered(
     leaving: Mapping[str, int],
     shares: Shares,
 ) -> bool:
-    """Return whether a guarantee covers one of ``victims``, if they are preempted in this order.
+    """Return whether a guarantee protects one of ``victims`` if they are preempted in this order.
 
-    ``victims`` are sessions with their tiers. ``leaving``: by group, the bytes that this plan
-    already suspends. A guarantee of a group to which the asker also belongs does not count here. No
-    guarantee covers an idle lease that nothing protects.
+    ``victims`` are sessions with their tiers. ``leaving`` is the number of bytes that this plan
+    already suspends in each group. The guarantee of a group to which the asker also belongs
+    protects no victim from the asker. No guarantee protects a victim of tier 0.
     """
     guarantees, facts = shares.tree.guarantees, shares.facts
     if not guarantees or not any(tier for _, tier in victims):
@@ -338,11 +343,11 @@ def covered(
 
 
 def kind_of(asker: Session, shares: Shares) -> object:
-    """Return what :meth:`Asker.tier` reads of an asker without a lease, except for two things.
+    """Return the kind of an asker: what :meth:`Asker.tier` reads of an asker without a lease.
 
-    The first is the time that the asker has waited, which counts between two sessions of one owner.
-    The second is the usage and the leases of its owner. Two owners can have the same value only if
-    they are in one group.
+    The kind leaves out two things: the time that the asker has waited, which counts between two
+    sessions of one owner; and the usage and the leases of its owner. Sessions of two owners can
+    have the same kind only if the owners are in one group.
     """
     spent = shares.budgeted and shares.spent(asker.owner) is not None
     groups = shares.entitled.get(asker.id) if shares.entitled else None

@@ -10,15 +10,16 @@ the actions (:mod:`.transitions`). The pass has these steps, in this order:
 
 1. *Promises.* Suspends under way make room for the sessions to which the last plan promised this
    room. The pass keeps each promise that can still be kept.
-2. *Leaving.* The pass suspends leases that must not run (recalled, of a closed class, or of a
-   budget that stops sessions) and idle leases whose time is over, if host memory has room. Leases
-   that must not run may also take the host memory that is kept for the head.
-3. *Queue.* Sessions that wait for a lease, and attached sessions that have less than they are
-   guaranteed, are in one :func:`order`: by guarantees, budgets, classes, fair shares and age
-   (:mod:`.shares`). For each session the pass first checks whether it is :func:`barred`. Then it
-   checks whether the quota of the owner and the caps of the groups allow the session (possibly
-   only after preempting leases that count there). Then the pass takes the first of these ways that
-   works:
+2. *Leaving.* The pass suspends two kinds of leases, if host memory has room. The first are leases
+   that must not run: an admin has recalled them, their class is closed, or a used-up budget stops
+   them. They may also take the host memory that is kept for the head. The second are idle leases
+   whose idle time-out is over.
+3. *Queue.* The pass puts two kinds of sessions in one :func:`order`, by guarantees, budgets,
+   classes, fair shares and age (:mod:`.shares`): sessions that wait for a lease, and attached
+   sessions that have less memory than is guaranteed to them. For each session the pass first checks
+   whether it is :func:`barred`. Then it checks whether the quota of the owner and the caps of the
+   groups allow the session (possibly only after preempting leases that count there). Then the pass
+   takes the first of these ways that works:
 
    * The bytes promised to the session are free.
    * The session fits in free memory: on the devices of its last lease, else on the tightest device
@@ -28,21 +29,22 @@ the actions (:mod:`.transitions`). The pass has these steps, in this order:
    * The session fits if the pool preempts the least disruptive victims (:mod:`.victims`). These are
      first idle leases that no rule protects *now* (a rule protects a lease that was just moved, for
      example). Leases in use follow, by the tiers of :mod:`.running`: burst, guarantee, class, turn.
-   * The session fits if sessions *behind* it give up promises that are older than its wait.
+   * The session fits if sessions *behind* it give up promises that the pool made before the session
+     began to wait.
 
    If no way works, the session is blocked, and the :class:`~.model.Reason` names the rule.
 4. *The head.* The first session that is blocked for lack of memory reserves devices
    (:func:`~.victims.reservation`). Sessions behind it are *backfilled*: the pass serves them only
    where that can never delay the head.
 5. *Growth of idle leases* comes last in the order and reserves nothing, because these leases
-   compute nothing. A busy lease that wants to grow waits in the queue like a session, ages there,
-   and may become the head.
+   compute nothing. A session in use that wants to grow waits in the queue like a session without a
+   lease: its age counts, and it may become the head.
 6. *Relief.* If host memory is short, one suspended state goes back to a device that has room.
 
-"Planning again at the same instant changes nothing" is a property that the tests check after every
-event; :class:`~.machine.Pool` plans until it holds.
+After an event, :class:`~.machine.Pool` plans until a new plan at the same instant changes nothing.
+The tests check this property after every event.
 
-Four modules explain a decision to a new reader: :mod:`.metering` (what counts as used),
+To understand a decision, read four modules: :mod:`.metering` (what counts as used),
 :mod:`.shares` (the order of service, and why no session starves), :mod:`.running` (which session
 loses a slice in use, for which session and from what time), and :mod:`.unsuspendable` (what happens
 to a session that cannot be suspended).
@@ -57,26 +59,25 @@ Sources
 -------
 EASY backfilling (Lifka, "The ANL/IBM SP Scheduling System", 1995; the name and the analysis are in
 Mu'alem and Feitelson, 2001): jobs may overtake as long as they do not delay the *first* job of the
-queue. EASY derives the head's start from the run times that users declare. Users of notebooks
-declare no time for a cell, so :meth:`~.draft.Room.spare` is stricter: it allows no delay in
-whatever order the present leases end. KAI-Scheduler tries evictions and placements in a
-``Statement``, which it commits or discards as a whole. The draft and :class:`~.victims.Trial` do
-the same. The controller of dask-gateway reconciles: a wake-up only means "look again", so an extra
-wake-up does no harm, and the controller stays correct if a wake-up is lost. The worker state
-machine of Dask.distributed maps (state, state) to a function and returns instructions instead of
-acting (:mod:`.transitions`).
+queue. EASY computes the head's start from the run times that users declare. Users of notebooks
+declare no run time, so :meth:`~.draft.Room.spare` is stricter: the head must not start later,
+whatever the order in which the present leases end. KAI-Scheduler tries evictions and placements in
+a ``Statement``, which it commits or discards as a whole. The draft and :class:`~.victims.Trial` do
+the same. The controller of dask-gateway reconciles: a wake-up only means "look again", so a lost or
+an extra wake-up does no harm. The worker state machine of Dask.distributed maps (state, state) to a
+function and returns instructions instead of acting (:mod:`.transitions`).
 
 Rejected
 --------
-*Looking only at sessions that an event may have affected.* The pool once did that: each rule had to
-announce the sessions that it might affect, and each forgotten announcement left a kernel waiting
+*A pass over only the sessions that an event may have affected.* The pool once did this: each rule
+had to announce the sessions that it might affect, and if a rule forgot a session, its kernel waited
 without end. On 16 devices and 1,000 sessions a whole pass takes a few milliseconds. *Reservations
 for every session in the queue* (conservative backfilling): without run times, each reservation
 would cost the memory of one session for as long as the head waits. *No reservation*: a large
-request starves. *Growth after the queue*: a busy kernel with a larger guarantee starved behind
-short cells. *A completely new plan each time*, without promises: the victims of one session would
-make room for another session, and suspends would be wasted. *The optimal plan* (bin packing with
-preemption is NP-hard): people cannot predict it, and it moves more state for little gain.
+request starves. *Growth after the queue*: a busy kernel that asked for a larger guarantee starved
+behind short cells. *A completely new plan each time*, without promises: the victims of one session
+would make room for another session, and suspends would be wasted. *The optimal plan* (bin packing
+with preemption is NP-hard): people cannot predict it, and it moves more state for little gain.
 """
 
 from __future__ import annotations
@@ -125,14 +126,15 @@ class Plan:
     held_groups: set[str] = field(default_factory=set)
     #: Whether some reason names a limit.
     limited: bool = False
-    #: Whether the order, or the set of leases that may be preempted, may change because usage
-    #: decays and grows.
+    #: Whether a change of usage over time may change the order, or the leases that may be
+    #: preempted.
     contended: bool = False
 
     @property
     def short(self) -> bool:
-        """Whether a session was not served. The pool then first takes back unused growth of other
-        sessions and plans again.
+        """Whether a session was not served.
+
+        If so, the pool first takes back unused growth of other sessions and plans again.
         """
         return any(why.rule != "retry" for why in self.reasons.values())
 
@@ -140,15 +142,16 @@ class Plan:
     def complete(self) -> bool:
         """Whether this plan grants a lease to every session that wanted something.
 
-        If it does, and if the plan before had no reservation, another plan would change nothing,
-        because no session is left to serve. (A reservation keeps some host memory for the head of
-        the queue. When the reservation ends, the pool can suspend idle leases that lacked this
-        memory.)
+        If so, another plan would change nothing, unless the plan before had a reservation. Without
+        the host memory of a reservation, the pool could not suspend some idle leases.
         """
         return len(self.grants) == len(self.order) and not (self.reasons or self.promises)
 
     def behind(self, s: Session, facts: Facts) -> Reason | None:
-        """Return the earlier session that waits for the same limit as ``s``, or None."""
+        """Return the reason for which ``s`` waits behind an earlier session, or None.
+
+        The earlier session waits for the quota of the same owner or for the cap of the same group.
+        """
         if s.owner.name in self.held:
             return Reason("behind-own")
         for group in facts.tree.capped(s.owner.group) if self.held_groups else ():
@@ -228,15 +231,15 @@ def stops_at(s: Session, facts: Facts) -> float:
 
 
 def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
-    """Return what the pool does now. ``before`` is the last plan; host memory is short for
-    ``relieve``.
+    """Return what the pool does now.
 
-    This function changes nothing. It returns an empty plan without a pass if no session wants
-    anything, host memory is not short, no rule stops running sessions, and no idle lease must be
-    suspended now. (This is the case for most events of a cell.) A pass would find nothing: it keeps
-    promises and reservations only for sessions in the order, which is empty. Each of its other
-    steps loops over the order, over ``relieve``, over the sessions that must not run, or over the
-    idle leases whose time is over.
+    ``before`` is the last plan. ``relieve`` names the sessions for which host memory is short. This
+    function changes no facts. It returns an empty plan without a pass if no session wants anything,
+    host memory is not short, no rule stops running sessions, and no idle lease must be suspended
+    now. (This is so at most events of a cell.) A pass would then find nothing to do: it keeps
+    promises and reservations only for sessions in the order, and the order is empty. Each of its
+    other steps loops over the order, over ``relieve``, over the sessions that must not run, or over
+    the idle leases whose idle time-out is over.
     """
     if not (facts.waiting or facts.short or relieve or facts.stops or _overdue(facts)):
         return Plan()
@@ -244,9 +247,7 @@ def plan(facts: Facts, before: Plan, relieve: Iterable[str] = ()) -> Plan:
 
 
 def _overdue(facts: Facts) -> list[Session]:
-    """Return the idle sessions that must give their slices back now, in the order of their
-    leases.
-    """
+    """Return the idle sessions that must give their slices back now, ordered by lease."""
     if not facts.leased:
         return []
     known = leaving(facts)
@@ -258,10 +259,10 @@ def _overdue(facts: Facts) -> list[Session]:
 
 
 def outlook(facts: Facts, before: Plan, but: str = "") -> Draft:
-    """Return the draft after the last plan: the free bytes that the plan neither promises nor
+    """Return the draft after the last plan, with the bytes that the plan neither promises nor
     reserves.
 
-    ``but`` names a session: the bytes that the plan keeps for this session count as free, too.
+    If ``but`` names a session, the bytes that the plan keeps for this session count as free, too.
     """
     return _Pass(facts, before, but=but).draft
 
@@ -282,7 +283,7 @@ class _Pass:
         everybody = self.shares.order()
         waits = [s for s in everybody if s.state == "queued"] if facts.short else everybody
         self.plan = Plan(everybody, waits)
-        #: Whether :func:`barred` may bar a session whose last attempt did not fail.
+        #: Whether :func:`barred` may bar sessions for another reason than a failed attach.
         self.bars = self.shares.budgeted or facts.settings.classes_allowed is not None
         self.turn = {s.id: at for at, s in enumerate(everybody)}
         self.draft = Draft(facts, self.shares)
@@ -292,8 +293,9 @@ class _Pass:
             self.plan.contended = self.shares.fair
         #: How many waits had begun when the oldest promise was made.
         self.oldest = facts.arrivals
-        #: The last place in the order whose session has a promise. The pass makes new promises only
-        #: to the session that it serves at that moment.
+        #: The last place in the order whose session has a promise from an earlier plan. A new
+        #: promise does not matter here: only the session that the pass serves at the moment gets
+        #: one.
         self.last = -1
         #: The requests behind the head that the pass need not try; None before a request has
         #: failed.
@@ -338,8 +340,9 @@ class _Pass:
         self.last = max([self.turn[name] for name in draft.promises], default=-1)
 
     def _behind(self, s: Session, before: float = math.inf) -> list[str]:
-        """Return the sessions behind ``s`` whose promises were made before the wait with the number
-        ``before`` began, the last session first.
+        """Return the sessions behind ``s`` that have a promise, the last session first.
+
+        The promise must have been made before the wait with the number ``before`` began.
         """
         turn, own, held = self.turn, self.turn[s.id], self.draft.promises.items()
         if own >= self.last:
@@ -363,8 +366,8 @@ class _Pass:
         return plan
 
     def _leave(self) -> None:
-        """Suspend leases that must not run and idle leases whose time is over, if host memory has
-        room.
+        """Suspend leases that must not run and idle leases whose idle time-out is over, if host
+        memory has room.
         """
         facts, draft = self.facts, self.draft
         if facts.stops:
@@ -379,7 +382,7 @@ class _Pass:
                 self._suspend(s, paused(s, facts) or ("release" if s.release_asked else "idle"))
 
     def _stop(self, s: Session, why: str) -> bool:
-        """Suspend ``s``, which must not run, if the pool can do this now; return whether it can.
+        """Suspend ``s``, which must not run, if this is possible now; return whether it is.
 
         The suspend may take the host memory that is kept for the head: the pass suspends sessions
         that must not run before it serves waiting sessions, and there are only a few of them.
@@ -446,10 +449,9 @@ class _Pass:
                 self._reserve(s, found)
 
     def _kept(self, s: Session, found: Asking) -> bool:
-        """Serve ``s``, which has a promise, or let it continue to wait; return False if the promise
-        is void.
+        """Serve ``s``, which has a promise, or let it wait; return False if the promise is void.
 
-        Promises of sessions behind ``s`` do not delay it.
+        Bytes that are promised to sessions behind ``s`` count as free for ``s``.
         """
         draft, owner, promise = self.draft, s.owner, self.draft.promises[s.id]
         takes, charge = promise.takes, promise.charge
@@ -460,8 +462,8 @@ class _Pass:
         draft.unpromise(s)
         if draft.lacking(owner, charge) is None:
             if self._free_for(s, takes):
-                # Without the promise, the pass can perhaps backfill more on devices that the head
-                # reserves.
+                # Now that the promise is gone, the pass may be able to backfill more on the devices
+                # that the head reserves.
                 self._gain()
                 self._accept(s, Offer(takes, ready=True), charge)
                 return True
@@ -511,11 +513,11 @@ class _Pass:
     def _overtake(
         self, s: Session, found: Asking, offer: Offer | Reason, *, behind_head: bool
     ) -> Offer | Reason:
-        """Let ``s`` use bytes promised to sessions behind it; the last session gives up its promise
-        first.
+        """Let ``s`` use bytes that are promised to sessions behind it.
 
-        A session loses a promise only if that helps ``s``. When the pass comes to a session that
-        lost its promise, it makes a new promise if enough bytes become free.
+        The last session gives up its promise first. A session loses a promise only if this helps
+        ``s``. When the pass later comes to this session, it makes a new promise to it if suspends
+        under way free enough bytes.
         """
         draft, sessions = self.draft, self.facts.sessions
         taken: dict[str, Promise] = {}
@@ -532,11 +534,12 @@ class _Pass:
     def _newer(self, s: Session) -> list[str]:
         """Return the sessions behind ``s`` whose promises it may take over, the last first.
 
-        These promises were made before ``s`` began to wait. If a promise was made later, ``s`` was
-        already ahead in the queue but could not use the bytes. A later promise stays valid, so that
-        its suspends are not wasted.
+        These are the promises that were made before ``s`` began to wait. When a later promise was
+        made, ``s`` already waited and could not use the bytes, so ``s`` must leave them to the
+        other session. Otherwise the suspends for that session would be wasted.
         """
-        # A preempted session keeps its age, but must not take back the bytes that it gave up.
+        # A preempted session keeps its age, so it may wait ahead of the session for which it was
+        # preempted. It must not take back the bytes that it gave up for this session.
         if not self.draft.promises or s.wait.number <= self.oldest or s.preempted:
             return []
         return self._behind(s, s.wait.number)
@@ -553,8 +556,9 @@ class _Pass:
 
         After ``ageing`` seconds as the head, ``s`` also *accumulates* memory: the pass preempts
         idle leases on the reserved devices even if these leases alone are not enough. (Otherwise
-        two sessions that take turns would keep ``s`` waiting.) But it preempts only leases whose
-        sessions then wait behind ``s``: see :meth:`~.draft.Draft.stays_out`.
+        ``s`` could wait without end if two other sessions were idle at different times.) The pass
+        preempts a lease in this way only if its session would then wait behind ``s``: see
+        :meth:`~.draft.Draft.stays_out`.
         """
         draft, before = self.draft, self.before.reservation
         keep = before.wanted if before is not None and before.session == s.id else ()
@@ -572,10 +576,10 @@ class _Pass:
     # ------------------------------------------------------------------ 6. relief
 
     def _relieve(self, names: Iterable[str]) -> None:
-        """Resume the largest suspended state that fits in free device memory; host memory is short
-        for ``names``.
+        """Resume the largest suspended state that fits in free device memory.
 
-        The pass resumes only one session at a time, because that may be enough.
+        ``names`` are the sessions for which host memory is short. The pass resumes only one session
+        at a time, because that may be enough.
         """
         facts, draft = self.facts, self.draft
         found = [facts.sessions[name] for name in names if name in facts.sessions]

@@ -1,7 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""One session: its identity, its recorded fields, and the records of its lease, its wait and its
-past.
+"""One session: its identity, the fields that the journal records, its lease, its wait and its past.
 
 The fields that survive a restart of the broker have the same names as in
 :class:`~.model.SessionRecord`; only :func:`record` and :func:`restored` convert between the two
@@ -25,8 +24,8 @@ from .residence import Gap, Habits, Stay
 STORY_LENGTH = 32
 
 #: For this many seconds after a restart, the pool preempts no recovered lease, so that agents with
-#: a running cell can connect first. The time is short, so that a broker that is killed often still
-#: serves waiting sessions.
+#: a running cell can connect first. The time is short. If it were long, a broker that is killed
+#: often would never serve waiting sessions.
 GRACE = 1.0
 
 #: Weight of the newest observation in a mean.
@@ -54,8 +53,8 @@ class Lease:
     footprints: dict[str, int] = field(default_factory=dict)
     footprint: int = 0
     sampled_at: float = NEVER
-    #: By device: the time of the last measurement at which the slice had more bytes than are
-    #: guaranteed.
+    #: By device: the last time at which the pool measured the use while the slice had more bytes
+    #: than are guaranteed.
     measured_at: dict[str, float] = field(default_factory=dict)
     #: When the lease last grew beyond its guarantee, and when its measured use last rose.
     grown_at: float = NEVER
@@ -64,9 +63,9 @@ class Lease:
     stay: Stay = field(default_factory=Stay)
     #: Whether the pool has informed the session that another session waits for its slice.
     told_wanted: bool = False
-    #: Seconds that one suspend and one resume of the session take together, as known when the lease
-    #: began. Until the pool has measured a move, this is a guess from the bytes in use. See
-    #: :mod:`.running`.
+    #: The seconds that one suspend and one resume of the session take together, as the pool knew
+    #: them when the lease began. As long as the pool has measured no move, they are a guess from
+    #: the bytes in use. See :mod:`.running`.
     cost: float = 0.0
     #: The number of the class in which the session got the lease: its own class, or a higher class
     #: to which its age raised it.
@@ -75,8 +74,8 @@ class Lease:
     #: how many warnings its user got.
     stuck_since: float | None = None
     warned: int = 0
-    #: The tier of the preemption, if the lease is being preempted while in use; else 0 (see
-    #: :mod:`.running`).
+    #: If the pool is preempting this lease while it is in use: the tier of the preemption; else 0
+    #: (see :mod:`.running`).
     preempted: int = 0
 
 
@@ -84,16 +83,16 @@ class Lease:
 class Wait:
     """The present wait for a lease or for growth; a new object for each wait."""
 
-    #: Waits are numbered in the order in which they begin. Of two equal sessions, the pool serves
-    #: first the session whose wait has the smaller number.
+    #: The pool numbers waits in the order in which they begin. If two sessions are equal in the
+    #: order of service, the session whose wait has the smaller number goes first.
     number: int = 0
     since: float = 0.0
     #: When the session became the head of the queue.
     head_since: float | None = None
     #: Why the last attach failed; the pool does not try again before ``retry_at``.
     failed: str = ""
-    #: The figures of the wait so far, the latest last. Each figure says whether suspends made room
-    #: at that time.
+    #: The figures from which the pool estimated this wait, the latest last. Each figure says
+    #: whether suspends under way made room for the session at its time.
     figures: list[Figure] = field(default_factory=list)
     #: When the wait will probably end; None without evidence.
     expected: Expected | None = None
@@ -103,8 +102,9 @@ class Wait:
 
 @dataclass(slots=True, eq=False)
 class Measured:
-    """Measurements that stay after a lease ends: weighted means in seconds (None: never measured),
-    and habits.
+    """Measurements that the session keeps after a lease ends.
+
+    A number is a weighted mean in seconds; None means that it was never measured.
     """
 
     suspend: float | None = None
@@ -112,7 +112,7 @@ class Measured:
     #: Seconds of one period of work: from its first hold until its last hold is dropped.
     busy: float | None = None
     busy_since: float = 0.0
-    #: The present gap without work (None if the session works or waits to work), and statistics of
+    #: The present gap without work (None if the session works or waits to work), and figures on
     #: earlier gaps.
     gap: Gap | None = None
     habits: Habits = field(default_factory=Habits)
@@ -159,8 +159,8 @@ class Session:
     lease: Lease = field(default_factory=Lease)
     wait: Wait = field(default_factory=Wait)
     measured: Measured = field(default_factory=Measured)
-    #: The driver has refused to move its state to another device. The journal does not record this:
-    #: a restarted broker asks the driver again, and gets the same answer.
+    #: Whether the driver has refused to move its state to another device. The journal does not
+    #: record this, because a restarted broker asks the driver again and gets the same answer.
     immovable: bool = False
     #: After a failed attempt, the pool does not suspend the session (if it is idle) or attach it
     #: (if it is queued) before this time.
@@ -168,24 +168,24 @@ class Session:
     failures: int = 0
     #: Why its last suspend failed although host memory had room; the pool tries again.
     refused: str = ""
-    #: Its state is larger than the limit of host memory where its processes run. The pool can
-    #: suspend it only after the state shrinks or the limit rises.
+    #: Whether its state is larger than the host memory that its processes may use (by a control
+    #: group, for example). The pool can suspend it only after the state shrinks or the limit rises.
     confined: bool = False
     #: Why the pool preempted the session while it was in use; "" if it did not. The next lease sets
     #: this to "" again.
     preempted: str = ""
     #: Why its last suspend was refused for lack of host memory.
     roomless: str = ""
-    #: The machine, or the control group of the session, is short of host memory: the pool must not
-    #: suspend the session.
+    #: Whether the machine, or the control group of the session, is short of host memory. If so, the
+    #: pool must not suspend the session.
     pressed: bool = False
-    #: The :attr:`Facts.version` for which the pool knows that its request can be met; -1 if not
-    #: known.
+    #: The :attr:`Facts.version` at which the pool found that the session's request can be met; -1
+    #: if it has not found this.
     possible: int = -1
-    #: Cached results of :func:`~.placement.asking` and :func:`~.preemption.times`, and their
+    #: Cached results of :func:`~.placement.asking` and :func:`~.preemption.times`, each with its
     #: :attr:`Facts.version`. :meth:`Facts.change` drops both. The pool also drops ``times`` at
-    #: every event that names the session, at every sample of the session, and when a wait for its
-    #: slice begins or ends.
+    #: every event that names the session, at every sample of the session's memory, and when another
+    #: session begins or stops waiting for its slice.
     asking: Any = None
     times: Any = None
     #: The cached result of :func:`~.running.terms`, which is dropped together with ``times``.
@@ -212,18 +212,18 @@ class Session:
 
     @property
     def state_bound(self) -> int:
-        """Host bytes that suspending it may take.
+        """The most host bytes that its state will take if the pool suspends it now.
 
-        If all slices have been measured since the session became idle, these are the measured
-        bytes. Otherwise, and while the session is in use, they are the granted bytes or the last
-        measurement, whichever is more.
+        If the session is idle, and all of its slices have been measured since it became idle, these
+        are the measured bytes. Otherwise they are the granted bytes or the last measurement,
+        whichever is more.
         """
         if self.state == "active":
             return max(self.lease.granted, self.lease.footprint)
         return self.lease.footprint if self.known else max(self.lease.granted, self.lease.footprint)
 
     def recalled(self, now: float) -> str:
-        """Return why an admin takes its slice back now; "" if no admin does."""
+        """Return why an admin takes its slice back at ``now``; "" if no admin does."""
         return self.recall_reason if self.recall_at and self.recall_at <= now else ""
 
     def story_lines(self) -> list[str]:
@@ -245,8 +245,8 @@ _LEASE = {f.name for f in fields(Lease)} - _OWN
 #: :func:`record` gets the other fields separately.
 _PLAIN = [f.name for f in fields(SessionRecord) if f.name not in ("holds", "wait_reason")]
 _VALUES = attrgetter(*(f"lease.{name}" if name in _LEASE else name for name in _PLAIN))
-#: Fields that a recovered session keeps unchanged; its other fields depend on its state in the
-#: driver.
+#: Fields that a recovered session keeps unchanged. Its other fields depend on the state in which
+#: the driver has its processes.
 _KEPT = [
     f.name
     for f in fields(SessionRecord)
@@ -264,7 +264,7 @@ def record(s: Session, wait_reason: str) -> SessionRecord:
 
 
 def restored(r: SessionRecord, now: float) -> Session:
-    """Return the session of a record. Its state has been reconciled with the driver."""
+    """Return the session of a record. The broker has already checked the record with the driver."""
     s = Session(**{name: getattr(r, name) for name in _KEPT}, state_since=now, idle_since=now)
     if r.state in ATTACHED and r.slices:
         s.holds = {h.id: h for h in r.holds}
@@ -272,8 +272,8 @@ def restored(r: SessionRecord, now: float) -> Session:
         s.lease.slices = r.slices
         s.lease.attached_at = now
         if not s.holds and r.idle_since:
-            # The idle time counts from the recorded time: a broker that is killed often must not
-            # keep idle slices from waiting sessions.
+            # Count the idle time from the recorded time. If it began again at each restart, a
+            # broker that is killed often would never give idle slices to waiting sessions.
             s.idle_since = min(now, r.idle_since)
     else:
         s.suspended = r.suspended

@@ -4,21 +4,21 @@
 
 The order
 ---------
-The pool compares sessions by one key after the other. It does not add the keys, which have
-different units:
+The pool compares sessions by one key after the other. It does not add the keys to one number,
+because they have different units:
 
-1. Sessions *within a guarantee* go before all others. A session is within a guarantee if the leases
-   of its group, the earlier requests of the group and this request need no more than the group is
-   guaranteed.
+1. Sessions *within a guarantee* go before all other sessions. A session is within a guarantee if
+   the leases of its group, the earlier requests of the group and its own request together need no
+   more memory than the guarantee of the group.
 2. Owners and groups whose *daily budget* is used up go last.
 3. *Class*: the higher priority class goes first.
 4. *Fair share*: at each level of the tree of groups, from the pool down to the owner, the child
    that has used the least for its weight goes first (Slurm's Fair Tree: R. Cox and L. Morrison,
    "Fair Tree: Fairshare Algorithm for Slurm", 2014; siblings are compared only with siblings). The
    usage of a child is its dominant decayed usage (:mod:`.metering`), plus ``HORIZON`` seconds of
-   what it has now, plus ``HORIZON`` seconds of what its earlier requests in the queue would get. So
-   50 requests of one owner do not all go before the first request of another owner who has used a
-   little more.
+   the devices that it uses now, plus ``HORIZON`` seconds of the devices that its earlier requests
+   in the queue ask for. Without the last part, all of 50 requests of one owner could go before the
+   first request of another owner who has used a little more.
 5. *Age*: the session that has waited for longer goes first.
 
 Age raises a session by a *class*: after ``ageing`` x (difference of the class numbers) seconds it
@@ -29,8 +29,8 @@ weights of 3:1 and endless demand got usage of 2:1.)
 
 No session starves
 ------------------
-*Claim.* A session that may be served (no quota, cap, budget or closed class forbids it), and is the
-first of its owner in the queue, starts within max(C, S) + L:
+*Claim.* If no quota, cap, budget or closed class forbids a session to run, and the session is the
+first of its owner in the queue, it starts within max(C, S) + L seconds:
 
 * C = ``ageing`` x (number of the highest class - number of its own);
 * S = ``half_life`` x log2(1 + U / B). Here U is the usage of its owner when the session begins to
@@ -39,14 +39,14 @@ first of its owner in the queue, starts within max(C, S) + L:
   half_life / ln 2. U is largest if the owner has used the same number of devices for a very long
   time. Then U / B is (weights of the others / weight of the owner), and S depends on the weights
   alone;
-* L = ``ageing`` + the time until the leases on the devices that it reserves have ended, or may be
-  preempted, and have been suspended. The size of the request matters only here.
+* L = ``ageing`` + the time until each lease on the devices that it reserves has ended, or has been
+  preempted and suspended. The size of the request matters only here.
 
 *Proof.* (1) The owner of the session gets nothing, so after t seconds U has become U x 2^(-t /
-half_life). What the others have used since then is R x half_life / ln 2 x (1 - 2^(-t / half_life))
-for R devices in use. Within a class the owner with the least usage for its weight goes first, so
-each of the other owners that has enough work gets a part of this usage according to its weight,
-with a difference of at most one cell. As soon as U is no more than such a part, the owner has the
+half_life). If the others use R devices, they have used R x half_life / ln 2 x (1 - 2^(-t /
+half_life)) since then. Within a class the owner with the least usage for its weight goes first. So
+each of the other owners that has enough work gets a part of this usage in proportion to its weight;
+the difference is at most one cell. As soon as U is no more than such a part, the owner has the
 least usage for its weight: U x 2^(-t / half_life) <= B x (1 - 2^(-t / half_life)) holds after S
 seconds. (The present leases of the others also count against them.) (2) From then on this remains
 true: all usage decays by the same factor, and only the other owners add to their usage. The owner
@@ -80,22 +80,24 @@ from .model import Owner
 from .placement import Age, asking
 from .session import Session
 
-#: The leases and earlier requests of an owner count as if it had used them for this many seconds
-#: more. This is the length of a long cell. If it were shorter, an owner with a little less usage
-#: would get all devices that become free at the same time. If it were longer, present leases would
-#: outweigh the past usage, which the weights divide.
+#: In the order, the leases and earlier requests of an owner count as if it had already used them
+#: for this many seconds. This is the length of a long cell. If the value were smaller, an owner
+#: with a little less usage than the others would get all devices that become free at the same time.
+#: If it were larger, present leases would count more than the past usage.
 HORIZON = 60.0
 #: The pool computes the order again after this many seconds while sessions of several owners wait.
 RECHECK = 10.0
-#: An owner is above its fair share only if its usage is above the share by this factor: a rounding
-#: error must not put one of several equal users above its share.
+#: An owner is above its fair share only if its usage is more than this factor times the share, so
+#: that a rounding error puts none of several equal users above its share.
 ABOVE = 1.02
 
 #: The sort key for the order of classes: whether the budget is used up, then the class (the higher
-#: class first), then the age. No two waits have the same number, so a sort never compares sessions.
+#: class first), then the age. The session is not a key, because no two ages are equal: the age
+#: contains the number of the wait.
 Aged = tuple[bool, int, Age, Session]
-#: The same key, but within a class the share decides: first the score, then the place in the order
-#: of age. The size of the request follows. No two sessions have the same place.
+#: The sort key for the order of shares: whether the budget is used up, the class, the score, and
+#: the place in the order of age. The size of the request and the session are not keys, because no
+#: two sessions have the same place.
 QueueEntry = tuple[bool, int, float, int, float, Session]
 #: (account, weight, name) of a group or an owner.
 TreeStep = tuple[Meter | None, float, str]
@@ -103,21 +105,22 @@ TreeStep = tuple[Meter | None, float, str]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """An account on one side of a comparison; its usage is divided by its weight."""
+    """One of the two accounts in a comparison. Each usage here is already divided by the weight."""
 
     name: str
     weight: float
     used: float
     #: The usage ``RECHECK`` seconds later, if the rates stay as they are now.
     then: float
-    #: Whether the larger usage changes within ``RECHECK`` seconds: from memory to compute, or from
-    #: compute to memory.
+    #: Whether the larger of the two usages (memory or compute) is not the same now and ``RECHECK``
+    #: seconds later.
     bends: bool
 
 
 class Shares:
-    """What one pass must know about shares: the order, guarantees and budgets. It changes
-    nothing.
+    """What one pass must know about shares: the order, guarantees and budgets.
+
+    The methods change no facts.
     """
 
     def __init__(self, facts: Facts) -> None:
@@ -150,7 +153,7 @@ class Shares:
         if len(found) > 1:
             aged = self._by_age(found)
             found = self._by_share(aged) if self.fair else [item[-1] for item in aged]
-            if facts.short:  # an idle session that waits has a lease and waits for growth
+            if facts.short:  # then a waiting session can be idle: it waits for growth
                 found.sort(key=_idle)
         if self.tree.guarantees and found:
             self.entitled = entitled(facts, found, self.spent)
@@ -168,11 +171,11 @@ class Shares:
         facts, now, levels = self.facts, self.facts.now, self.levels
         version, ageing = facts.version, facts.settings.ageing
         found: list[Aged] = []
-        # Without shares, age alone also decides between classes.
+        # Without shares and budgets, the age contains the class: see asking().
         budgeted, by_class = self.budgeted, self.fair or self.budgeted
         spent, lower = False, 0
         for s in waiting:
-            asked = s.asking  # the same as asking(), mostly without a call
+            asked = s.asking  # saves most calls of asking()
             if asked is None or asked.version != version:
                 asked = asking(s, facts)
             age = asked.age
@@ -186,7 +189,9 @@ class Shares:
         return found
 
     def level(self, s: Session) -> int:
-        """Return the class in which a waiting session competes: its own, or a higher one by age."""
+        """Return the class in which a waiting session competes: its own class, or the higher class
+        to which its age raises it.
+        """
         found = self.levels.get(s.id)
         if found is None:
             found = self.levels[s.id] = self._level(s)
@@ -195,8 +200,8 @@ class Shares:
     def _level(self, s: Session) -> int:
         settings = self.facts.settings
         own = settings.priority_classes.get(s.request.priority, 0)
-        # The result of climbs_at() may have been rounded down, so ``now`` may be slightly too
-        # early.
+        # climbs_at() may have rounded its result down, so ``now`` may be slightly before the time
+        # at which the session has waited for long enough.
         waited = self.facts.now - s.wait.since + EXACT
         if settings.ageing <= 0 or waited < settings.ageing:
             return own
@@ -207,7 +212,7 @@ class Shares:
         return own
 
     def _by_share(self, aged: Iterable[Aged]) -> list[Session]:
-        """Return sessions, given by class and age, in the order of classes and shares."""
+        """Return the sessions of ``aged`` in the order of classes, and within a class of shares."""
         users, mean = self.facts.meters.users, self._mean
         tree, groups = self.tree, self.facts.meters.groups
         #: By group: the sessions of its members. Sessions without a group are at the top.
@@ -276,8 +281,9 @@ class Shares:
     def parts(self, owner: Owner) -> list[tuple[str, float, float]]:
         """Return (name, part used, part due) of an owner at each level of the tree.
 
-        The part used is a part of the usage of all siblings that have used a GPU or wait. The part
-        due is a part of their weights. The list is empty if past usage does not count.
+        The part used is the owner's (or group's) part of the usage of all siblings that use a GPU
+        or wait. The part due is its part of the weights of these siblings. The list is empty if
+        past usage does not count.
         """
         if not self.fair:
             return []
@@ -356,9 +362,10 @@ class Shares:
             return math.inf
         (mine, light, _), (its, heavy, _) = parted
         latest = _part_left(since - self.facts.now, half_life)
-        # Let d be the part of the present usage that is left at a later time. Each sum (by memory
-        # and by compute) is then a line in d. The result is the time of the largest d at which one
-        # line of the holder is above both lines of the asker.
+        # Let d be the part of the present usage that is left at a later time. As functions of d,
+        # the usage by memory and the usage by compute are then straight lines. The asker is behind
+        # where one line of the holder is above both lines of the asker. The largest such d is the
+        # earliest such time.
         best = 0.0
         for end, slope in self._lines(its):
             low, high = 0.0, latest
@@ -393,8 +400,9 @@ class Shares:
         return found
 
     def _lines(self, account: Meter | None) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the usage by memory and by compute as lines c + m x d: (c, m); see
-        :meth:`behind_from`.
+        """Return the usage by memory and by compute, each as (c, m) for the line c + m x d.
+
+        :meth:`behind_from` explains d.
         """
         if account is None:
             return (0.0, 0.0), (0.0, 0.0)
@@ -433,8 +441,9 @@ class Shares:
 
 
 def level(s: Session, facts: Facts) -> int:
-    """Return :meth:`Shares.level`; without computing shares if the session is too young to be
-    raised.
+    """Return the class in which a waiting session competes: see :meth:`Shares.level`.
+
+    If the session is too young to be raised, this function does not compute the shares.
     """
     settings = facts.settings
     if settings.ageing <= 0 or facts.now - s.wait.since + EXACT < settings.ageing:
@@ -443,16 +452,15 @@ def level(s: Session, facts: Facts) -> int:
 
 
 def climbs_at(queue: Iterable[Session], facts: Facts) -> float:
-    """Return when age first raises one of the waiting sessions by a class.
+    """Return when age may next raise one of the waiting sessions by a class; infinity if never.
 
-    (Age does not raise the session if its owner is above its fair share at that time.) Infinity if
-    age never raises any of them.
+    (Age does not raise the session if its owner is above its fair share at that time.)
     """
     settings, now, found = facts.settings, facts.now, math.inf
     if settings.ageing <= 0:
         return found
     classes = settings.priority_classes
-    #: By class: after how many seconds of waiting a session is raised to each higher class.
+    #: By class: the seconds of waiting after which age raises a session to each higher class.
     steps: dict[str, list[float]] = {}
     for s in queue:
         name, since = s.request.priority, s.wait.since

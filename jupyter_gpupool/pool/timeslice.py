@@ -4,18 +4,19 @@
 
 A pure planner beside the pool: at the end of every turn it gets the observations of the sessions on
 the devices, and returns the sessions that may run in the next turn. If fewer than two sessions are
-busy on a device, all may run. If two or more are busy, one session at a time has its turn. Over
-time, the busy seconds of each session are then in proportion to its share (start-time fair
-queueing):
+busy on a device, all sessions there may run. If two or more are busy, one of them at a time has the
+turn. Over time, the busy seconds of each session are then in proportion to its share (start-time
+fair queueing):
 
 * Each session has a *virtual time* on each of its devices: busy seconds / share. The session with
   the smallest virtual time has the next turn. So a session whose long kernel ran beyond the end of
   its turn waits longer for its next turn.
-* A session that becomes busy (new, or back from a pause) starts at the smallest virtual time of the
-  sessions that were busy there. It gets no credit for its pause, so it cannot keep the others
-  waiting. And it need not wait until sessions with a smaller virtual time have caught up.
-* A session on several devices runs only when it has the turn on all of them. While it waits for the
-  last device, other sessions run on the first devices. It gets no credit for these missed turns.
+* A session that becomes busy (because it is new, or after a pause) starts at the smallest virtual
+  time of the sessions that were busy there. So it gets no credit for its pause, and does not keep
+  the others waiting. It also need not wait until the others have caught up with it.
+* A session on several devices runs only when it has the turn on all of them at once. While it waits
+  for one device, other sessions run on its other devices. It gets no credit for the turns that it
+  could not use.
 * A session that is not busy loses nothing: its turn goes to other sessions. The planner does not
   pause it either, because it must see the next call of this session, which starts its busy time.
 
@@ -38,13 +39,13 @@ class Contender:
     """The observations of one attached session in the last turn."""
 
     session: str
-    #: ``Request.compute``: its share compared with the shares of the others; more than 0.
+    #: The ``compute`` of its request: its share in proportion to the shares of the others, above 0.
     share: int
     #: The devices of its lease.
     devices: tuple[str, ...]
     #: Whether it called CUDA, had work in flight, or waited for its turn.
     busy: bool
-    #: All busy seconds so far. They are the same on each of the session's devices.
+    #: All busy seconds so far. They count in full on each of the session's devices.
     used: float
 
 
@@ -62,7 +63,7 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Tallies:
-    """What the planner remembers from one turn to the next; begin with ``Tallies()``."""
+    """What the planner remembers from one turn to the next; at the start it is ``Tallies()``."""
 
     accounts: Mapping[str, Tally] = field(default_factory=dict)
     #: By device: the smallest virtual time of the sessions that were busy there in the last turn.
@@ -95,8 +96,8 @@ def next_turn(state: Tallies, runners: Sequence[Contender], now: float) -> Turn:
         clocks[uuid] = max(least, clocks.get(uuid, least))
     contended = contended_devices(runners)
     contenders = [r for r in runners if r.busy and not contended.isdisjoint(r.devices)]
-    # A session must have its turn on all of its devices. So the device on which the session is
-    # furthest ahead decides.
+    # A session must have the turn on all of its devices. So its rank follows from the device on
+    # which its virtual time is furthest ahead.
     ahead = {
         r.session: max(virtual[r.session][u] - clocks[u] for u in contended.intersection(r.devices))
         for r in contenders

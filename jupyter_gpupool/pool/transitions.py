@@ -38,7 +38,8 @@ Actions = list[Action]
 
 
 class InvalidTransition(GPUPoolError):
-    """A step of a session is not in the table: this is a bug in this package.
+    """A session was about to make a step that is not in the table, because of a bug in this
+    package.
 
     ``story`` holds the last steps of the session, oldest first.
     """
@@ -63,13 +64,14 @@ class Step(NamedTuple):
 
 
 # --------------------------------------------------------------------------- what the steps do
-# Each function gets the facts, the session before the step, and the data of the event. It runs
-# inside ``Facts.change``. Its actions come after the StateChanged of the step.
+# Each function gets the facts, the session as it was before the step, and the data of the event. It
+# runs inside ``Facts.change``. The actions that it returns follow the StateChanged of the step.
 
 
 def _join(facts: Facts, s: Session, since: float) -> Actions:
-    """Begin to wait; the session keeps its age."""
-    # A preempted session keeps the age of its computation; only its wait begins now.
+    """Begin to wait, with an age that counts from ``since``."""
+    # A preempted session has an age from before this wait, but its user sees a wait that begins
+    # now.
     s.queued_at = facts.now if s.preempted else since
     facts.begin_wait(s, since)
     return []
@@ -93,7 +95,7 @@ def _begin_attach(facts: Facts, s: Session, takes: tuple[Slice, ...]) -> Actions
 
 
 def _attached(facts: Facts, s: Session, seconds: float) -> Actions:
-    """The lease is in effect: suspended state is back on its devices."""
+    """Note that the lease is in effect, and that suspended state is on its devices again."""
     state, s.suspended = s.suspended, ()
     s.preempted = ""
     s.failures, s.refused, s.confined = 0, "", False
@@ -127,7 +129,7 @@ def _gap(facts: Facts, s: Session) -> None:
 
 
 def _not_attached(facts: Facts, s: Session) -> Actions:
-    """The attach had no effect, so ``last_devices`` stays as it was."""
+    """End a lease whose attach had no effect, so ``last_devices`` must not change."""
     last = s.last_devices
     facts.end_lease(s)
     s.last_devices = last
@@ -190,7 +192,7 @@ def _begin_preempt(facts: Facts, s: Session, reason: str, tier: int) -> Actions:
 
 
 def _suspended(facts: Facts, s: Session, state: tuple[Slice, ...], cuda: bool | None) -> Actions:
-    """The device memory is free."""
+    """Note that the session is suspended, and that its device memory is free."""
     devices = tuple(x.device for x in s.lease.slices)
     state = _in_order(state, devices)
     for x in state:
@@ -215,8 +217,8 @@ def _suspended_and_wanted(
 ) -> Actions:
     tier = s.lease.preempted
     _suspended(facts, s, state, cuda)
-    # If the turn is over, or an admin gives the slice to others, the session goes behind the
-    # sessions that already wait.
+    # If the session lost its slice because its turn was over or because an admin recalled the
+    # slice, it goes behind the sessions that already wait.
     since = facts.now if tier in (TURN, RECALLED) else min(h.since for h in s.holds.values())
     return _join(facts, s, since)
 
@@ -242,10 +244,10 @@ def _stays(facts: Facts, s: Session) -> Actions:
 
 
 def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
-    """The process has ended, or the driver has ``lost`` it.
+    """End a session: its process has ended, or the driver has ``lost`` the process.
 
-    A lost session must end. Until its process has ended, it may still use its whole lease and its
-    host bytes, so they still count.
+    Until a lost process has ended, it may still use its whole lease and its host bytes. So these
+    still count.
     """
     if lost:
         return []
@@ -260,9 +262,9 @@ def _end(facts: Facts, s: Session, *, lost: bool) -> Actions:
 def _in_order(state: Sequence[Slice], devices: Sequence[str]) -> tuple[Slice, ...]:
     """Return the suspended state in the order in which the process sees its devices.
 
-    A device of the lease that has no state stays in the list with 0 bytes: the process is also
-    bound to this device, and the resume must map it to a device. The result is () if nothing is
-    suspended at all.
+    A device of the lease that has no state is in the result with 0 bytes: the process is also bound
+    to this device, so the resume must map it to a device. The result is () if no device has
+    state.
     """
     if not state:
         return ()
@@ -270,7 +272,7 @@ def _in_order(state: Sequence[Slice], devices: Sequence[str]) -> tuple[Slice, ..
     return tuple(Slice(u, size.get(u, 0)) for u in dict.fromkeys((*devices, *size)))
 
 
-#: Every step that may happen. Anything else is a bug in this package.
+#: Every step that may happen. Any other step is a bug in this package.
 TRANSITIONS: Mapping[tuple[State, State], Step] = {
     ("detached", "queued"): Step(
         "a hold is taken and needs a slice, or host memory is short", _join
@@ -358,7 +360,8 @@ def resize(facts: Facts, s: Session, slices: tuple[Slice, ...]) -> Actions:
         return []
     grows = any(x.bytes > old.bytes for x, old in zip(slices, s.lease.slices, strict=True))
     with facts.change(s):
-        # The charge of a lease that shrinks never rises, even if the limit is higher now.
+        # If a lease shrinks, its charge must not rise, even if the limit of the request is higher
+        # now.
         facts.set_slices(s, slices, math.inf if grows else s.lease.charge)
     return [Resize(session=s.id, epoch=s.epoch, slices=slices)]
 

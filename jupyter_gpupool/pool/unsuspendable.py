@@ -2,12 +2,12 @@
 # Distributed under the terms of the Modified BSD License.
 """Sessions that cannot be suspended while others wait: the pool warns, asks, and may end them.
 
-Such a session is never a victim, or its suspend fails again and again (because its process is
-stopped, or its work on the GPU does not end). So another session that waits for this slice, and may
-take it by some rule (:mod:`.running`), could wait without end. The pool first warns the user of the
-holder, later asks the user to free the slice, and at last ends the holder. It does so only as far
-as ``PoolSettings.unsuspendable`` allows, and after the times of ``unsuspendable_after``. When no
-session waits for the slice any more, the stages begin again.
+The pool never preempts such a session, or each suspend fails (because the process is stopped, or
+because its work on the GPU does not end). Without this module, a session that may take its slice by
+some rule (:mod:`.running`) could wait for the slice without end. The pool first warns the user of
+the holder, later asks the user to free the slice, and at last ends the holder. It does so only as
+far as ``PoolSettings.unsuspendable`` allows, and after the times of ``unsuspendable_after``. When
+no session waits for the slice any more, the stages begin again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from .transitions import Actions, move
 #: The rules by which a session waits for the cap of its group.
 _FOR_CAP = ("cap", "behind-group")
 
-#: The number of stages, by what the admin allows.
+#: The number of stages that each value of ``PoolSettings.unsuspendable`` allows.
 STAGES = {"warn": 1, "ask": 2, "end": 3}
 
 
 def note(facts: Facts, plan: Plan) -> None:
-    """Note, from the plan, which sessions cannot be suspended although others wait for their
-    slices.
-    """
+    """Note which sessions cannot be suspended while, in the plan, others wait for their slices."""
     ledgers, least = facts.devices.values(), facts.settings.host_least()
     fixed = any(not ledger.device.can_suspend for ledger in ledgers)
     large = least < sum([ledger.granted for ledger in ledgers])
@@ -62,14 +60,14 @@ def note(facts: Facts, plan: Plan) -> None:
                     s.lease.stuck_since = facts.now
     for name, (s, w) in before.items():
         if s.state == "detaching" and s.refused and w.id in facts.waiting:
-            # the pool tries the suspend again: the wait counts until the suspend succeeds
+            # the pool tries the suspend again; until it succeeds, the others wait
             facts.stuck[name] = s, w
         elif name not in facts.stuck:
             s.lease.stuck_since, s.lease.warned = None, 0
 
 
 def warn(facts: Facts) -> Actions:
-    """Warn, ask or end each noted session whose next stage is due."""
+    """For each noted session whose next stage is due: warn its user, ask its user, or end it."""
     actions = Actions()
     for s, waiter in list(facts.stuck.values()):
         while waiter.id in facts.waiting and obstacle(s, facts) and due(s, facts) <= facts.now:
@@ -79,7 +77,7 @@ def warn(facts: Facts) -> Actions:
 
 
 def due(s: Session, facts: Facts) -> float:
-    """Return when the next stage of ``s`` is due; infinity if no stage is."""
+    """Return when the next stage of ``s`` is due; infinity if there is no further stage."""
     lease, rules = s.lease, facts.settings
     if lease.stuck_since is None or lease.warned >= STAGES[rules.unsuspendable]:
         return math.inf
@@ -87,7 +85,7 @@ def due(s: Session, facts: Facts) -> float:
 
 
 def ends_at(s: Session, facts: Facts) -> float:
-    """Return when the pool ends ``s`` if nothing changes; infinity if it does not."""
+    """Return when the pool ends ``s`` if nothing changes; infinity if the pool does not end it."""
     since, rules = s.lease.stuck_since, facts.settings
     if since is None or rules.unsuspendable != "end":
         return math.inf

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """What each event changes in the facts, before the pass plans again.
 
-Each function returns the actions that follow from the event itself. No function serves another
-session or announces changes, because the pass looks at all sessions.
+Each function returns the actions that follow from the event itself. It serves no other session, and
+need not say what has changed, because the pass looks at all sessions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .schedule import Plan
 from .session import NEVER, Session, restored, weighted
 from .transitions import Actions, grant_holds, lose, move, refuse_holds, resize, wish
 
-#: Seconds before the pool tries again after a failed attach or a refused suspend. They double with
-#: every further failure, up to ``BACK_OFF_MOST``. ``drain``, ``host`` and ``limit`` begin with a
-#: longer delay than ``busy``, because work on the GPU and a lack of memory last longer than a race
-#: with the next cell.
+#: How many seconds the pool waits after a failed attach or a refused suspend before it tries again.
+#: The delay doubles with every further failure, up to ``BACK_OFF_MOST``. ``drain`` (work on the
+#: GPU), ``host`` and ``limit`` (too little memory) begin with a longer delay than ``busy`` (the
+#: next cell has just begun), because their causes last longer.
 BACK_OFF = {"attach": 1.0, "busy": 1.0, "drain": 10.0, "host": 10.0, "limit": 10.0}
 BACK_OFF_MOST = 60.0
 #: For this many seconds after a restart of the broker, a session that waited before may claim its
@@ -56,7 +56,8 @@ def update(facts: Facts, event: ev.Event, plan: Plan) -> Actions:
         epoch: int = event.epoch  # type: ignore[attr-defined]
         if (s.state, s.epoch) != (state, epoch):
             text = f"{kind.__name__} of epoch {epoch} came for a session that is {s.state}, epoch "
-            # LandingRefused may come just after the last hold was dropped: this is no error.
+            # LandingRefused may come just after the session dropped its last hold: this is no
+            # error.
             level = "debug" if kind is ev.LandingRefused else "warning"
             return _log(name, level, Code.STALE_COMPLETION, f"{text}{s.epoch}; it is ignored.")
         return act(facts, s, event)
@@ -121,8 +122,8 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
     if uuid not in facts.devices:
         return _unknown_device(uuid)
     actions: Actions = []
-    # Record the foreign bytes before the sessions' bytes, because they limit how much sessions may
-    # grow.
+    # Record the foreign bytes before the sessions' bytes: the foreign bytes limit the growth of
+    # sessions in the loop below.
     facts.seen(uuid, event.foreign, facts.devices[uuid].overuse)
     for name, size in event.footprints.items():
         s = facts.sessions.get(name)
@@ -138,9 +139,7 @@ def _device_memory(facts: Facts, event: ev.DeviceMemorySeen, plan: Plan) -> Acti
 
 
 def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Actions:
-    """Record the measured use of an attached session, and change the size of its lease
-    accordingly.
-    """
+    """Record the measured use of an attached session, and adapt the size of its lease."""
     lease, held = s.lease, held_on(s, uuid)
     facts.forget_times(s)
     before = lease.footprints.get(uuid, -1)
@@ -160,7 +159,7 @@ def _measured(facts: Facts, s: Session, uuid: str, size: int, plan: Plan) -> Act
         lease.measured_at[uuid] = facts.now
     if size > held:
         # If the lease has grown before, the session probably began to use grown bytes just before
-        # the pool took them back as unused.
+        # the pool took these bytes back as unused. So grow the lease again.
         if lease.grown_at > NEVER:
             actions = grow_by(facts, s, uuid, size - held, plan)
     elif held > s.request.memory:
@@ -272,7 +271,7 @@ def _ended(facts: Facts, event: ev.SessionEnded) -> Actions:
 
 def _set_aside(facts: Facts, s: Session, event: ev.SetAside) -> Actions:
     if s.state not in ("detached", "queued"):
-        return []  # a lease came in the meantime: the broker restores the state with the attach
+        return []  # the session has a lease by now, so the attach will restore the state
     for x in event.suspended:
         facts.device(x.device)
     with facts.change(s):
@@ -303,8 +302,8 @@ def _refuse_if_hopeless(facts: Facts, s: Session, why: str) -> Actions:
     """Refuse the holds of a session without a lease if its request can never be met.
 
     If the session has no suspended state and is bound to no device, the answer depends only on its
-    request, its owner, the rules and the devices. Any change of these sets ``possible`` to -1 or
-    raises the version.
+    request, its owner, the rules and the devices. So the session caches the answer in ``possible``:
+    any change of these sets ``possible`` to -1 or raises the version.
     """
     if s.suspended or (s.possible == facts.version and not s.bound):
         return []
@@ -360,7 +359,7 @@ def _hold_dropped(facts: Facts, s: Session, event: ev.HoldDropped) -> Actions:
 def _holds_replaced(facts: Facts, s: Session, event: ev.HoldsReplaced) -> Actions:
     _bind(s, event.cuda)
     before = bool(s.holds)
-    # The agent does not report the device's activity: the broker watches it.
+    # Keep the holds of kind ``device``: the broker takes them, so the agent does not report them.
     kept = {h.id: h for h in s.holds.values() if h.kind == "device"}
     s.holds = {h.id: h for h in event.holds if h.kind != "device"} | kept
     if s.holds:
@@ -451,9 +450,9 @@ def _suspend_refused(facts: Facts, s: Session, event: ev.SuspendRefused) -> Acti
         s.pinned_reason = event.message or "the driver cannot suspend it"
         s.pinned_at = facts.now
     elif s.lease.preempted or not (event.kind == "busy" and s.holds):
-        # If the agent refused because of a hold, there is no back-off, and the pool may suspend the
-        # session as soon as the hold is dropped. After a back-off, the session's next short cell
-        # could already run, and would prevent the suspend again.
+        # If the agent refused because of a hold, there is no back-off: the pool may suspend the
+        # session as soon as the session drops the hold. During a back-off, the next short cell
+        # could begin, and would prevent the suspend again.
         _back_off(facts, s, event.kind)
         s.refused = event.message if event.kind != "host" else ""
         s.confined = event.kind == "limit"
@@ -487,7 +486,7 @@ _SESSION: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.SetAside: _set_aside,
     ev.DevicesSettled: _devices_settled,
 }
-#: People cause these events, and the pool answers them. The answer depends on the memory that the
+#: The functions for the requests of users and admins. The answer depends on the memory that the
 #: plan leaves.
 _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.RequestChanged: requests.changed,
@@ -497,8 +496,9 @@ _PEOPLE: Mapping[type[ev.Event], Callable[..., Actions]] = {
     ev.RecallAsked: recall.recall,
     ev.EndAsked: recall.end,
 }
-#: Each of these events completes an operation of the broker, which belongs to one state and one
-#: epoch of the session. In any other state or epoch, the event is too late.
+#: The functions for events that complete an operation of the broker. Each operation belongs to one
+#: state and one epoch of the session. If the session has another state or epoch, the event is too
+#: late.
 _EFFECTS: Mapping[type[ev.Event], tuple[State, Callable[..., Actions]]] = {
     ev.AttachDone: ("attaching", _attach_done),
     ev.AttachFailed: ("attaching", _attach_failed),

@@ -3,10 +3,10 @@
 """Which victims make room for a session with the least disruption, and on which devices the session
 then runs.
 
-:mod:`.preemption` says which leases may be preempted. Of these, the pool preempts leases of a lower
-tier before leases of a higher tier. Within a tier, it first preempts the leases with the most bytes
-x idle time. It preempts no more leases than needed, and only leases whose state fits in host memory
-and in their owners' quotas.
+:mod:`.preemption` says which leases may be preempted. Of these leases, the pool preempts leases of
+a lower tier before leases of a higher tier. Within a tier, it first preempts the leases with the
+largest product of bytes and idle time. It preempts no more leases than needed, and only leases
+whose state fits in host memory and in the owners' quotas for suspended state.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ from .preemption import asker_kind, candidate, score, unprotected, victim_tier
 from .running import Asker, covered, open_above, terms
 from .session import Session
 
-#: The usual choice may fail for lack of host memory, or because a guarantee covers a victim once
-#: earlier victims are preempted. With up to this many leases, the pool then tries every combination
-#: of them. With more leases and too little host memory, it tries only the combination that frees
-#: the most bytes for each host byte.
+#: The usual choice of victims may fail because host memory is short, or because a guarantee
+#: protects a victim once the earlier victims are preempted. If at most this many leases may be
+#: preempted, the pool then tries every combination of them. If there are more, and host memory is
+#: short, it tries only one other choice: first the leases that free the most bytes for each host
+#: byte.
 EXACT = 6
-#: The number of places that the pool compares. The best victim may be on a device with few other
-#: leases that can be preempted. If the pool always took this victim, the next session would find
-#: nothing there, and the pool would preempt more leases in total.
+#: The pool compares only this many devices: those that can give the most bytes. The best victim of
+#: all may be on a device with few other leases that can be preempted. If the pool always took this
+#: victim, the next session would find too little there, and the pool would preempt more leases in
+#: total.
 WIDTH = 4
 
-#: The possible lacks of host memory. The lack that probably ends first comes first.
+#: The reasons for which host memory may be too small. The reason that probably ends first comes
+#: first.
 LACKS: tuple[HostLack, ...] = ("room", "quota", "size")
 
 WAITS = "another kernel waits for memory"
@@ -65,25 +68,25 @@ class Trial:
         self.chosen: list[Session] = []
         self.freed: dict[str, int] = {}
         self.takes: tuple[Slice, ...] = ()
-        #: The lacks of host memory that made choices fail although there were leases to preempt.
+        #: The reasons for which host memory was too small for a choice of victims.
         self.host_lacks: set[HostLack] = set()
         self._failed: HostLack = ""
         #: The owner and the :func:`.preemption.asker_kind` of the asker; None until they are
         #: needed.
         self._kind: Any = None
-        #: Whether a choice failed because a guarantee covers a victim; a choice of other victims
+        #: Whether a choice failed because a guarantee protects a victim. A choice of other victims
         #: may work.
         self.shielded = False
 
     def add(self, victims: Iterable[Session]) -> None:
-        """Preempt ``victims``."""
+        """Add ``victims`` to the choice."""
         for v in victims:
             self.chosen.append(v)
             for x in v.lease.slices:
                 self.freed[x.device] = self.freed.get(x.device, 0) + x.bytes
 
     def expect(self, room: Room) -> int:
-        """Return the bytes that become free on a device without further victims."""
+        """Return the bytes that become free on a device with the victims chosen so far."""
         return room.expect + self.freed.get(room.uuid, 0)
 
     def tier(self, v: Session) -> int | None:
@@ -91,9 +94,9 @@ class Trial:
         draft = self.draft
         if v.id in draft.leaving or v.id in draft.settled:
             return None
-        # The facts, the time and the shares stay the same during a pass, so a tier that was found
-        # once is valid for the whole pass. It is valid for this asker, or for all askers of its
-        # kind if only the kind counts.
+        # Cache the tier for the whole pass, because the facts, the time and the shares do not
+        # change during a pass. The tier is valid for this asker, or for all askers of its owner and
+        # kind: see _asker_of().
         key = self._asker_of(v), v.id
         if key not in draft.tiers:
             draft.tiers[key] = victim_tier(self._rules(), v, self.facts)
@@ -107,7 +110,7 @@ class Trial:
     def _candidates(self, room: Room) -> tuple[list[Candidate], int]:
         """Return the candidates on a device, and their total bytes.
 
-        Most candidates that the asker cannot preempt are left out.
+        The list leaves out most leases that the asker may not preempt, but perhaps not all.
         """
         if self._opened is None:
             asker = self._rules()
@@ -135,15 +138,13 @@ class Trial:
         ]
 
     def reach(self, room: Room) -> int:
-        """Return the bytes that become free on a device if the pool preempts all leases that it may
-        preempt.
-        """
+        """Return how many bytes become free on a device if the pool preempts all its options."""
         return self.expect(room) + sum(size for _, _, size in self.options(room))
 
     def most(self, where: Where) -> dict[str, int]:
         """Return, for each suitable device, the most bytes that the asker can get there.
 
-        Where the head of the queue has a reservation, no lease is preempted.
+        On the devices that the head of the queue has reserved, the asker may preempt no lease.
         """
         draft, found = self.draft, {}
         held = draft.reservation.wanted if draft.reservation is not None else ()
@@ -157,10 +158,10 @@ class Trial:
         return found
 
     def out_of_reach(self, found: Asking) -> bool:
-        """Return whether it is certain that :meth:`place` fails, for a request of several slices.
+        """Return whether :meth:`place` must fail for a request of several slices.
 
-        If the answer is True, :meth:`place` fails even if the pool preempts all possible victims,
-        and the reason is not a lack of host memory. If the answer is False, :meth:`place` may still
+        If the answer is True, the request does not fit even if the pool preempts all possible
+        victims and host memory has room for them. If the answer is False, :meth:`place` may still
         fail.
         """
         if len(found.needs) > 1:
@@ -208,9 +209,9 @@ class Trial:
     def fits(self, victims: Sequence[Session]) -> bool:
         """Return whether ``victims`` may be preempted together with those chosen so far.
 
-        Two rules can forbid it. Host memory (and the quotas for suspended state) must have room for
-        the state of all victims. And no guarantee may cover a victim in use after the earlier
-        victims are preempted. The method notes which of the two rules failed.
+        There are two conditions. Host memory (and the quotas for suspended state) must have room
+        for the state of all victims. No guarantee may protect a victim in use after the earlier
+        victims are preempted. The method notes which of the two conditions failed.
         """
         everybody = [*self.chosen, *victims]
         lack = self.draft.host_lack(everybody, self.host)
@@ -229,14 +230,15 @@ class Trial:
         return covered(self.asker, tiers, self.draft.going, self.draft.shares)
 
     def place(self, needs: Sequence[Need], *, more: bool = True) -> bool:
-        """Choose a device for every need, with ``more`` victims if needed; fill :attr:`takes`.
+        """Choose a device for every need, and set :attr:`takes`; return whether this works.
 
-        The method compares the ``WIDTH`` possible devices with the most bytes to give. A device
-        without a victim is better than one with victims, and a lower tier of the victims is better
-        than a higher tier. Next, a device of the last lease is better than another device. Then the
-        victim with the most bytes x idle time decides. On a device that the head of the queue has
-        reserved, the method preempts no lease; the session gets only the bytes that the head can
-        spare.
+        If ``more`` is true, the method may add victims. It compares the ``WIDTH`` suitable devices
+        that can give the most bytes. A device without victims is better than a device with victims.
+        A device with victims of a lower tier is better than one with victims of a higher tier. If
+        two devices are equal in this, a device of the session's last lease is better. If they are
+        still equal, the device whose victim has the larger product of bytes and idle time is
+        better. On a device that the head of the queue has reserved, the method preempts no lease:
+        the session gets only the bytes that the head can spare.
         """
         last, now = preferred(self.asker), self.facts.now
         draft, rooms = self.draft, self.draft.rooms
@@ -287,7 +289,7 @@ class Trial:
         """Preempt leases that count in the owner's limits; return whether the limits then allow
         ``charge``.
 
-        Suspends under way count as done, and the method preempts no more leases than needed.
+        The method treats suspends under way as done, and preempts no more leases than needed.
         """
         draft, owner = self.draft, self.asker.owner
         back = draft.coming_back(owner)
@@ -329,11 +331,11 @@ def leases_in_use(draft: Draft) -> bool:
 
 
 def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
-    """Return whether it is certain that :meth:`Trial.place` fails for ``s``, and for any other
+    """Return whether :meth:`Trial.place` must fail for ``s``, and for an equal request of any
     owner.
 
-    It is certain if too few suitable devices would have room for a slice after the pool has
-    preempted every lease that the class of ``s`` might preempt. If the answer is False,
+    It must fail if too few suitable devices would have room for a slice even after the pool had
+    preempted every lease that a session of this class might preempt. If the answer is False,
     :meth:`Trial.place` may still fail.
     """
     if not draft.offers_known:
@@ -347,19 +349,19 @@ def out_of_reach(draft: Draft, s: Session, found: Asking) -> bool:
 
 
 def on_each(count: int, ranked: Sequence[int]) -> int:
-    """Return the size that each of ``count`` devices can give; ``ranked`` begins with the largest
-    size.
+    """Return the largest size that each of ``count`` devices can give; -1 if there are too few.
 
-    -1 if there are fewer devices.
+    ``ranked`` are the sizes that the devices can give, the largest first.
     """
     return ranked[count - 1] if len(ranked) >= count else -1
 
 
 def _find_offers(draft: Draft) -> None:
-    """Note in each room the leases that some session may preempt now.
+    """Note for each device the leases that some session may preempt now.
 
-    Only a session that finds no free memory needs these leases. They depend on the facts alone,
-    which do not change during a pass, so it does not matter when the pass notes them.
+    The pass calls this only when a session finds no free memory, to save time. It does not matter
+    when in the pass the call comes, because the leases depend on the facts alone, and the facts do
+    not change during a pass.
     """
     draft.offers_known = True
     facts, rooms, now = draft.facts, draft.rooms, draft.facts.now
@@ -398,8 +400,9 @@ def any_combination(draft: Draft, s: Session, asking: Asking, host: int) -> Tria
     owner, needs = s.owner, asking.needs
     quota = draft.lacking(owner, asking.charge) is not None
     first = Trial(draft, s, host)
-    # Leases that count in the owner's limits are options on every device. If no limit is exceeded,
-    # all equal requests for the same devices have the same options: the pass relies on that.
+    # If the owner exceeds a limit, each lease that counts in the limit is an option, whatever its
+    # device. Otherwise all equal requests for the same devices have the same options, and
+    # Reach._failed_before() relies on this.
     options = {v.id: (tier, v) for tier, v in first.own_options()} if quota else {}
     for room in draft.rooms.values():
         if not draft.reserved(room) and any(need.allows(room.ledger) for need in needs):
@@ -452,8 +455,9 @@ def attempt(draft: Draft, s: Session, found: Asking, *, behind_head: bool) -> Of
 def make_room(
     draft: Draft, s: Session, found: Asking, lacks: Lack | None, *, behind_head: bool
 ) -> Offer | Reason:
-    """Return the result of :func:`attempt` for a session that finds too little free memory or
-    exceeds the limit ``lacks``.
+    """Return a place for ``s`` that victims or suspends under way free, or why there is none.
+
+    ``lacks`` is the limit that ``s`` exceeds, or None if ``s`` lacks only free memory.
     """
     owner, needs = s.owner, found.needs
     why = impossible(found, draft.facts)
@@ -491,8 +495,10 @@ def make_room(
 
 
 def _lack(found: Collection[HostLack]) -> HostLack:
-    """Return which lack of host memory probably ends first. Several choices may have failed, each
-    for another lack.
+    """Return the reason in ``found`` that probably ends first.
+
+    Several choices of victims may have failed, each because host memory was too small for a
+    different reason.
     """
     return next(lack for lack in LACKS if lack in found)
 
@@ -504,10 +510,10 @@ def fits_now(draft: Draft, needs: Sequence[Need]) -> bool:
 
 
 def kept_for_head(draft: Draft, found: Asking) -> bool:
-    """Return :func:`fits_now` for a request that is hopeless as long as the reservation exists.
+    """Return :func:`fits_now` for a request that must fail as long as the reservation exists.
 
-    Only a device that the head has reserved can make the answer true: no other device has room for
-    one slice.
+    The function looks only at the devices that the head has reserved. The request needs at least
+    one of them, because it does not fit on the other devices alone.
     """
     held = draft.reservation.wanted if draft.reservation is not None else ()
     for uuid in held:
@@ -524,8 +530,9 @@ def kept_for_head(draft: Draft, found: Asking) -> bool:
 def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule | None:
     """Return the rule that blocks ``need``, given the ``rule`` that blocks a smaller amount.
 
-    Another rule may block the larger amount, because free memory or the leases to preempt may be
-    enough for the smaller amount only. The answer is None if only a search can find the rule.
+    The two rules may differ, because the free memory, or the leases that may be preempted, may be
+    enough for the smaller amount but not for ``need``. The answer is None if only a search can find
+    the rule.
     """
     if rule == "behind-head":
         return rule if fits_now(draft, (need,)) else None
@@ -539,13 +546,13 @@ def blocked_as(draft: Draft, s: Session, need: Need, rule: Rule) -> Rule | None:
 def reservation(
     draft: Draft, s: Session, found: Asking, keep: Collection[str]
 ) -> tuple[Reservation, bool]:
-    """Return the reservation of the head of the queue, and whether the head has waited for
-    ``ageing``.
+    """Return the reservation of the head of the queue, and whether the head has been the head for
+    ``ageing`` seconds.
 
-    The reservation keeps earlier devices (``keep``). Of the other devices, it first takes those
-    where the head can get the most bytes. After each further ``ageing`` seconds it takes one more
-    device, because a lease on the first devices may never end. It leaves out devices on which
-    programs outside the pool leave too little memory.
+    The reservation keeps the devices of the last reservation (``keep``). Of the other devices, it
+    first takes the devices where the head can get the most bytes. After each further ``ageing``
+    seconds it takes one more device, because a lease on the earlier devices may never end. It
+    leaves out devices on which programs outside the pool leave too little memory.
     """
     facts, needs, now = draft.facts, found.needs, draft.facts.now
     since = now if s.wait.head_since is None else s.wait.head_since

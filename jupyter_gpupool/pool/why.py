@@ -25,8 +25,8 @@ from .schedule import Plan
 from .session import Session
 from .words import taken_reason
 
-#: The most lines about leases of the same owner, and about leases of others. One more line gives
-#: the number of the remaining leases.
+#: The answer has at most this many lines about leases of the same owner, and as many about leases
+#: of other owners. One more line gives the number of the remaining leases.
 MOST_TOLD = 6
 
 
@@ -37,11 +37,11 @@ class Told:
     found: Explanation
     #: The two times between which the wait will probably end; None without evidence.
     expected: Expected | None
-    #: The bytes on each GPU with which a waiting session would start now; None if it would not
-    #: start with any size.
+    #: If the waiting session asked for this many bytes on each GPU, it would start now; None if no
+    #: size would let it start.
     starts_with: int | None
-    #: The lines about the lease or the wait of the session, about the leases that it waits for, and
-    #: about the events that would change this.
+    #: The lines about the session's lease or wait, about the leases that it waits for, and about
+    #: the events that would end the wait or take the lease.
     lines: tuple[str, ...]
     #: The line about how long the session has waited or will wait; "" if there is none.
     time: str
@@ -146,8 +146,9 @@ def _where(found: GroupGuarantee) -> str:
 
 
 def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
-    """Yield how many sessions are ahead in the queue, and their classes if a class is not that of
-    ``s``.
+    """Yield how many sessions are ahead of ``s`` in the queue.
+
+    If one of them is in another class than ``s``, the line also has their classes.
     """
     ahead = [facts.sessions[name] for name in found.ahead]
     if not ahead:
@@ -169,7 +170,8 @@ def _ahead_lines(facts: Facts, s: Session, found: Explanation) -> Iterable[str]:
 
 
 def _holder_lines(facts: Facts, found: Explanation) -> Iterable[str]:
-    """Yield the leases that a session waits for: leases of its owner first, then those of others.
+    """Yield the leases that a session waits for: first leases of its owner, then leases of others.
+
     In each part, the leases that the session may preempt soonest come first.
     """
     alike: dict[tuple[int, str, str], list[HeldLease]] = {}
@@ -202,11 +204,10 @@ _USES = {
 
 
 def _holds(facts: Facts, h: HeldLease, number: int, level: str) -> str:
-    """Return the lease of a session, or of each of ``number`` equal sessions, as the middle of a
-    sentence.
+    """Return words for the lease of a session, or for the leases of ``number`` equal sessions.
 
-    The sentence leaves out the class if it is ``level``, the class of the waiting session, because
-    the class decides nothing between sessions of one class.
+    The caller puts the words into the middle of a sentence. They name the class only if it is not
+    ``level``, the class of the waiting session: between sessions of one class, it decides nothing.
     """
     which = "" if h.priority == level else f" (class {h.priority})"
     each = " each" if number > 1 else ""
@@ -286,8 +287,8 @@ def _kernels(number: int) -> str:
 def _change_lines(facts: Facts, found: Explanation) -> Iterable[str]:
     words = [_CHANGE_WORDS[name] for name in found.changes if name in _CHANGE_WORDS]
     if words:
-        # Only a promise of the plan is certain. The other changes may lead to a slice, but need
-        # not.
+        # Only after the end of a suspend under way will the session certainly get its slice,
+        # because the plan promised it. The other changes may lead to a slice, but not always.
         goes = "goes" if "suspend-ends" in found.changes else "may go"
         yield f"It {goes} on when {', or when '.join(words)}."
     if found.changes_at is not None:
@@ -412,7 +413,8 @@ def standing_lines(found: Standing, now: float) -> Iterable[str]:
         whose = "its" if budget.group else "your"
         if budget.spent or budget.until < math.inf:
             what = "there are more" if budget.spent else "at the present rate, they are used up"
-            # A budget that refills does not recover while its kernels use as much as comes back.
+            # A budget that refills stays used up while its kernels use as many GPU-seconds as come
+            # back.
             at = _when(budget.until, now)
             if budget.until == math.inf:
                 soonest = budget.soonest(now)

@@ -28,7 +28,9 @@ from .shares import Budget
 
 
 class Scene:
-    """Values that the sentences of many sessions share, until the facts or the plan change."""
+    """Values that the sentences of many sessions share. They are valid until the facts or the plan
+    change.
+    """
 
     def __init__(self, facts: Facts, plan: Plan) -> None:
         self._facts = facts
@@ -153,8 +155,9 @@ _UNMOVED = "the pool cannot suspend any kernel that could make room"
 
 
 def _host(facts: Facts, why: Reason) -> str:
-    """Return, as a clause, why host memory had no room when the plan tried to suspend other
-    sessions.
+    """Return why host memory had no room for the state of other sessions, as a clause.
+
+    The plan tried to suspend these sessions to make room on a device.
     """
     if why.lacks == "size":
         return "the state of each of these kernels is larger than the host memory that it may use"
@@ -183,8 +186,9 @@ def _again(facts: Facts, why: Reason) -> str:
 
 
 def _clock(facts: Facts, at: float) -> str:
-    """Return the time until ``at``, and the time of day of ``at`` in UTC: the same text on every
-    machine.
+    """Return how long it is until ``at``, and the time of day of ``at``, as text.
+
+    The time of day is in UTC, so that every machine shows the same text.
     """
     minutes = int((at + facts.meters.ahead) // 60) % 1440
     soon = format_seconds(max(1.0, at - facts.now))
@@ -235,8 +239,8 @@ _SENTENCES = {
 
 
 #: What a session waits for, in words for people who may not see the details of the session. The
-#: words contain no figures, no names of groups and no text of an admin. All limits share one
-#: sentence, because it is private which budget is used up.
+#: words contain no figures, no names of groups and no text of an admin. All limits have the same
+#: sentence, so that it does not show which budget is used up.
 _LIMIT = "a limit of its user or group"
 _SERVICE = "a GPU to come back into service"
 FOR_OTHERS: Mapping[Rule, str] = {
@@ -336,8 +340,9 @@ def _users(facts: Facts) -> str:
 
 
 def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
-    """Return why a rule of CUDA makes a session wait for its own devices although other devices may
-    be free.
+    """Return why the session must wait for certain devices, although other devices may be free.
+
+    The reason is a rule of CUDA.
     """
     needs = asking(s, facts).needs
     ledgers = [facts.devices[uuid] for uuid in s.bound]
@@ -383,12 +388,12 @@ def _settled(facts: Facts, avail: Mapping[str, int], s: Session) -> str:
 
 
 def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
-    """Return the idle session whose slice the head ``s`` waits for because this idle session was
-    just moved; None if there is none.
+    """Return the idle session whose protection the head ``s`` waits for; None if there is none.
 
-    Several idle sessions may have leases that would make room for the head. The result is the
-    session whose protection ends first. A session behind the head gets no such answer, because this
-    protection is only a part of its wait.
+    An idle session is protected for some time after the pool has moved its state. If the leases of
+    several protected sessions would make room for the head, the result is the session whose
+    protection ends first. For a session behind the head, the answer is None, because it also waits
+    for the head.
     """
     held = plan.reservation
     if held is None or held.session != s.id or plan.reasons[s.id].rule != "busy":
@@ -404,7 +409,7 @@ def _stayer(facts: Facts, plan: Plan, s: Session) -> Session | None:
         if yields <= facts.now:
             for x in v.lease.slices:
                 idle[x.device] = idle.get(x.device, 0) + x.bytes
-        elif stays == yields < math.inf:  # if not, another rule protects the lease for longer
+        elif stays == yields < math.inf:  # else another rule protects the lease for longer
             stayers.append((stays, len(stayers), v))
     for _, _, v in sorted(stayers):
         for x in v.lease.slices:
@@ -426,8 +431,8 @@ def stays_reason(facts: Facts, s: Session, now: float) -> str:
     if s.state != "idle" or s.pinned_reason:
         return ""
     if not suspendable(s, facts):
-        # If the last measurement found no device memory, the next one will most likely find none
-        # either.
+        # If the last measurement found no device memory, the lease has probably no state, so that
+        # the pool can take it even here.
         lease = s.lease
         nothing = len(lease.footprints) >= len(lease.slices) and not lease.footprint
         return "" if nothing else _STAYS["fixed"]
@@ -475,8 +480,8 @@ def taken_reason(s: Session) -> str:
     if s.state != "detached" or not s.suspended:
         return ""
     why = next((text for _, _, new, text, _ in reversed(s.story) if new == "detaching"), "")
-    # The clause describes the moment of the suspend. When people read the clause, the wait of the
-    # other session may be over.
+    # The clause says what was so at the suspend. When people read it, the other session may no
+    # longer wait.
     return "" if why in ("idle", "release") else why.replace(" waits for ", " waited for ")
 
 
@@ -500,9 +505,7 @@ _STAYS = {
 
 
 def seconds(s: Session, now: float) -> tuple[float, float]:
-    """Return for how many seconds ``s`` has waited, and for how many it has been attached, so
-    far.
-    """
+    """Return how many seconds ``s`` has waited so far, and how many it has been attached so far."""
     waited, attached = s.wait_seconds_total, s.attached_seconds_total
     if s.state in WAITING:
         waited += max(0.0, now - s.queued_at)

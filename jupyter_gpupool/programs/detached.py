@@ -1,10 +1,10 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Detached commands, which outlive the terminal: their supervisor, and how to see and stop them.
+"""Detached commands, which continue without a terminal: run them, show them, stop them.
 
 The supervisor is a daemon: it has its own process session, no terminal and no parent. It runs the
 command as ``jupyter gpupool run`` does, but in another process session, so that ``stop`` can signal
-the command's process group. It stores the command's output, and how the command ends.
+the command's process group. It stores the output of the command, and its exit code.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ from .progress import Progress
 from .runfiles import LogWriter, RunRecord
 from .terminal import NOT_RUN, CommandProcess
 
-#: Seconds after the end of the command for which the log still takes output of its child processes.
+#: For this many seconds after the end of the command, the supervisor still copies output of the
+#: command's child processes to the log.
 DRAIN = 0.5
 
 #: Seconds that the broker may take to make a command safe to kill.
 RETIRE_TIMEOUT = 12.0
 
-#: Most seconds that ``run`` waits until the broker has started and has opened the session.
+#: ``run`` waits at most this many seconds until the broker has started and has opened the session.
 OPEN_TIMEOUT = 60.0
 
 
@@ -177,8 +178,8 @@ class _RecordKeeper:
     def ended(self, code: int, refused: GPUPoolError | None) -> None:
         reason = refused.message if refused is not None else ""
         self._change(state="ended", code=code, ended=time.time(), reason=reason)
-        # The record is written before the report, because ``run`` removes the record of a refused
-        # command when it gets the report.
+        # Write the record before the report: when ``run`` gets the report of a refused command, it
+        # removes the record.
         if refused is not None:
             self._tell(message=refused.message, code=refused.code, next_step=refused.next_step)
         self._tell(ok=True)
@@ -281,8 +282,8 @@ def wait(name: str, seconds: float | None) -> RunRecord | None:
         left = None if give_up is None else give_up - time.monotonic()
         if left is not None and left <= 0:
             return None
-        # If the supervisor lives, this waits for the supervisor and not for the command: the
-        # supervisor writes the command's end into the record, and then ends.
+        # Wait for the end of the supervisor if it lives, not for the end of the command: only when
+        # the supervisor ends has it written the command's end into the record.
         watched = record.supervisor[0] if record.supervised else record.process[0]
         descriptor = open_pidfd(watched)
         if descriptor is None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Runs a command in a session of the pool: waits for a slice, starts it, returns its exit code.
+"""Runs a command in a session: waits for a slice, starts the command, returns its exit code.
 
 The main thread waits for signals, for the end of the child process and for news from the broker. A
 second thread opens the session, and may have to start a broker for that. The broker itself notices
@@ -39,7 +39,7 @@ from .terminal import (
     is_for_us_alone,
 )
 
-#: Seconds between two checks while no timed step is due.
+#: The main thread sleeps for at most this many seconds if no step is due earlier.
 QUIET = 60.0
 
 #: Seconds until SIGKILL for a command that the pool has asked to end with SIGTERM.
@@ -61,8 +61,8 @@ class RunOptions:
     #: Seconds to wait for the first slice; None means as long as the pool allows.
     max_wait: float | None = None
     socket: str = ""
-    #: Whether the program's environment has the program's name: always for a detached command,
-    #: otherwise with ``--name``.
+    #: Whether the program finds its name in its environment. This is so for a detached command, and
+    #: for a command with ``--name``.
     named: bool = False
 
     def holds_from_start(self, session: ProgramSession) -> bool:
@@ -234,8 +234,8 @@ class Run:
         elif link.given_up(self._wait):
             self._refuse(link.unavailable())
         else:
-            # The state "queued" does not prove that the command has a place in the queue: a session
-            # also has this state shortly before a refusal.
+            # The state "queued" alone does not prove that the pool has accepted the request: the
+            # session has this state also for a moment before a refusal.
             if not self._told_wait and (link.queue is not None or link.state == "attaching"):
                 self._told_wait = True
                 self._on_wait()
@@ -251,7 +251,8 @@ class Run:
             if refused is not None and refused.what == "attach":
                 self._progress.say(f"{refused.message} {refused.next_step}".rstrip())
         waits = link.queue is not None
-        # A wait that has begun goes on until the session has its slice, also while no broker runs.
+        # If the command already waits, it also waits while no broker runs, until the session has
+        # its slice.
         if self._progress.waited:
             waits |= link.state in WAITING
         if waits and not link.attached:

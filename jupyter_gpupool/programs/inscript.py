@@ -6,8 +6,8 @@ A command of ``jupyter gpupool run``, a kernel and their children already have a
 processes, the block joins that session. Any other process gets its own session. Such a process was
 started without the guard, so the module loads the guard now. The dynamic loader then uses the guard
 in place of the driver's library. If the process has already loaded the driver, it is too late to
-load the guard: the process runs without the guard, if the pool allows that. The module refuses a
-process that has called cuInit, because the process would stay on the GPU that it has seen.
+load the guard; the process then runs without the guard, if the pool allows this. The module refuses
+a process that has called cuInit, because such a process cannot move to the GPU of its slice.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ..units import format_bytes, parse_seconds
 from .opening import Asked, open_session, own_environment, read_size
 from .progress import Progress, too_long, waiting_for
 
-#: Most seconds until the pool has taken back a slice that is too small. The wait for a larger slice
-#: begins after that.
+#: A block waits at most this many seconds until the pool has taken back a slice that is too small.
+#: The wait for a larger slice begins after this time.
 LEAVE = 30.0
 
 _SESSION = ("GPUPOOL_SOCKET", "GPUPOOL_SESSION", "GPUPOOL_TOKEN")
@@ -264,7 +264,7 @@ def _load_guard(path: Path) -> None:
 
 
 def _different(link: SessionLink, asked: Asked) -> dict[str, Any]:
-    """Return the requested fields that differ from the session's present request."""
+    """Return the fields of ``asked`` that differ from the session's present request."""
     return {n: value for n, value in asked.fields().items() if link.request.get(n) != value}
 
 
@@ -317,8 +317,8 @@ def _ask_for(link: SessionLink, asked: Asked) -> dict[str, Any]:
     link.call("request", **changed)
     smallest = min((piece.bytes for piece in link.slices), default=0)
     if link.attached and not link.holds and smallest < asked.memory:
-        # The present GPU may have too little free memory. So the session releases its slice, and
-        # waits for a slice of the new size.
+        # The slice has not grown, perhaps because its GPU has too little free memory. So the
+        # session releases the slice, and waits for a slice of the new size.
         link.call("release")
         if not _has_left(link):
             why = link.pinned_reason or link.reason or "the program uses the slice"
@@ -342,9 +342,10 @@ def _has_left(link: SessionLink) -> bool:
 
 
 def _put_back(link: SessionLink, before: dict[str, Any]) -> None:
-    """Restore the session's request from before a block.
+    """Restore the request that the session had before a block.
 
-    If the pool refuses less memory because the session uses more, the memory stays as it is.
+    If the session uses more memory than this request has, the pool refuses to change the memory,
+    and this function restores only the other fields.
     """
     try:
         link.call("request", **before)

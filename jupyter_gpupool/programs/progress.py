@@ -2,9 +2,9 @@
 # Distributed under the terms of the Modified BSD License.
 """Shows on standard error what a program waits for: one line that changes, or several lines.
 
-On a terminal, one line is redrawn in its place, and disappears at the end of the wait. This line is
-drawn only while the program is in the foreground, because the terminal may stop a background job
-that writes. Without a terminal, a new line is written from time to time.
+On a terminal, the module draws one line again and again, and removes it at the end of the wait. It
+draws this line only while the program is in the foreground, because the terminal may stop a
+background job that writes. Without a terminal, the module writes a new line from time to time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..kernel.link import SessionLink
 from ..text import sentence
 from ..units import format_bytes, format_range, format_seconds
 
-#: Seconds of a wait before the line appears. Most waits are shorter.
+#: The line appears after this many seconds of a wait, so that most waits show none.
 PATIENCE = 1.0
 
 #: REDRAW: seconds between two drawings of the changing line. PLAIN and PLAIN_MOST: the first and

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Records and logs of detached commands, in a folder of this user for this machine.
 
-Each command has a folder with the command's name, which contains ``record.json``, ``log`` and
+Each command has a folder with the command's name. The folder contains ``record.json``, ``log`` and
 ``log.1``. The command's supervisor writes these files. Other processes only read the files. To
 check whether a record is still true, they look at the processes that the record names.
 """
@@ -26,13 +26,13 @@ from ..procfs import ProcessId, alive, identify
 from ..text import did_you_mean
 from ..units import format_seconds
 
-#: The largest number of records of ended commands, and the seconds for which they are kept.
+#: The folder keeps at most this many records of ended commands, each for at most this many seconds.
 MOST_ENDED, KEPT_FOR = 50, 30 * 86400.0
 
 #: The environment variable with the folder of the records.
 FOLDER_VARIABLE = "GPUPOOL_RUNS"
 
-#: Seconds in which the supervisor of a new command writes its first record.
+#: The supervisor of a new command writes its first record within this many seconds.
 FIRST_RECORD = 60.0
 
 #: The most bytes of a log. A full log is kept as ``log.1``, and a new log begins.
@@ -53,8 +53,8 @@ class RunRecord:
     command: tuple[str, ...]
     folder: str
     boot: str
-    #: The process number and start time, of the supervisor and of the command; 0 if there is no
-    #: process yet.
+    #: The pid and the start time of the supervisor. ``process`` has the same two numbers for the
+    #: command, or zeros if the command has no process yet.
     supervisor: tuple[int, int]
     process: tuple[int, int] = (0, 0)
     state: RunState = "starting"
@@ -116,7 +116,7 @@ class RunRecord:
 def folder() -> Path:
     """Return the folder of this user's records on this machine, without making it.
 
-    It has the machine's id in its name, because machines may share home folders.
+    Its name contains the machine's id, because machines may share home folders.
     """
     chosen = os.environ.get(FOLDER_VARIABLE, "")
     if chosen:

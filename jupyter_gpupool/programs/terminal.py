@@ -5,9 +5,9 @@
 The child stays in the process group of ``jupyter gpupool run``, so the terminal sends its signals
 to both processes: Ctrl-C, Ctrl-Z and a change of the window's size reach the command directly, also
 in a pipeline. (If the child had its own group and got the terminal, the other commands of the
-pipeline would be in the background.) Therefore ``run`` does not forward signals from the terminal.
-It forwards only signals that ``kill`` sends to ``run`` alone. sudo(8) without a pseudo-terminal
-does the same.
+pipeline would be in the background.) So ``run`` does not forward signals from the terminal. It
+forwards only signals that another process sends to ``run`` alone, for example with ``kill``.
+sudo(8) without a pseudo-terminal does the same.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FORWARDED = frozenset(
     }
 )
 
-#: All signals that this process waits for. They are blocked, so they do not interrupt it.
+#: All signals that this process waits for. This process blocks them, so they do not interrupt it.
 AWAITED = FORWARDED | {signal.SIGCHLD}
 
 #: SIGTTOU is blocked, too, so that writing to the terminal from the background does not stop this
@@ -78,7 +78,7 @@ def cannot_run(program: str, environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 def is_for_us_alone(info: signal.struct_siginfo, child: int) -> bool:
-    """Return whether only this process received the signal, and not the command."""
+    """Return whether the signal came to this process only, and not to the command, too."""
     if info.si_code <= 0:
         return bool(info.si_pid != child)
     # The terminal sends a signal to all processes of the group. There is one exception: when the
@@ -200,11 +200,12 @@ class CommandProcess:
         return number
 
     def wake(self) -> None:
-        """Continue the command if it is stopped, and no new stop has come since the last look.
+        """Continue the command if it is stopped, and has not been stopped again since the last
+        look.
 
-        A shell's ``fg`` sends SIGCONT to all processes of the group. The SIGCONT of this process
-        comes later. Without the check, it could continue a command that a second Ctrl-Z has stopped
-        in between.
+        A shell's ``fg`` sends SIGCONT to all processes of the group, and this process sends the
+        command another SIGCONT later. If a second Ctrl-Z has stopped the command between the two,
+        the later SIGCONT must not continue it.
         """
         self._note_states()
         if self._stopped and self._stopped_by is None:

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """REST for admins of the pool, below ``/gpupool/api/admin``: all sessions, and orders about them.
 
-The broker decides whether this server's user is an admin. This module only reads the requests'
-bodies.
+The broker decides whether this server's user is an admin. This module only checks the body of a
+request and passes the order on.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from ..endpoint import check_path, check_socket
 from ..errors import BrokerUnavailable, Code, RefusedError
 from ..protocol import Message
 
-#: The most calls at once. A hung broker reads nothing, and a full socket buffer would then make the
-#: server hang, too. The buffer has 212,992 bytes on Linux, and a call has a few hundred bytes.
+#: At most this many calls may wait for an answer at once. A hung broker reads nothing; with more
+#: calls, the buffer of the socket could become full, and the server would hang, too. The buffer has
+#: 212,992 bytes on Linux, and a call has a few hundred bytes.
 MAX_CALLS = 64
 
 
@@ -95,9 +96,9 @@ class BrokerLink:
             self._watched = client
 
     async def close(self) -> None:
-        """Close the connection when every call has its answer.
+        """Close the connection as soon as every call has its answer.
 
-        The next call opens a new connection.
+        A later call opens a new connection.
         """
         client, self._client = self._client, None
         if client is not None:

@@ -1,15 +1,15 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The last minutes of this server's kernels and of the devices, and totals of use. Pure.
+"""Figures of the last minutes on this server's kernels and on the devices, and totals of use. Pure.
 
-:class:`KernelHistory` keeps one point from each snapshot. An unmeasured value is null. After a gap
-in the snapshots it adds a point of nulls, so that the line of a chart breaks there.
+:class:`KernelHistory` keeps one point from each snapshot. A value that was not measured is null.
+After a gap in the snapshots it adds a point of nulls, so that the line of a chart breaks there.
 
 :class:`KernelUsage` counts how long this server's kernels were open, and how long they had a slice.
-Both totals only grow, and a kernel that has ended still counts. A restarted broker may find a
-kernel's session again. In that case, the kernel also counts as open for the time without a broker.
-For the same time, the seconds with a slice are those in the broker's own total. If the broker was
-killed, its total lacks some of these seconds.
+Both totals only grow, and include kernels that have ended. If a restarted broker finds a kernel's
+session again, the kernel also counts as open for the time without a broker. How long it had a slice
+in this time comes from the broker's own total; if the broker was killed, this total may be too
+small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..states import HAS_LEASE
 
 View = dict[str, Any]
 
-#: For how many seconds points are kept, and the least seconds between two points.
+#: A ring keeps a point for ``KEPT`` seconds. Between two points are at least ``LEAST`` seconds.
 KEPT, LEAST = 300.0, 1.0
 
 #: The largest number of points in one ring.
@@ -41,7 +41,7 @@ class Ring:
         return not self.time or now - self.time[-1] >= LEAST
 
     def add(self, now: float, *, broken: bool, **values: Any) -> None:
-        """Add a point; ``broken``: there was a gap in the snapshots before this point."""
+        """Add a point. ``broken`` is true if there was a gap in the snapshots before this point."""
         if broken and self.time and now - self.time[-1] >= 2 * LEAST:
             self._append(self.time[-1] + LEAST, dict.fromkeys(self._values))
         self._append(now, values)
@@ -89,8 +89,8 @@ class KernelRing(Ring):
             self._before = None
             return None
         before, self._before = self._before, (session["id"], now, seconds)
-        # A new process and a new broker count the busy seconds from zero. These checks prevent a
-        # wrong share.
+        # A new process or a new broker counts the busy seconds from zero again, so there is no
+        # share for this point.
         if broken or before is None or before[0] != session["id"] or seconds < before[2]:
             return None
         # The broker reads the guard four times a second, so the computed share may be slightly
@@ -99,7 +99,7 @@ class KernelRing(Ring):
 
 
 class KernelHistory:
-    """The rings of all kernels and devices."""
+    """The points of the last minutes of all kernels and devices."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, KernelRing] = {}
@@ -118,7 +118,8 @@ class KernelHistory:
         """Add the points of a snapshot."""
         now, broken = float(view["now"]), self._broken
         if now < self._now:
-            # The broker has lost its journal, and the machine's clock was set back.
+            # The times of the older points are in the future: the broker has lost its journal, and
+            # the machine's clock was set back.
             self._kernels, self._devices = {}, {}
         self._now, self._broken = now, False
         here = {s["kernel_id"]: s for s in view["sessions"] if s["here"]}
@@ -193,7 +194,9 @@ class KernelUsage:
             del self._seen[name]
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """Count one row: only the rows show the last seconds of a session that has ended."""
+        """Count one row of the journal. Only rows show the last seconds of a session that has
+        ended.
+        """
         seen, at = self._seen.get(str(row.get("session"))), float(row["time"])
         if seen is None or seen.ended or at < seen.at:
             return

@@ -25,9 +25,9 @@ _NEXT_STEP = "Run `jupyter gpupool doctor` for details."
 def first(config: Mapping[str, Any], environ: Mapping[str, str], socket: Path) -> View:
     """Return the page's data for the time before a broker has answered.
 
-    If ``socket`` exists, the data report a GPU. The broker at this socket has its own
-    configuration, and may have devices that this process cannot see. So only that broker can
-    report that there is no GPU. Without a socket, the data come from the emulation or the driver.
+    If ``socket`` exists, the data say that there is a GPU: the broker at this socket has its own
+    configuration, and may have devices that this process cannot see. So only that broker can know
+    that there is no GPU. Without a socket, the data come from the emulation or the driver.
     ``config`` is the section ``GPUPool`` of the server's configuration. It overrides the
     environment, as in the broker.
     """

@@ -1,11 +1,11 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Kernels of this server on other machines: their sessions, as those machines' brokers report them.
+"""The sessions of this server's kernels on other machines, as the brokers there report them.
 
-Each question goes through the broker and the agent of this machine and of the other machine. So the
-server asks a machine at most once a second, and waits for the end of each question before the next
-question. If a machine does not answer, its kernels probably still run. The server then shows the
-last known sessions of that machine, marked as unreachable.
+Each question goes through the broker and the agent of this machine, and then through those of the
+other machine. So the server asks a machine at most once a second, and only when the last question
+to this machine has ended. If a machine does not answer, its kernels probably still run. The server
+then shows the last known sessions of that machine, marked as unreachable.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..errors import Code, GPUPoolError, RefusedError
 from ..protocol import MOST_LOOKED, Message
 from .views import View
 
-#: Least seconds between two questions to a machine.
+#: Between two questions to a machine are at least this many seconds.
 LEAST = 1.0
 
-#: Seconds that this server waits for an answer. If the answer is lost on its way, this machine's
-#: broker waits longer than this server.
+#: This server waits for an answer for this many seconds. If the answer is lost on its way, this
+#: machine's broker would wait for longer.
 PATIENCE = 10.0
 
 #: A machine's clock counts as changed if it seems to have moved by more than this many seconds.
@@ -82,7 +82,7 @@ class _MachineAnswers:
             self.question = asyncio.get_running_loop().create_task(self._ask(kernels))
 
     def ask_soon(self) -> None:
-        """Let the next :meth:`ask` ask the machine, even if the last question was a moment ago."""
+        """Make the next :meth:`ask` ask the machine, even within :data:`LEAST` seconds."""
         self._asked = float("-inf")
 
     def close(self) -> None:
@@ -127,7 +127,8 @@ class _MachineAnswers:
             if error.code is not Code.TOO_MANY or time.monotonic() - self._heard > PATIENCE:
                 self._silent = error.message
         except Exception:
-            # An answer from another version of this package must not end the watch.
+            # The other machine may have another version of this package. Its answer must not end
+            # the watch with an error.
             self._silent = f"{self._node} gave an answer that this server cannot read."
             self._log.exception("GPU pool: the answer of %s is malformed", self._node)
         finally:

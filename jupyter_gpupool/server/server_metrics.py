@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool's part of ``/metrics``: this server's kernels only, in Prometheus' base units.
 
-The metrics are in the default registry, which the server prints. Each snapshot sets the gauges. The
-histograms contain figures from the broker's journal since this server began to watch.
+The metrics are in Prometheus' default registry, which the server shows. Each snapshot sets the
+gauges. The histograms contain figures from the broker's journal since this server began to watch.
 """
 
 from __future__ import annotations

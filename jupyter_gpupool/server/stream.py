@@ -2,10 +2,10 @@
 # Distributed under the terms of the Modified BSD License.
 """The websocket ``/gpupool/api/events``: sends a snapshot and then the changes, as JSON messages.
 
-``{"type": "snapshot", "snapshot": ...}`` comes first, and again when the broker comes back. The
-other messages are ``{"type": "delta", "delta": ...}``, ``{"type": "lease" | "queue" | "idle",
-"data": ...}`` and ``{"type": "broker", "available": ...}``. The server ignores messages from
-clients.
+The server sends ``{"type": "snapshot", "snapshot": ...}`` first, and again when the broker is back
+after a failure. The other messages are ``{"type": "delta", "delta": ...}``, ``{"type": "lease" |
+"queue" | "idle", "data": ...}`` and ``{"type": "broker", "available": ...}``. The server ignores
+messages from clients.
 """
 
 from __future__ import annotations

@@ -14,18 +14,19 @@ _SHOWN = (
     *("queue_length", "host", "settings", "limits", "maintenance", "admin"),
 )
 
-#: Fields of an admin's order that users see. The command line also lists what the order waits for.
+#: Fields of an admin's order that users see. Only the command line also lists what the order waits
+#: for.
 _OF_ORDERS = ("kind", "device", "reason", "by", "since", "closed")
 
-#: Fields of other users' sessions that a user sees. They suffice to explain the devices and the
-#: queue.
+#: Fields of other users' sessions that a user sees. They are enough to explain the use of the
+#: devices and the queue.
 _OF_OTHERS = (
     *("id", "state", "granted_bytes", "device", "devices", "queue_position", "priority"),
     *("asks", "waits_for", "queued_at"),
 )
 
-#: Figures that grow with time. If only these change, nothing is published: a client computes them
-#: from ``now``.
+#: Figures that grow with time. If only these figures change, the server publishes nothing, because
+#: a client computes them from ``now``.
 _CLOCKS = frozenset(
     {
         *("idle_seconds", "wait_seconds_total", "attached_seconds_total", "busy_seconds"),
@@ -38,8 +39,8 @@ _CLOCKS = frozenset(
 #: nothing is left.
 _STEP = 0.01
 
-#: The machine's free memory is published again after a change of this many bytes, or of 5 % if that
-#: is less.
+#: The server publishes the machine's free memory again when it has changed by this many bytes, or
+#: by 5 % if this is less.
 _MOVED = 1 << 30
 
 
@@ -76,8 +77,8 @@ def visible(
     view["sessions"] = [
         {
             **session,
-            # Only queued sessions need this value. The other sessions do not have it, so that they
-            # do not change each time the queue does.
+            # Only queued sessions get this value. If all sessions had it, all of them would change
+            # whenever the length of the queue changes.
             "queue_length": (
                 session.get("queue_length") if session.get("queue_position") is not None else None
             ),

@@ -26,21 +26,23 @@ from .kernel_history import KernelHistory, KernelUsage
 from .remote_kernels import RemoteKernel, RemoteKernels
 from .views import View
 
-#: Least seconds between two snapshots. A snapshot of 50 sessions has 40 KiB.
+#: Between two snapshots are at least this many seconds, because a snapshot of 50 sessions has 40
+#: KiB.
 LEAST_INTERVAL = 0.05
 
-#: Most seconds between two snapshots in four cases. First, a kernel of this server waits or moves:
-#: its place changes when other kernels leave the queue. Second, a client listens and a kernel of
-#: this server has a slice, whose use changes. Third, a client listens and a kernel is on another
-#: machine. Fourth, a kernel of this server has just changed, and one more snapshot follows.
+#: Between two snapshots are at most this many seconds in four cases. First, a kernel of this server
+#: waits or moves: its place changes when other kernels leave the queue. Second, a client listens,
+#: and a kernel of this server has a slice: the use of the slice changes. Third, a client listens,
+#: and a kernel of this server is on another machine. Fourth, a kernel of this server has just
+#: changed: then one more snapshot follows.
 LIVELY_INTERVAL = 1.0
 
-#: Seconds until the first attempt to reach a broker that is away, and the most seconds between two
-#: attempts.
+#: Seconds until the server first tries to reach a broker that does not answer, and the most seconds
+#: between two attempts.
 FIRST_RETRY, MOST_RETRY = 0.25, 5.0
 
-#: The most rows of the journal that wait for the next snapshot. That snapshot shows which of the
-#: rows are about kernels of this server.
+#: At most this many rows of the journal wait for the next snapshot. Only this snapshot shows which
+#: of the rows are about kernels of this server.
 MAX_ROWS = 10_000
 
 
@@ -122,8 +124,8 @@ class Watch:
         self._rows: list[Message] = []
         #: Bytes per second of the last move of a kernel's state, by the kind of row.
         self._speeds: dict[str, float] = {}
-        #: The sessions from which the pool soon takes an idle slice. The value is True if the
-        #: session's user was warned.
+        #: The sessions whose idle slice the pool will soon take. The value is True if the server
+        #: has warned the session's user.
         self._warned: dict[str, bool] = {}
         #: The machine's free memory, as it was last published.
         self._available: int | None = None
@@ -335,8 +337,8 @@ class Watch:
             pause = min(pause, LIVELY_INTERVAL)
         settles = self._stirred + LIVELY_INTERVAL - last["now"]
         if settles > 0:
-            # The history shows the state of this snapshot until the next snapshot, so the next one
-            # must follow soon.
+            # This snapshot may show a state that has already changed, and the history shows this
+            # state until the next snapshot. So the next snapshot must follow soon.
             pause = min(pause, settles + LEAST_INTERVAL)
         for session in last["sessions"]:
             if not session["here"]:
@@ -371,7 +373,7 @@ class Watch:
         self._observe(last, view)
         self._history.take(view)
         if self._task is None or self._task.done():
-            self._history.pause()  # this snapshot is from a single request; no watch runs
+            self._history.pause()  # no watch runs, so there is a gap until the next snapshot
         self._on_view(view)
         if came_back:
             self._unserved |= self._subscribers
@@ -394,7 +396,7 @@ class Watch:
         self._warn(view, newcomers)
 
     def _observe(self, last: View | None, view: View) -> None:
-        """Use the new rows: count usage, update the metrics, and publish admins' orders."""
+        """Process the new rows: count usage, update the metrics, and publish admins' orders."""
         here = {s["id"]: s for v in (last, view) if v for s in v["sessions"] if s["here"]}
         rows, self._rows = self._rows, []
         self._usage.take(view, rows)
@@ -414,8 +416,8 @@ class Watch:
     def _warn(self, view: View, newcomers: Collection[Subscriber]) -> None:
         """Warn users before the pool takes an idle slice, if a resume is slow or its speed unknown.
 
-        There is one warning for each slice. The clients in ``newcomers`` get the warning again,
-        because they may have missed it.
+        The server warns once for each slice. It repeats the warning for the clients in
+        ``newcomers``, because they may have missed it.
         """
         soon: dict[str, bool] = {}
         for session in view["sessions"]:

@@ -85,8 +85,8 @@ export interface IAnySession {
    */
   readonly queued_at?: number | null;
   /**
-   * For other users' sessions only admins get the owner; other users get the word
-   * `other`.
+   * The owner's name. For another user's session, only admins get the name; everybody
+   * else gets the word `other`.
    */
   readonly owner?: string;
   readonly label?: string;
@@ -97,7 +97,7 @@ export interface IAnySession {
 
 /** A daily budget of GPU-seconds. */
 export interface IBudget {
-  /** The group whose budget it is; empty if it is the user's own budget. */
+  /** The group that has this budget; empty if it is the user's own budget. */
   readonly group: string;
   readonly seconds: number;
   readonly left: number;
@@ -158,8 +158,8 @@ export interface ISession extends IAnySession {
   /** Whether other sessions wait for the idle slice. */
   readonly wanted: boolean;
   /**
-   * Why the pool leaves an idle slice to the session although its time is over, as a
-   * sentence; else empty.
+   * Why the session still has its idle slice, although the time for which an idle slice
+   * is kept is over. One sentence; empty if there is no such reason.
    */
   readonly stays_reason: string;
   /**
@@ -188,8 +188,8 @@ export interface ISession extends IAnySession {
   /** The GPUs that the kernel uses on that machine. */
   readonly gpus?: readonly INamedDevice[];
   /**
-   * Why that machine does not answer; all fields are then old. Empty if the machine
-   * answers.
+   * Empty if that machine answers. Otherwise it says why the machine does not answer,
+   * and all fields are old.
    */
   readonly unreachable?: string;
 }
@@ -235,7 +235,7 @@ export interface IPool {
   readonly sessions: readonly (ISession | IAnySession)[];
   readonly queue_length: number;
   /**
-   * By kernel id: the machine of each kernel of this server that runs on another one.
+   * By kernel id: the machine of each kernel that this server runs on another machine.
    */
   readonly remote_kernels?: Readonly<Record<string, string>>;
   readonly host: {
@@ -289,7 +289,10 @@ export interface IExplanation {
   readonly time_line?: string;
   /** Guarantees, shares and daily budgets of its user and groups. */
   readonly standing: readonly string[];
-  /** In a cluster, while the kernel waits: what other machines have and lack. */
+  /**
+   * Only for a kernel that waits in a cluster: sentences about the other machines, with
+   * what they have and what they lack.
+   */
   readonly machines?: readonly string[];
   /**
    * The bytes on each GPU with which the waiting kernel could start now; null if there
@@ -336,7 +339,8 @@ export interface IHistory {
 }
 
 /**
- * A machine of the cluster, by its last report; null means that a figure is not known.
+ * A machine of the cluster, as its last report describes it. A figure that is not known
+ * is null.
  */
 export interface IMachine {
   readonly name: string;
@@ -437,8 +441,8 @@ export interface INotice {
 }
 
 /**
- * The pool takes an idle slice soon, and the resume will be slow, or its time is
- * unknown.
+ * A warning that the pool will soon take an idle slice. The server sends it if the
+ * resume will be slow, or if the time of the resume is not known.
  */
 export interface IIdleWarning {
   readonly kernel_id: string;
@@ -587,7 +591,8 @@ export class PoolClient {
       return answer as T;
     }
     if (response.ok) {
-      // The request may have been redirected to a login page, which is then the answer.
+      // If the server has redirected the request to a login page, this page is the
+      // answer.
       throw new PoolError(
         'The answer of the Jupyter server is not one of the GPU pool.',
         'unknown',

@@ -171,7 +171,8 @@ export const launcherPlugin: JupyterFrontEndPlugin<void> = {
         const create =
           typeof gpupoolCommand === 'string' ? gpupoolCommand : 'notebook:create-new';
         const name = kernelOf(args);
-        // The server wrote the page before the broker answered, perhaps long ago.
+        // `found` may be old: the server wrote it into the page before the broker
+        // answered.
         if (!model.found.found) {
           await model.refresh();
         }

@@ -15,9 +15,9 @@ import type { IPoolModel } from './tokens';
 export const INTERVAL = 10_000;
 
 /**
- * Fetches the machines in a cluster, while a widget holds it and the page is visible.
- * While a Pooled GPU kernel runs, it fetches repeatedly, else once for each new view of
- * the pool.
+ * Fetches the machines in a cluster, while a widget needs them (see `hold`) and the
+ * page is visible. It fetches them repeatedly while a Pooled GPU kernel runs. Otherwise
+ * it fetches them once for each new view of the pool.
  */
 export class Machines implements IDisposable {
   constructor(
@@ -90,7 +90,7 @@ export class Machines implements IDisposable {
       // remove them.
       this._set(this._there() ? found : null);
     } catch (error) {
-      // Show no figures, because old ones would look like new ones.
+      // Show no figures, because old figures would look like new figures.
       this._set(null);
       throw error; // after an error, the poll asks less often
     }

@@ -20,7 +20,8 @@ import type { Change, IBroker } from './tokens';
 import { IPoolModel, isMine, PROVISIONER, REMOTE_PROVISIONER } from './tokens';
 
 /**
- * If the wall clock gains more milliseconds than this on the steady clock, the computer
+ * The steady clock stops while the computer sleeps, and the wall clock does not. If the
+ * wall clock advances more milliseconds than this beyond the steady clock, the computer
  * was asleep.
  */
 const SLEPT = 2000;
@@ -40,7 +41,8 @@ export class PoolModel implements IPoolModel {
     this._found = foundAtLoad();
     this._stream = new EventStream(_services.serverSettings, {
       message: message => this._onMessage(message),
-      // A refused websocket gives no reason, but a request does.
+      // A refused websocket gives no reason, so send a request. Its answer has the
+      // reason.
       failed: () => void this.refresh(),
       ask: () => this.refresh()
     });

@@ -54,7 +54,10 @@ export function warning(
       );
 }
 
-/** Shows one notification for each kernel, and removes it when it is no longer true. */
+/**
+ * Shows one notification for each kernel, and removes it when its text is no longer
+ * true.
+ */
 export class IdleWarnings implements IDisposable {
   constructor(
     private readonly _model: IPoolModel,

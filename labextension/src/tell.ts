@@ -17,7 +17,8 @@ const SHOWN = 140;
 const RESULT = 5000;
 
 /**
- * Milliseconds for which a refusal is shown, and for which a missing answer is shown.
+ * Milliseconds for which a notification is shown: `REFUSAL` for a refusal, `OUTAGE` for
+ * a request without an answer.
  */
 export const REFUSAL = 10_000;
 export const OUTAGE = 60_000;
@@ -62,7 +63,7 @@ export function refusal(trans: TranslationBundle, error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-/** By cause: the id of the notification on screen; each cause has only one. */
+/** For each cause, the id of its only notification on the screen. */
 const standing = new Map<string, string>();
 
 /** Causes whose notifications become wrong when the pool answers. */
@@ -97,8 +98,8 @@ function takeBack(cause: string): void {
 }
 
 /**
- * Notify of the result of an action for a kernel; resolves to its success, never
- * rejects.
+ * Show the result of an action for a kernel. Resolves to whether the action succeeded,
+ * and never rejects.
  */
 export async function tell(
   trans: TranslationBundle,

@@ -82,7 +82,7 @@ export class Ticker {
   private readonly _onVisibility = (): void => {
     this._adjust();
     if (this.running) {
-      // Update the count-downs at once: they have been still while the page was hidden.
+      // Update the count-downs at once: they did not change while the page was hidden.
       this._tick();
     }
   };

@@ -28,7 +28,9 @@ export interface IBroker {
   /** Why the broker is away, and what to do, in the server's words. */
   readonly message: string;
   readonly nextStep: string;
-  /** Why the broker is away, as a code such as `no-broker`; missing without a code. */
+  /**
+   * Why the broker is away, as a code such as `no-broker`; missing if there is no code.
+   */
   readonly code?: string;
   /** Whether the server refuses the requests of this page; the pool itself may work. */
   readonly denied?: boolean;
@@ -41,8 +43,8 @@ export type Change =
 /**
  * The newest view of the pool in this page.
  *
- * The model asks the server only while a Pooled GPU kernel runs there. Otherwise `view`
- * is as old as the last `refresh`, or null.
+ * The model asks the server only while a Pooled GPU kernel runs on that server.
+ * Otherwise `view` is as old as the last `refresh`, or null.
  */
 export interface IPoolModel extends IDisposable {
   readonly client: PoolClient;
@@ -52,8 +54,8 @@ export interface IPoolModel extends IDisposable {
   /** Whether a Pooled GPU kernel runs on this server, so that the view is kept fresh. */
   readonly live: boolean;
   /**
-   * Whether this machine has a GPU, real or emulated, as far as known; and why, if it
-   * has none.
+   * Whether this machine has a GPU, real or emulated, as far as the page knows. If it
+   * has none, `reason` says why.
    */
   readonly found: {
     readonly found: boolean;
@@ -65,7 +67,7 @@ export interface IPoolModel extends IDisposable {
     readonly emulated: boolean;
   };
   readonly changed: ISignal<IPoolModel, Change>;
-  /** The pool soon takes an idle slice of a kernel of this server. */
+  /** The pool will soon take an idle slice of a kernel of this server. */
   readonly warned: ISignal<IPoolModel, IIdleWarning>;
   /** An admin has given an order about a kernel of this server. */
   readonly noticed: ISignal<IPoolModel, INotice>;

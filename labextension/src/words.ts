@@ -123,7 +123,7 @@ function written(
   form: Intl.DateTimeFormatOptions
 ): string {
   const own = (trans as { readonly locale?: string }).locale?.replaceAll('_', '-');
-  // If the browser has this language, its tag also names the region.
+  // If the browser lists this language, use its tag, because it also names the region.
   const its = navigator.languages.find(tag => tag.split('-')[0] === own?.split('-')[0]);
   try {
     return time.toLocaleString(its ?? own ?? [], form);

@@ -230,8 +230,7 @@ export class Lab {
     const answers = await Promise.all(
       sessions.map(({ id }) => request.delete(`${this._site.url}/api/sessions/${id}`))
     );
-    // 404 means that the test itself has shut the session down, but the list still had
-    // it.
+    // 404: the list still had the session, but the test itself has shut it down.
     const codes = answers.map(answer => answer.status());
     expect(codes.filter(code => ![204, 404].includes(code))).toEqual([]);
   }

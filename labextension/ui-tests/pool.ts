@@ -69,7 +69,8 @@ export type Options = Readonly<Record<string, unknown>>;
 export const STAYS_BUSY = { quiet_after: 10 };
 
 /**
- * Start a neighbour with a slice of `gib`, which computes until the command `rests`.
+ * Start a neighbour with a slice of `gib`. The neighbour computes until the command
+ * `rests`.
  */
 export function neighbour(
   name: string,

@@ -6,8 +6,8 @@ Prints one line of JSON when all is ready: the server's ``url``, the ``control``
 ``folder`` that the server serves. The control socket takes one line of JSON per connection,
 ``{"do": NAME, ...}``, and answers ``{"ok": ...}`` or ``{"error": ...}``; see :class:`Stage`.
 
-This program ends at the end of its standard input, also if the test runner was killed. It first
-ends all processes that it has started.
+This program ends when its standard input ends, so it also ends if the test runner is killed. It
+first ends all processes that it has started.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ class Lab:
 
 
 class Neighbour(brokers.Kernel):
-    """A kernel of the user with the id ``user``, or of the present user if this is not root."""
+    """A kernel of the user with the id ``user``.
+
+    If this process does not run as root, the kernel belongs to the user of this process.
+    """
 
     def __init__(self, broker, label, user=NEIGHBOUR, **request):
         self.user = user if NEIGHBOUR is not None else None
@@ -155,7 +158,7 @@ class _Door:
 
 @contextmanager
 def _as(user):
-    """Connect as ``user``: a process that accepts a connection sees this user."""
+    """Make the connections in this block as ``user``, so that the broker sees this user."""
     if user is None:
         yield
         return
@@ -387,7 +390,10 @@ class Stage:
 
 
 def kill_descendants():
-    """Kill all remaining processes. Orphans are among our children, because of ``main``."""
+    """Kill all remaining processes.
+
+    ``main`` makes this process the parent of orphans, so they are among our children.
+    """
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         found = children()
@@ -422,7 +428,7 @@ class _ControlServer(socketserver.ThreadingUnixStreamServer):
 
 def main():
     _LIBC.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner handles it: it closes our input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C, the runner closes our input
     stage = Stage()
     control = stage.folder / "control.sock"
     try:

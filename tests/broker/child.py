@@ -55,7 +55,7 @@ def do_start(_):
 
 
 def do_close(_):
-    # Do not wait for the end of ``close``: the test is about what the broker sees.
+    # Do not wait until ``close`` ends: the test only checks what the broker sees.
     threading.Thread(target=LINK.close, daemon=True).start()
 
 
@@ -112,7 +112,7 @@ def do_call(command):
 
 
 def do_alloc(command):
-    """Allocate device memory on the slice's device, and fill it with ``byte`` if there is one."""
+    """Allocate memory on the slice's device; fill it with ``byte`` if this field is given."""
     from cuda.core import Device
 
     if STATE["device"] is None:

@@ -6,8 +6,8 @@ The imports are most of the CPU time of a start, and the tests start hundreds of
 several children each. The process that forks brokers is called the server. It has no thread, no
 event loop and no configuration. A forked broker gets its own arguments, environment, working folder
 and standard streams before any of the broker's code runs. It runs its module as ``python -m`` does,
-and ``/proc`` shows its own command line and environment. Only its parent differs: it is the server.
-Other programs of tests are forked in the same way (:func:`run`).
+and ``/proc`` shows its own command line and environment. Only its parent is different: the parent
+is the server. Other programs of tests are forked in the same way (:func:`run`).
 
 Other servers fork kernels (:func:`kernels`). They have imported ipykernel, the agent, numpy and
 cuda.bindings. One of these servers has the guard preloaded, like a kernel of the pool. A forked
@@ -231,7 +231,7 @@ def _programs(guarded):
 
 
 def _folder():
-    """Return the folder of the servers' sockets: that of the test run, or that of this process."""
+    """Return the folder of the servers' sockets: the folder of the test run or of this process."""
     return Path(os.environ.get("TESTS_FORKS") or _own_folder())
 
 
@@ -472,7 +472,7 @@ def _fork(server, request, descriptors):
 
 
 def _listen(path, ready):
-    """Return the socket at which this server listens; tell the process that started the server."""
+    """Return the listening socket, and report to the process that started this server."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     listener.bind(str(path))
     listener.listen(64)
@@ -514,7 +514,7 @@ def _serve(path, listener):
             ready, its = os.pipe()
             pid = os.fork()
             if not pid:
-                os.setsid()  # before any process knows the pid, and could look up its group
+                os.setsid()  # before another process can know the pid and ask for its group
                 os.close(its)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -533,7 +533,7 @@ def _serve(path, listener):
 
 
 def _last(path, listener):
-    """Return the connection that another process makes now; end this server if none connects."""
+    """Return the connection of a process that connects now; end this server if none connects."""
     with path.with_suffix(".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

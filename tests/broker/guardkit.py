@@ -53,7 +53,10 @@ class Guarded(kit.Kernel):
         return self.map[8]
 
     def touch(self):
-        """Do what the first call after a sample does; return False if the call must wait."""
+        """Mark the gate as used, as the first CUDA call after a sample does.
+
+        Return False if the call must wait.
+        """
         if self.map[8] == UNUSED:
             self.map[8] = OPEN
         return self.map[8] == OPEN

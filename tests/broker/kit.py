@@ -37,8 +37,8 @@ PYTHONPATH = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
 #: Two small devices; a context takes memory, as on real GPUs.
 MACHINE = "2x512MiB,context=32MiB"
 
-#: The same machine with one device, for tests that need only one. A broker starts in three quarters
-#: of the time.
+#: The same machine with one device, for tests that need only one. A broker with one device starts
+#: in three quarters of the time that a broker with two devices needs.
 ONE = "1x512MiB,context=32MiB"
 CAPACITY = (512 - 32) * MiB  # each device keeps room for a context
 SINGLE = 512 * MiB  # a single device keeps no room for a context
@@ -50,8 +50,8 @@ BIG = 300 * MiB
 #: Seconds that a slow and busy machine may add to a delay that the product promises.
 LATE = 25.0
 
-#: Least and most seconds between two checks of a condition: most checks send a request to the
-#: broker.
+#: The shortest and the longest pause, in seconds, between two checks of a condition. Checks are not
+#: more frequent, because nearly all of them send a request to the broker.
 LOOK, SELDOM = 0.02, 0.1
 
 
@@ -238,7 +238,7 @@ class Broker:
         return next((s for s in self.status()["sessions"] if s["id"] == name), None)
 
     def lost_its_journal(self):
-        """Note that the rows of the journal are numbered from 1 again."""
+        """Record that the broker has a new journal, whose rows are numbered from 1 again."""
         self._after = 0
 
     def rows(self, *kinds):
@@ -354,7 +354,7 @@ class Kernel:
 
 
 def as_new(status):
-    """Return whether the pool holds nothing and remembers no session."""
+    """Return whether the pool is like new: no session, no memory in use, and no problem."""
     return (
         not status["sessions"]
         and not status["host"]["used_bytes"]

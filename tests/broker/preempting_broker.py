@@ -1,9 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose pool preempts a session in use when a test asks, even against the pool's rules.
+"""A broker whose pool preempts a busy session if a test asks for it, even against the pool's rules.
 
-The test writes a session's id into ``preempt`` beside the socket. With this broker, a test of what
-follows a preemption does not depend on the pool's rules.
+The test writes a session's id into ``preempt`` beside the socket. So a test can check what happens
+after a preemption, and does not depend on these rules.
 """
 
 from __future__ import annotations

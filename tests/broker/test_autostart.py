@@ -204,7 +204,7 @@ def kernel_on(broker):
 
 
 def test_a_broker_without_sessions_ends_itself(make_broker):
-    broker = make_broker(linger=5).started  # its first kernel must come within 5 s
+    broker = make_broker(linger=5).started  # its first kernel must start within 5 s
     with kernel_on(broker) as one:
         one.attach()
         assert broker.process.poll() is None

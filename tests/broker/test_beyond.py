@@ -20,9 +20,9 @@ from . import kit
 from .kit import MiB, wait_until
 from .test_guarded import OUT_OF_MEMORY, Program
 
-#: The size of the machine's context, and of lazily loaded code. On a device of 2 GiB, the watchdog
-#: tolerates 128 MiB; the code takes more. The broker explains at most 256 MiB of one process; the
-#: code takes less.
+#: The sizes of a context and of lazily loaded code. The code is larger than the overuse that the
+#: watchdog tolerates on a device of 2 GiB: 128 MiB. The code is smaller than the largest amount
+#: that the broker accepts as driver memory of one process: 256 MiB.
 CONTEXT, CODE = 32 * MiB, 200 * MiB
 
 

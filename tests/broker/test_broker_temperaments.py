@@ -90,12 +90,15 @@ def test_slice_can_have_all_memory_except_the_drivers_residue(ready, made):
 
 
 def test_growing_residue_counts_as_outside_the_pool(ready, made):
-    """residue: growth beyond the margin counts. The reason of a wait names no process for it."""
+    """residue: growth beyond the margin counts as memory outside the pool.
+
+    The reason of a wait names no process for this memory.
+    """
     broker = ready(("residue", {"bytes": "40MiB"}), devices=["0"])
     capacity = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
     one.attach()
-    one.do("alloc", bytes=32 * MiB, byte=2)  # this fills the slice, which then hides no growth
+    one.do("alloc", bytes=32 * MiB, byte=2)  # a full slice hides no growth of the residue
     broker.faults.set("residue", bytes="60MiB")
     wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen")
     whole = made(broker, "whole", memory=capacity)
@@ -115,7 +118,7 @@ def test_growing_residue_is_measured_again_on_a_device_at_rest(ready, made):
     before = broker.status()["devices"][0]["memory_capacity"]
     one = made(broker, "one", memory=SMALL)
     one.attach()
-    one.do("alloc", bytes=32 * MiB, byte=2)  # this fills the slice, which then hides no growth
+    one.do("alloc", bytes=32 * MiB, byte=2)  # a full slice hides no growth of the residue
     broker.faults.set("residue", bytes="60MiB")
     wait_until(lambda: foreign(broker)[0] == 18 * MiB, "the growth to be seen", 60)
     away(one)
@@ -269,7 +272,7 @@ def test_restore_that_fails_and_keeps_the_state_is_retried(ready, made):
 
 @pytest.mark.long
 def test_state_that_can_never_be_restored_counts_as_lost(ready, made):
-    """restore-hides-loss: the driver says that it has the state, and refuses each restore."""
+    """restore-hides-loss: the driver says that it has the state, but refuses each restore."""
     broker = ready(("restore-hides-loss", {}))
     one = made(broker, "one")
     one.attach()

@@ -181,7 +181,7 @@ def test_night_work_stops_by_day_and_continues_at_night(at):
 
 
 def test_budgets_follow_a_changed_clock(at):
-    """The test sets the clock past the budget's renewal, restarts the broker, and sets it back."""
+    """The test sets the clock past the renewal, restarts the broker, and sets the clock back."""
     daily = {"seconds": 3, "renews": "20:00", "then": "refuse"}
     broker = at(EVENING - 3600, schedules=[], quotas={"*": {"gpu_seconds_per_day": daily}})
     kernel = Kernel(broker, "first")
@@ -226,7 +226,8 @@ def test_request_after_a_machine_sleep_gets_the_new_budget(at, monkeypatch):
         wait_until(lambda: broker.session(kernel.session)["usage"]["spent"], "the budget's end")
     finally:
         kernel.close()
-    # The next broker has no lease, so it writes no usage. To write usage, it would read the clock.
+    # A broker reads the clock when it writes the usage of a lease. The next broker has no lease, so
+    # it does not read the clock for that.
     broker.kill()
     assert broker.start()["ok"]
     kernel = Kernel(broker, "second")

@@ -497,7 +497,7 @@ def test_stalled_long_requests_are_closed_and_others_handled(folder, monkeypatch
 
 
 def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
-    """Otherwise a hundred connections at full speed would keep the event loop busy with reads."""
+    """Without this limit, a hundred connections would keep the event loop busy with reads."""
     size, count = 200_000, 3 * dispatch.MAX_LONG
     line = b'{"v":1,"type":"ping","id":1,"x":"' + b"x" * size
 
@@ -535,11 +535,14 @@ def test_long_requests_of_a_user_are_read_a_few_at_a_time(folder, monkeypatch):
     run(folder, monkeypatch, scenario)
 
 
-# --------------------------------------------------------------------------- garbage
+# --------------------------------------------------------------------------- garbage collection
 
 
 def test_garbage_is_collected_often_and_in_small_parts(folder, monkeypatch):
-    """Python counts few new objects here, so it once scanned all objects during a request."""
+    """Each new object replaces an old object here, so Python counts few new objects.
+
+    Python once scanned all objects during a request because of this.
+    """
     young = []
 
     async def scenario(service, connect):

@@ -186,7 +186,7 @@ def test_stopped_kernel_delays_no_other_kernel(broker, three):
 
 
 def test_agent_that_sends_a_hold_keeps_its_lease(broker, kernel):
-    """The agent sends a hold before it reads the request to yield, so it answers no."""
+    """The agent sends a hold before it reads the request to yield, so it does not yield."""
     one, two = kernel("one", memory=400 * MiB, agent=False), kernel("two", memory=400 * MiB)
     three = kernel("three", memory=400 * MiB)
     two.attach()

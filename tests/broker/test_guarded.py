@@ -269,7 +269,7 @@ def test_repeated_refused_allocations_send_few_requests(program):
     storm = p.do("exhaust", bytes=100 * MiB, times=2000)
     assert storm == [OUT_OF_MEMORY["cuda"]]
     assert p.status()["messages"] - before < 200
-    # A larger slice counts at once.
+    # A larger slice takes effect at once.
     p.server.call("request", session=p.session, memory=250 * MiB)
     assert p.do("alloc", bytes=100 * MiB, byte=2) is None
     assert p.do("check") == 160 * MiB

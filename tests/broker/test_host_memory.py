@@ -48,7 +48,7 @@ class Tree:
 
 
 def write(path, text):
-    """Replace a file, so that a reader sees the old text or the new."""
+    """Replace a file, so that a reader sees either the old text or the new text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
@@ -122,7 +122,7 @@ def test_pressure_is_read_from_events_and_stalls(tree):
 
 
 def test_real_control_group_is_read(tmp_path):
-    """The test needs a process that may make control groups; the other tests write the files."""
+    """This test needs the right to make a control group. The other tests only write such files."""
     made = None
     root = cgroups.ROOT
     for base, limit in ((root, "memory.max"), (root / "memory", "memory.limit_in_bytes")):
@@ -216,7 +216,8 @@ def test_two_suspends_share_the_room_of_their_common_cgroup(tree):
 
     async def scenario():
         room = HostRoom(tree.host, HostReserve)
-        # Each state alone would fit: 16 - 1 - 1.6 - 0.2 GiB is available.
+        # Each state alone would fit. The limit is 16 GiB, 1 GiB of it is in use, and a suspend must
+        # leave the reserve, 1.6 GiB, and one eighth more free.
         found = await asyncio.gather(room.take("a", 7, 8 * GiB), room.take("b", 8, 8 * GiB))
         assert sorted(bool(why) for why, _ in found) == [False, True]
         assert await room.take("c", 9, 8 * GiB) == ("", False)  # another group of this machine
@@ -292,7 +293,7 @@ def suspended(broker, one, size=64 * MiB):
 
 
 def test_suspend_leaves_the_reserve_of_the_control_group(broker, program):
-    in_group(broker, 650 * MiB)  # a suspend leaves the reserve, 512 MiB, and one eighth more free
+    in_group(broker, 650 * MiB)  # a suspend must leave 576 MiB: 9/8 of the reserve
     one = program("one", "job")
     one.begin(64 * MiB, byte=1)
     one.wait_state("idle")
@@ -388,7 +389,7 @@ def test_new_cgroup_memory_events_bring_state_back_to_a_gpu(broker, program):
     one = program("one", "job")
     suspended(broker, one)
     wait_until(lambda: one.status()["host_note"] == "", "nothing is short")
-    # The broker must read this count once, and then a larger one.
+    # The broker must first read this count, and later a larger count.
     in_group(broker, 700 * MiB, events=3)
     events = 3
 

@@ -68,7 +68,7 @@ def foreign(broker):
 
 
 def test_request_for_more_than_half_a_gpu_is_served(broker, program):
-    """Bytes under unknown process numbers must not count in addition to the slice."""
+    """Bytes that NVML lists under an unknown pid must not count in addition to the slice."""
     big = program("big", memory=400 * MiB, limit=400 * MiB)
     other = program("other", memory=400 * MiB, limit=400 * MiB)
     big.begin(300 * MiB, byte=1)

@@ -458,7 +458,7 @@ def test_log_is_overwritten_and_not_truncated(folder):
         journal.put(f"s{n % 50}", {"record": "x" * 2000})
         assert journal.commit()
         if n % 300 == 299:
-            journal.tidy()  # the next commit begins the log again
+            journal.tidy()  # the next commit writes the log from its begin
         sizes.append(log.stat().st_size)
     assert sizes == sorted(sizes)
     assert sizes[-1] < module.MAX_LOG

@@ -77,7 +77,7 @@ def test_session_has_one_process_and_process_has_one_session(broker, kernel):
     assert (
         refusal(one.server, "launched", session=one.session, pid=os.getpid()) == "already-launched"
     )
-    one.server.call("launched", session=one.session, pid=taken)  # the same process again is allowed
+    one.server.call("launched", session=one.session, pid=taken)  # the same process is allowed again
 
 
 @root_only

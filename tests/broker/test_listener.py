@@ -57,7 +57,10 @@ def test_refused_and_ended_claims_leave_no_lock(folder):
 
 
 def test_lock_on_a_file_that_was_just_removed_does_not_count(folder, monkeypatch):
-    """The lock file is deleted between the claim's open and its lock, so the lock is worthless."""
+    """Another process deletes the lock file after the claim opens it and before the claim locks it.
+
+    So the lock is worthless.
+    """
     path = folder / "broker.sock"
     real, removed = fcntl.flock, []
 
@@ -178,7 +181,7 @@ def connected(path, listening):
         client.send(b"x")
         listening.setblocking(True)
         listening.settimeout(30)
-        while True:  # the claim connects once to check the socket; this may be in the queue
+        while True:  # the claim checks the socket by a connection, which may be queued here
             accepted, _ = listening.accept()
             with accepted:
                 if accepted.recv(1) == b"x":
@@ -226,7 +229,7 @@ def test_socket_with_a_full_queue_does_not_count_as_dead(folder, given):
         except BlockingIOError:
             break
     before = path.stat().st_ino
-    # A living broker whose lock was deleted has the same code.
+    # A living broker whose lock was deleted causes the same code.
     assert refused(path).code == "already-running"
     claim = Claim(path, given.dup())
     claim.bind().close()

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The bound on what one cause writes to the log."""
+"""The limit on how much one cause may write to the log."""
 
 from __future__ import annotations
 

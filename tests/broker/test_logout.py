@@ -132,7 +132,7 @@ def test_kernels_in_every_state_continue_after_a_logout(
     assert suspended.do("check") == 32 * MiB
     assert running.do("check") == 32 * MiB
     assert third.do("check") == 32 * MiB
-    # The next login has another folder or none; a new kernel finds this broker.
+    # The next login has another runtime folder, or none. A new kernel still finds this broker.
     assert ensure_broker(pool(clean)) == broker.socket
     new = program(memory=50 * MiB)
     new.begin(8 * MiB, byte=9)

@@ -224,7 +224,8 @@ def test_pool_closes_a_paused_gpus_file_and_names_other_users(broker, kernel, on
             text == f"GPU {index} is {WHY}; no process of the pool has this GPU's device file open."
         )
         assert [f["pid"] for f in order(broker, uuid)["files"]] == [outside.pid]
-        # The pool uses and samples the other GPU as before, in processes that do not see this GPU.
+        # The pool uses and samples the other GPU as before, in processes that do not see the paused
+        # GPU.
         elsewhere.attach()
         elsewhere.do("alloc", bytes=32 * MiB, byte=3)
         elsewhere.do("drop", hold="cell")

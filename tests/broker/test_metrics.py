@@ -53,7 +53,7 @@ def listening(pid):
     """Return the addresses (as /proc/net writes them) on which a process listens for TCP."""
     inodes = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # the process has closed it since the listing
+        with suppress(FileNotFoundError):  # the process has closed the file meanwhile
             inodes.add(str(path.readlink()))
     found = []
     for table in ("tcp", "tcp6"):

@@ -74,7 +74,7 @@ class Machine:
         )  # fmt: skip
 
     def sample(self, **fields):
-        """Take a sample of each device now; ``fields`` override those of device A."""
+        """Take a sample of each device now; ``fields`` replace the figures of device A."""
         plain = {"total": 4 * GiB, "used": GiB, "reserved": 0, "free": 3 * GiB, "utilisation": 40}
         self.samples.last = {
             "A": DeviceSample("A", **{**plain, **fields}),

@@ -3,8 +3,8 @@
 """The cost of a hostile user to the broker and to other users: attacks on a real broker.
 
 The benchmark ``neighbours`` measures how long others wait; these tests check bounds. If the tests
-run as root, an attack runs as another user, else as the same user. Its bounds do not depend on the
-user.
+run as root, an attack runs as another user, else as the same user. The bounds are equal in both
+cases.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ATTACK = ROOT / "benchmarks" / "attack.py"
 
 @pytest.fixture(scope="module")
 def attacked():
-    """A broker to attack; it serves the whole machine if the tests are root."""
+    """A broker to attack; it serves the whole machine if the tests run as root."""
     folder = kit.short_folder()
     folder.chmod(0o755)
     broker = kit.Broker(folder, max_sessions_per_user=40, default_memory=64 << 20)
@@ -329,7 +329,7 @@ def test_no_input_causes_an_internal_error(attacked, messages):
     ):
         opened = server.call("open", kernel_id="k")
         names = {"SESSION": opened["session"], "TOKEN": opened["token"]}
-        # The kernel is a process of its own, because one of the requests ends the kernel.
+        # The kernel is a separate process, because one of the requests ends the kernel.
         server.call("launched", session=opened["session"], pid=kernel.pid)
         # After too many invalid requests, the broker may close the connection instead of answering.
         with suppress(OSError):

@@ -133,7 +133,7 @@ def test_living_process_is_alive_when_no_file_can_be_opened():
         with suppress(OSError):
             while True:
                 opened.append(os.open("/dev/null", os.O_RDONLY))
-        # The first round has the spare descriptor, the second round has none.
+        # In the first round, the spare descriptor is left. In the second round, none is left.
         for _ in range(2):
             assert procfs.presence(me) == "alive"
             assert procfs.identify(os.getpid()) in (me, None)

@@ -185,7 +185,7 @@ def test_kernel_gets_a_device_of_the_same_model_after_cuinit(broker, kernel):
 
 
 def test_home_moves_to_a_device_with_an_idle_lease(broker, kernel):
-    """No device has room. On the busy device, the kernel would wait although a lease is idle."""
+    """No device has room. The home device is busy, but the lease on the other device is idle."""
     k = kernel(memory=BIG)
     (home,) = k.devices()
     k.set(FLAGS, layout.SLOT_CUDA)  # the process is about to call cuInit

@@ -83,7 +83,7 @@ def test_call_makes_an_idle_kernel_active_without_a_message(broker, kernel):
 
 @pytest.mark.parametrize("inside", [0, 1])
 def test_end_of_a_cell_ends_the_use_in_cell_mode(make_broker, inside):
-    """A grace period after each cell would delay other kernels. A call in the driver is use."""
+    """A grace period after a cell would delay other kernels. A call in the driver counts as use."""
     broker = make_broker(quiet_after=600).started
     k = Guarded(broker, memory=BIG, attach="cell", agent=True)
     k.attach("c1")
@@ -551,8 +551,8 @@ def test_kernel_with_overuse_is_suspended_before_it_is_ended(make_broker):
     k.server.call("release", session=k.session)
     k.wait_state("detached", seconds=60)
     k.lease()
-    # The kernel may end before it answers. It allocates, and does not fill the memory: on a busy
-    # machine this takes more than 5 s, and a suspend waits only 5 s for work on the GPU.
+    # The kernel may end before it answers. It allocates the memory, and does not fill it. On a busy
+    # machine, the fill would take more than 5 s, but a suspend waits only 5 s for work on the GPU.
     k.tell("alloc", bytes=220 * MiB, byte=None)
     k.process.wait(60)
     row = wait_until(lambda: broker.rows("retired"), "suspended again", 60)[0]

@@ -11,7 +11,8 @@ import pytest
 
 from .kit import Kernel, MiB, wait_until
 
-#: Slow enough for a kill in the middle: 64 MiB take about two seconds.
+#: The speed of a slow copy, in bytes per second. 64 MiB take about two seconds, so the test can
+#: kill the broker in the middle of a copy.
 SLOW = 32 * MiB
 
 

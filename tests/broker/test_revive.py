@@ -123,7 +123,7 @@ def test_launcher_pauses_after_three_brokers_died_before_use(dead, monkeypatch):
     assert "3 times in a row" in caught.value.message
     assert str(dead.socket.with_suffix(".log")) in caught.value.next_step
     assert startfailures.read_failures(dead.socket).given_up
-    # No broker starts until the pause is over. After the pause, there is one more start.
+    # No broker starts until the pause is over. After the pause, one more broker starts.
     with pytest.raises(BrokerUnavailable, match="3 times in a row"):
         starting.revive(dead.socket)
     monkeypatch.setattr(startfailures, "PAUSES", (0.0,))
@@ -183,7 +183,10 @@ def replace_in_record(broker, **changes):
 
 
 def test_broker_that_is_killed_as_it_starts_is_started_again(dead, tmp_path, monkeypatch):
-    """A start that somebody kills does not count as failed. Three once failed all waiting calls."""
+    """A start does not count as failed if somebody kills the broker during the start.
+
+    Three killed starts once made all waiting calls fail.
+    """
     monkeypatch.setattr(startfailures, "DEATH_PAUSES", (0.0,))
     starts = tmp_path / "starts"
     script = (

@@ -133,7 +133,7 @@ def test_lost_ready_message_is_repeated_and_pings_continue(folder, monkeypatch):
         monkeypatch.setattr(supervisor_module.socket, "socket", make)
         variables = {"NOTIFY_SOCKET": str(folder / "notify"), "WATCHDOG_USEC": "30000"}
         supervisor = Supervisor(variables)
-        supervisor.ready("here")  # fails; the next two messages, in keep_alive, fail, too
+        supervisor.ready("here")  # this message and the next two, from keep_alive, fail
         alive = asyncio.ensure_future(supervisor.keep_alive())
         heard, loop = [], asyncio.get_running_loop()
         while heard[-1:] != ["WATCHDOG=1"] or "READY=1\nSTATUS=here" not in heard:

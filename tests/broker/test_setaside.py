@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A pause suspends kernels that have only called cuInit, where the driver can do that."""
+"""A pause suspends kernels that have only called cuInit, if the driver can do that."""
 
 from __future__ import annotations
 

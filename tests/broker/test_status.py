@@ -177,7 +177,7 @@ def test_status_shows_when_a_session_opened_and_became_idle(make):
 
 
 def test_reason_for_a_missing_device_is_shown(make):
-    """The status names a problem only if no device exists, which depends on this machine."""
+    """The status names a problem only if this machine has no device."""
     status = make(emulate="").status()
     if status["devices"]:
         assert status["problem"] == ""

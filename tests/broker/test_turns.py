@@ -82,7 +82,8 @@ def test_two_contending_kernels_get_their_shares(worker):
     ratio = (large.calls - before[0]) / (small.calls - before[1])
     print(f"ratio {ratio:.2f} for 75:25")
     # pool/test_timeslice tests exact shares. This test counts calls. A call takes 2 ms, or more on
-    # a busy machine. A turn has 12 to 37 calls, and it ends in the middle of a call.
+    # a busy machine. A turn has 12 to 37 calls, and it ends in the middle of a call. So the ratio
+    # is not exact.
     assert 2 < ratio < 4.5
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The event loop asks Linux for the shortest time slice, and its children do not."""
+"""The broker's event loop asks Linux for the shortest time slice; its child processes do not."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A broker whose pool does not know what a CUDA context takes: no self-test has measured it."""
+"""A broker whose pool does not know the size of a CUDA context: no self-test has measured it."""
 
 from __future__ import annotations
 

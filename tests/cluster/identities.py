@@ -29,8 +29,9 @@ def has_munge():
 
 @contextmanager
 def munge_daemons(*names, keys=None):
-    """Run a daemon for each name; yield their sockets. Daemons that are not in
-    ``keys`` share one key.
+    """Run a daemon for each name; yield their sockets.
+
+    Daemons that are not in ``keys`` share one key.
     """
     if not _DAEMON:
         pytest.skip("munged is missing: apt-get install munge")

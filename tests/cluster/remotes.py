@@ -93,7 +93,7 @@ def identified(make, addresses=None):
 
 
 def running_as(uid):
-    """Return the words that, put before a command, run the command as this user."""
+    """Return the words to put before a command so that the command runs as this user."""
     return as_user(uid) if ROOTS and uid else []
 
 

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """Real brokers that share a group's guarantee.
 
-The guarantee puts sessions of the group first on one machine at a time.
+On one machine at a time, the group's sessions are first in the queue because of the guarantee.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def test_a_used_credential_is_refused(daemons):
 
 
 def test_a_credential_is_refused_on_another_machine(daemons):
-    """This is the first check of the credential. Only the machine's name in it is wrong."""
+    """No process has used this credential before. Only the machine's name in it is wrong."""
     sealed = here(daemons["m0"]).seal(order_text("m1", {"do": "poll"}))
     found = refusal(read_order, here(daemons["m0"]).check(sealed), "m0")
     assert found.code == Code.BAD_CREDENTIAL

@@ -454,8 +454,9 @@ def test_sessions_that_need_two_limits_do_not_block_each_other(world):
 
 
 def lines_of(work):
-    """Return how many lines of the cluster's modules ``work`` runs. The number is
-    equal on all machines.
+    """Return how many lines of the cluster's modules ``work`` runs.
+
+    The number is equal on all machines.
     """
     count = 0
 
@@ -648,8 +649,8 @@ def test_a_guarantee_goes_to_the_node_of_the_groups_sessions(world):
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
     world.ask("n0", "bob", 5)
     world.settle(3)
-    # A third node takes nothing from the first two nodes. Three smaller parts would put no session
-    # first.
+    # A third node takes nothing from the first two nodes. No session would fit into one of three
+    # smaller parts.
     assert claims(world) == {"n0": 0, "n1": 4, "n2": 2}
     world.nodes["n0"].waiting.clear()
     world.nodes["n0"].tell()
@@ -667,7 +668,7 @@ def test_a_guarantee_lasts_while_the_ledger_is_silent(world):
 
 
 def test_an_unneeded_guarantee_delays_no_session():
-    """A node asks for a part of the guarantee. Its sessions never wait in the ledger for it."""
+    """A node asks for a part of the guarantee, but its sessions never wait for this part."""
     world = World()
     world.settle()
     for name in ("n0", "n1", "n2"):
@@ -765,7 +766,7 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: not self.only_ledger)
     @rule(ends=st.booleans())
     def start_ledger(self, ends):
-        # The new ledger does not know what earlier nodes, which are gone, have used.
+        # The new ledger does not know how much the nodes that are gone have used.
         leaks = [leak for ledger in self.world.ledgers.values() for leak in ledger._gone]
         self.world.forgotten += sum(leak.amount for leak in leaks)
         if ends:

@@ -136,7 +136,8 @@ def test_usage_on_other_machines_counts_for_fair_shares(cluster):
         assert found["today"] == 0
         return found["counts"]
 
-    # The usage takes hours to decay by half; a machine reports its usage every half minute.
+    # A machine reports its usage every half minute. In that time the count of its
+    # seconds hardly decays: it takes hours to decay by half.
     wait_until(lambda: counts() > 1.5, "the usage of the first machine")
 
 

@@ -219,7 +219,8 @@ class World:
                 self.dropped.append(action)
             if isinstance(action, ev.Stop):
                 del self.ledgers[name]
-                # Only the ledger that took over continues; if it died, the test starts another.
+                # Only the ledger that took over continues. If that ledger is dead, start another
+                # ledger.
                 found = action.by.ledger
                 self.current = found if found in self.ledgers else self.start_ledger()
 

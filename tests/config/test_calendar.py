@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The times at which rules of a calendar are in force, compared with every minute of a year."""
+"""The times at which calendar rules are in force, compared with a search minute by minute."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ YEARS = (
 
 @cache
 def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
-    """Return the year's first second, and the wall-clock time at each of its minutes.
+    """Return the first second of the year, and the wall-clock time at each minute of the year.
 
-    The wall-clock time is in minutes since 1970, and never goes back. While the real clock
-    repeats an hour, this clock stops. At all later minutes, both clocks show the same time.
+    The returned times are in minutes since 1970, and never go back. While the real clock repeats an
+    hour, the returned time stays the same. After this hour, it is again the time of the real clock.
     """
     first = int(datetime(year, 1, 1, tzinfo=timezone.utc).timestamp())
     last = int(datetime(year + 1, 1, 1, tzinfo=timezone.utc).timestamp())
@@ -50,8 +50,8 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
         shown = datetime.fromtimestamp(now, place)
         return (shown.toordinal() - EPOCH) * DAY + shown.hour * 60 + shown.minute
 
-    # Begin two days before the year, so that ``before`` is right at the start of the year. No
-    # clock changes twice in half an hour.
+    # Begin two days before the year, so that ``before`` is right at the start of the year. Each
+    # step of the loop is half an hour, because no clock changes twice in half an hour.
     for half in range(first - 2 * 86400, last, 1800):
         begin, end = wall(half), wall(half + 1740)
         steady = end - begin == 29
@@ -62,13 +62,16 @@ def minutes_of(zone: str, year: int) -> tuple[int, list[int]]:
     return first, found
 
 
-#: The minutes of a week. The half million entries of a year refer to these objects.
+#: The minutes of a week. A year's list has half a million entries. They refer to these objects,
+#: which saves memory.
 MINUTES = [*range(7 * DAY)]
 
 
 @lru_cache(len(YEARS))
 def places_in_week(zone: str, year: int) -> itemgetter[int]:
-    """Return a function that maps the states of a week's minutes to those of the year's minutes."""
+    """Return a function that takes a state for each minute of a week, and returns the state for
+    each minute of the year.
+    """
     # 1 January 1970 was a Thursday.
     walls = minutes_of(zone, year)[1]
     return itemgetter(*(MINUTES[(wall + 3 * DAY) % (7 * DAY)] for wall in walls))
@@ -108,7 +111,7 @@ def rule(hours: str, days: str = "mon-sun", zone: str = "Europe/Berlin") -> Rule
     return found.rule
 
 
-#: The years of the long form: many zones changed their rules in these years.
+#: The years of the long form. In these years, many zones changed their rules.
 DECADES = range(1990, 2030)
 
 spans = st.tuples(st.integers(0, DAY - 1), st.integers(0, DAY)).filter(lambda s: s[0] != s[1])
@@ -164,7 +167,7 @@ def test_state_and_next_change_at_any_instant_agree_with_search(place, days, hou
 @settings(max_examples=100, deadline=None)
 @example(
     rules=[RuleTimes("r", frozenset([0]), ((0, 387),), ZoneInfo("Europe/Berlin"))],
-    now=1_704_778_020,  # the rule ends 20 days later, at the last second of the search
+    now=1_704_778_020,  # the rule ends at the last second of the search
 )
 @given(
     rules=st.lists(
@@ -183,7 +186,8 @@ def test_changes_of_several_rules_match_the_rules_in_force(rules, now):
     states = [in_force(rules, now), *(rules for _, rules in found)]
     assert all(before != after for before, after in pairwise(states))
     for begin, after in zip([now, *(at for at, _ in found)], states, strict=True):
-        # The search also finds a change at ``until``, so the last state also holds at ``until``.
+        # ``changes`` also finds a change at the second ``until``, so the last state is still in
+        # force at ``until``.
         later = min((at for at, _ in found if at > begin), default=until + 1)
         for second in (begin, (begin + later) // 2, later - 1):
             assert in_force(rules, second) == after

@@ -57,7 +57,7 @@ def test_every_setting_has_an_option_and_vice_versa():
     #: Settings of the pool without an option: either no admin has to change them, or the broker
     #: computes them from the schedules.
     constants = {"ageing", "pinned_retry", "growth_step", "residence", "classes_open"}
-    #: A broker of a cluster sets these from the ledger.
+    #: In a cluster, the broker sets these settings from the ledger.
     constants |= {"elsewhere", "elsewhere_groups", "elsewhere_reason"}
     #: These fields hold the pool's settings, notes for the admin, and the origins of the options.
     about = {"pool", "notes", "files", "options", "origins"}
@@ -142,7 +142,7 @@ def test_half_life_of_fair_share_is_read_in_seconds():
 
 def test_default_limit_is_the_whole_device_for_any_memory():
     assert settings(default_memory="8GiB").pool.default_limit is None
-    # The pool cuts this limit to the most that a kernel may request.
+    # The pool reduces the default limit to the largest size that a kernel may request.
     assert settings(max_memory_per_kernel="8GiB").pool.default_limit is None
 
 

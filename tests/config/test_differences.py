@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The message to a server that joins a broker with a different configuration."""
+"""The message to a server whose configuration differs from the configuration of its broker."""
 
 from __future__ import annotations
 

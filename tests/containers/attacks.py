@@ -3,10 +3,10 @@
 """Attacks by a hostile container. This program runs inside it, with the standard library only.
 
 Run ``python attacks.py KIND...``, with ``attack.py`` of the benchmarks in the same folder. Each
-kind of attack runs in its own process. The program prints "ready", and then reads a line of JSON:
-what the attacker knows of another user's session. When it reads the next line, the attacks end. The
-program then writes a line of JSON for each kind: the broker's answers by code, and what the attack
-has reached.
+kind of attack runs in its own process. The program prints "ready". It then reads a line of JSON
+with the facts that the attacker knows about another user's session. When it reads the next line, it
+ends the attacks. For each kind, it then writes a line of JSON with the broker's answers by code,
+and with everything that the attack has reached.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Over(Exception):
 
 
 class Session:
-    """A session of the attacker, with a process that does nothing, and its page."""
+    """A session of the attacker, its page, and a process that does nothing."""
 
     def __init__(self, attacker, **fields):
         self.attacker = attacker
@@ -75,7 +75,9 @@ class Session:
         os.pwrite(self.page, data, HEADER + number * SLOT)
 
     def use(self, inflight=1):
-        """Act like a call that has passed the gate: it is inside the driver, or has returned."""
+        """Act like a process whose call has passed the gate. With ``inflight=0``, the call has
+        returned.
+        """
         os.pwrite(self.page, b"\0", 8)  # the gate is open
         self.slot(0, self.child, self.start_time, inflight=inflight)
 
@@ -93,7 +95,7 @@ class Hostile(attack.Attack):
         super().__init__(path, LONGEST)
         self.victim = victim
         #: ``told``: whether the signal to end has come. ``first``: whether the attack is in its
-        #: first round, which it always completes.
+        #: first round. An attack always completes its first round.
         self.told = self.first = False
         #: What the attack has reached. This list must stay empty.
         self.reached = []
@@ -348,7 +350,7 @@ def main():
             try:
                 run(kind, victim)
                 code = 0
-            except BaseException:  # this fork must not continue as the parent
+            except BaseException:  # the child must not run the parent's code below
                 traceback.print_exc()
             finally:
                 os._exit(code)

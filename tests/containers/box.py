@@ -89,7 +89,7 @@ def in_user_namespace(first):
 
 
 def main():
-    # Unbuffered, because the program reads the input after this line.
+    # The file is unbuffered, because the container's program reads the lines after this line.
     with open(0, "rb", buffering=0, closefd=False) as file:
         spec = json.loads(file.readline())
     build(spec)

@@ -90,7 +90,7 @@ class DockerHub(Hub):
         text = (EXAMPLES / "containers" / "jupyterhub_config.py").read_text()
         assert "/run/gpupool/users/{raw_username}" in text
         (self.folder / "docker.py").write_text(text.replace("/run/gpupool", str(place)))
-        # A container runtime adds the devices of a GPU in the same way.
+        # The emulated GPUs are mounted in the same way as a container runtime adds real GPUs.
         emulated = f"{place}/broker.sock.emulated"
         url = f":{self.ports['hub']}"
         with (self.folder / "hub.py").open("a") as file:

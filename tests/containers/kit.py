@@ -95,9 +95,9 @@ def running(**config):
 class Box:
     """One container. It mounts the folder of ``user``; with an empty ``user``, it mounts none.
 
-    ``users_from``: if the container has a user namespace, its root has this user id on the
-    machine. ``memory``: the memory limit of its control group, in bytes. ``writable``: whether
-    the container may write to the mounted folder, which is a mistake.
+    ``users_from``: if the container has a user namespace, its root has this user id on the machine.
+    ``memory``: the memory limit of its control group, in bytes. ``writable``: whether the container
+    may write to the mounted folder. An admin who allows this makes a mistake.
     """
 
     def __init__(self, machine, user="", *, uid=1000, users_from=0, memory=0, writable=False):
@@ -124,7 +124,7 @@ class Box:
             (str(self.shared), str(self.shared), True),
         ]
         if self.user:
-            # A container runtime adds the devices of a GPU in the same way.
+            # The emulated GPUs are mounted in the same way as a container runtime adds real GPUs.
             emulated = f"{place}/broker.sock.emulated"
             mounts += [
                 (f"{place}/users/{self.user}", place, self._writable),
@@ -210,7 +210,7 @@ def control_group(limit):
 
 
 def _inside(group):
-    """Return the words that, put before a command, run the command in the control group.
+    """Return the beginning of a command line that runs a command in the control group.
 
     Without a group, return [].
     """

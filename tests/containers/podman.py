@@ -79,7 +79,7 @@ class PodmanBox(Box):
         place = str(self.machine.place)
         mounts = [f"{self.shared}:{self.shared}"]
         if self.user:
-            # A container runtime adds the devices of a GPU in the same way.
+            # The emulated GPUs are mounted in the same way as a container runtime adds real GPUs.
             emulated = f"{place}/broker.sock.emulated"
             access = "" if self._writable else ":ro"
             mounts += [f"{place}/users/{self.user}:{place}{access}", f"{emulated}:{emulated}"]

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(bool(namespaces.refusal()), reason=namespaces.refusal() or "none"),
 ]
 
-#: Puts data on the device, which a suspend must keep.
+#: Puts data on the device. A suspend must keep this data.
 FILL = """
 from cuda.core import Device
 device = Device(); device.set_current(); stream = device.create_stream()
@@ -284,8 +284,8 @@ sys.exit(main(["doctor", "--inside"]))
 
 
 def test_container_without_memory_for_a_suspend_keeps_its_slice(machine):
-    """The kernel cannot be suspended within its memory limit. The status says so,
-    and nothing ends the kernel.
+    """The kernel cannot be suspended within its memory limit. The status says why, and the kernel
+    keeps running.
     """
     machine.user("ada")
     kernel = machine.box("ada", memory=640 * kit.MiB).kernel()

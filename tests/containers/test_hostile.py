@@ -35,15 +35,15 @@ pytestmark = [
 ]
 
 #: The attacks. ``attacks.py`` and ``benchmarks/attack.py`` say what each one does. The values are
-#: the broker's answers that are right for the attack; `busy` is always right. :func:`attacked`
-#: checks the victim, the broker and what the attacker reaches; these checks are the same for all
-#: attacks.
+#: the answers that the broker may give to the attack; it may always answer `busy`. For every
+#: attack, :func:`attacked` makes the same checks of the victim, of the broker, and of what the
+#: attacker has reached.
 ATTACKS = {
     # Floods of connections.
     "churn": "",
     "slow": "",
     "descriptors": "",
-    # Floods of requests, whose answers are read or not read.
+    # Floods of requests. Some of these attacks read the answers, others do not.
     "ping": "ok",
     "status": "ok",
     "journal": "ok",
@@ -54,7 +54,8 @@ ATTACKS = {
     "unread": "",
     "unread_pages": "ok",
     "early": "ok abuse not-launched duplicate unknown-session too-many",
-    # Malformed lines, and lines whose refusals could fill the log and the journal.
+    # Malformed lines, and requests that the broker refuses: the refusals could fill the log and the
+    # journal.
     "rubbish": "bad-request protocol too-long abuse",
     "unfinished": "",
     "refused": "over-device",
@@ -69,8 +70,8 @@ ATTACKS = {
     "reads": "ok",
 }
 
-#: The short form: the attacks of each user. All attacks of a user share its budget, so attacks
-#: that need many answers belong to different users.
+#: The users of the short form, and the attacks that each user makes. All attacks of a user share
+#: the user's budget of requests, so different users make the attacks that need many answers.
 TEAMS = {
     "mallory": ["status", "journal_of_nobody", "rubbish", "refused"],
     "trudy": ["churn", "open_close", "opens"],
@@ -81,8 +82,8 @@ TEAMS = {
 #: The name of the victim's notebook.
 SECRET = "secret-notebook.ipynb"
 
-#: A release and the return of the state take at most this many seconds. Without an attack they take
-#: 0.3 s.
+#: A kernel may take at most this many seconds to release its slice and get its state back. Without
+#: an attack, it takes 0.3 s.
 WAIT = 3.0
 
 #: The journal may grow by at most this many bytes during an attack of some seconds. The broker
@@ -174,7 +175,8 @@ def journal(machine):
 
 
 def attacked(machine, victim, teams, *, rounds, seconds):
-    """Attack for ``rounds`` slices of the victim, at least ``seconds``; then assert all promises.
+    """Attack until the victim has had ``rounds`` slices, for at least ``seconds``; then assert all
+    promises.
 
     If the broker does not serve the victim, the test does not end.
     """
@@ -231,7 +233,7 @@ def test_no_attack_harms_another_container(machine, victim, kind):
 
 
 def test_long_queue_of_one_container_does_not_delay_another(machine, victim):
-    """Both GPUs are in use, and six kernels of the attacker already wait when the victim asks."""
+    """When the victim asks for a slice, both GPUs are busy and six kernels wait."""
     attackers = begin(machine, "mallory", ["queue"], victim)
     said = attackers.stdout.readline()
     assert said == "holds\n", said

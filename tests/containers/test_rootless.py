@@ -24,7 +24,7 @@ ADA, BOB = 21_003, 21_004
 
 
 def as_account(uid):
-    """Return the words that, put before a command, run it as a user without any privilege."""
+    """Return the beginning of a command line, which runs a command as a user without privileges."""
     return ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--no-new-privs"]
 
 
@@ -90,7 +90,8 @@ def test_accounts_share_one_gpu_from_their_own_containers(machine):
     ada.run(FILL % 7)
     bob.run(FILL % 9)  # the GPU has room for one kernel: the first one is suspended
     found = {session["owner"]: session for session in machine.status()["sessions"]}
-    # The names have the accounts' user ids on the machine, not the ids inside the containers.
+    # The owners' names have the user ids of the accounts on the machine, not the user ids inside
+    # the containers.
     assert found.keys() == {f"uid-{ADA}", f"uid-{BOB}"}
     assert found[f"uid-{ADA}"]["suspended_bytes"] > 0
     machine.kill()

@@ -26,7 +26,7 @@ async def create_subprocess_exec(*command, **options):
     command = [*command]
     if command[1] == str(child.SCRIPT):
         # A child ends if its parent is not the process that this argument names. The service names
-        # itself, but the parent of a forked child is another process.
+        # itself. But a forked child has another parent, so name that parent instead.
         assert command[4] == str(os.getpid()), command
         command[4] = str(forks.parent())
     stdin, write = os.pipe()

@@ -71,16 +71,17 @@ async def test_memory_used_before_any_session_counts_as_driver_memory(emulated):
         assert devices[0].memory_reserved == 100 * MiB + slack(1 << 30)
         assert devices[1].memory_reserved == 0
         machine.faults.clear()
-    # Memory in use when a broker restarts may belong to a session, so the service keeps the earlier
-    # figure.
+    # When a broker restarts, the memory in use may belong to a session. So the service does not
+    # measure again, and keeps the earlier figure.
     async with machine.service() as service:
         again = await service.start({d.uuid: d for d in devices})
         assert [d.memory_reserved for d in again] == [d.memory_reserved for d in devices]
 
 
 async def test_memory_beyond_a_drivers_residue_is_foreign(emulated):
-    """residue: if most of a device is in use, the service blames processes that NVML does not
-    list."""
+    """residue: the service counts at most an eighth of a device as the driver's memory. Unlisted
+    processes must have the rest.
+    """
     machine = emulated(ONE)
     machine.faults.set("residue", bytes="600MiB")
     async with machine.started() as (_, devices):
@@ -135,7 +136,9 @@ async def test_small_memory_left_after_a_suspend_causes_no_delay(emulated, size)
 
 
 async def test_suspend_succeeds_if_nvml_drops_the_process_late(emulated, monkeypatch):
-    """nvml-lag: the service waits for NVML's list for a bounded time, and its result is right."""
+    """nvml-lag: the service waits for NVML's list only for a bounded time, and still counts the
+    freed bytes correctly.
+    """
     monkeypatch.setattr("jupyter_gpupool.devices.nvidia.sampler.FREED_TIMEOUT", 0.2)
     machine = emulated(ONE)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -150,7 +153,7 @@ async def test_suspend_succeeds_if_nvml_drops_the_process_late(emulated, monkeyp
 
 
 async def test_free_memory_is_used_if_nvml_lists_a_process_late(emulated):
-    """nvml-late: the suspend comes before NVML lists the process."""
+    """nvml-late: the service suspends the process before NVML lists it."""
     machine = emulated(ONE)
     machine.faults.set("nvml-late", ms=3_600_000)
     async with machine.started() as (service, devices), machine.target() as target:
@@ -336,9 +339,9 @@ async def test_failed_restore_that_keeps_the_state_can_be_repeated(emulated):
 
 
 async def test_restore_without_room_can_keep_the_state(emulated):
-    """restore-keeps-state: the caller does not say how much room is needed.
+    """restore-keeps-state: the caller does not say how many bytes the restore needs.
 
-    So the service lets the driver try the restore.
+    So the service cannot check for room, and lets the driver try the restore.
     """
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
@@ -361,7 +364,9 @@ async def test_restore_without_room_can_keep_the_state(emulated):
 
 
 async def test_refused_resume_suspends_restored_processes_again(emulated):
-    """restore-keeps-state: if one process is refused, no process of the session stays resumed."""
+    """restore-keeps-state: if the driver refuses to resume one process, the whole session stays
+    suspended.
+    """
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -382,7 +387,9 @@ async def test_refused_resume_suspends_restored_processes_again(emulated):
 
 
 async def test_undo_retries_a_restore_until_it_succeeds(emulated):
-    """restore-keeps-state: one process is suspended, one is refused. Both must run again."""
+    """restore-keeps-state: the driver suspends one process and refuses the other. Both must run
+    again.
+    """
     machine = emulated(ONE)
     machine.faults.set("restore-keeps-state")
     async with machine.started() as (service, devices), machine.target() as target:
@@ -416,7 +423,7 @@ async def test_suspend_that_cannot_be_undone_is_kept_and_retried(emulated, waiti
         )
         await until(lambda: told, 60)
         assert f"Process {child} is not back on its GPU yet" in told[0]
-        # The service serves other processes meanwhile, and keeps trying.
+        # The service keeps trying to restore the process. Meanwhile, it serves other processes.
         async with machine.target() as other:
             await other.do("context")
             assert await service.driver_state(other.root, session="other") == "running"
@@ -580,7 +587,9 @@ async def test_session_survives_a_lock_that_ignores_its_time_out(emulated, waiti
 
 
 async def test_close_ends_the_watch_on_a_late_lock(emulated):
-    """lock-ignores-timeout: the suspend ends during close, and starts a watch on the late lock."""
+    """lock-ignores-timeout: the suspend ends while the service closes, and then starts a task that
+    waits for the late lock. The close must end this task, too.
+    """
     machine = emulated(ONE)
     async with machine.target() as target:
         async with machine.started(lock_timeout=0.1, call_timeout=0.5) as (service, devices):

@@ -199,7 +199,7 @@ async def test_cancelled_caller_does_not_stop_the_driver(emulated):
 async def test_close_ends_a_child_that_is_starting():
     child = Child("worker", module=PROGRAMS, env=child_environment(None), log=logging.getLogger())
     start = asyncio.ensure_future(child.start())
-    await asyncio.sleep(0)  # its process is starting
+    await asyncio.sleep(0)  # the child's process is starting
     await child.close()
     with pytest.raises(ChildLost):
         await start
@@ -266,10 +266,10 @@ async def test_cancelled_start_ends_the_process_that_it_started(monkeypatch):
 
 @pytest.mark.parametrize("guard", [False, True])
 async def test_close_ends_a_self_test_without_a_caller(emulated, monkeypatch, guard):
-    """The self-test goes on after the cancellation of its caller.
+    """The self-test continues after its caller is cancelled.
 
-    With the guard it also starts another self-test. In the past, the self-test's process did not
-    end at the close. So the log had an error after the event loop was closed.
+    With the guard, it also starts another self-test. In the past, close() did not end the
+    self-test's process, so the log had an error after the event loop was closed.
     """
     machine, begun, made = emulated("1x1GiB,context=16MiB"), asyncio.Event(), []
     execute = asyncio.create_subprocess_exec
@@ -487,7 +487,7 @@ async def test_locked_session_of_a_dead_broker_is_recovered(emulated):
 
 
 async def test_lost_device_is_reported_at_most_once_by_each_sign(emulated, waiting):
-    """One sign is the Xid. The other sign is a failed sample, if NVML cannot read
+    """The Xid is one sign of a lost device. The other sign is a failed sample, if NVML cannot read
     the device before the Xid arrives.
     """
     machine = emulated("2x1GiB,context=16MiB")
@@ -682,8 +682,8 @@ async def test_interrupted_sample_leaves_the_paused_device_closed(emulated, wait
         await service.stand_down("paused", [away.uuid])
         assert [sample.uuid for sample in await under_way] == [kept.uuid]
         assert not users_of(machine, away)
-        # The next sampler had no order to watch the paused device, so it did not open the
-        # device's file.
+        # The next sampler was not told to watch the paused device, so it did not open the device's
+        # file.
         assert service._sampler.child.generation == processes + 1
 
 

@@ -23,7 +23,7 @@ def numbers(environ, rows=ROWS):
         ({}, ALL),
         ({"CUDA_VISIBLE_DEVICES": "3"}, [3]),
         ({"CUDA_VISIBLE_DEVICES": "2,0"}, [0, 2]),
-        ({"CUDA_VISIBLE_DEVICES": "1,9,2"}, [1]),  # the list ends before 9, as in the driver
+        ({"CUDA_VISIBLE_DEVICES": "1,9,2"}, [1]),  # the driver ends the list before 9, too
         ({"CUDA_VISIBLE_DEVICES": "GPU-2222"}, [2]),
         ({"CUDA_VISIBLE_DEVICES": "gpu-2222AAAA,GPU-0000"}, [0, 2]),
         ({"SLURM_JOB_GPUS": "1,2"}, [1, 2]),

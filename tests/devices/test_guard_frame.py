@@ -40,7 +40,7 @@ def place(monkeypatch):
 
 
 def why(device) -> str:
-    """Return why a device that can suspend is not guarded."""
+    """Return the reason why the device is not guarded, although it can suspend."""
     assert (device.tier, device.can_suspend, device.can_migrate) == ("unguarded", True, True)
     return device.tier_reason
 

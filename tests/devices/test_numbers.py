@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""NVML lists pids of another PID namespace. The service mistakes no local process for them."""
+"""NVML lists pids of another PID namespace. The service does not confuse them with local pids."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_proof_is_revoked_if_listed_pids_have_no_process(make_numbers):
     judge.settle()
     for _ in range(sampler.ABSENT - 1):
         assert judge.translate(sample(os.getpid(), gone)).processes[0].pid == os.getpid()
-    judge.translate(sample(os.getpid()))  # so far, the pid may be of a process that just ended
+    judge.translate(sample(os.getpid()))  # the process may have just ended
     for _ in range(sampler.ABSENT):
         last = judge.translate(sample(os.getpid(), gone))
     assert [process.pid for process in last.processes] == [-os.getpid(), -gone]

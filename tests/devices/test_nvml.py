@@ -1,6 +1,7 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""What the emulated NVML lacks: MIG, graphics, missing figures, Xid events.
+"""Cases that the emulated NVML does not produce: MIG, graphics, missing figures, several Xid
+events.
 
 The tests replace single functions of NVIDIA's client by name; a name that the client lacks
 fails the test.

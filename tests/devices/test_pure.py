@@ -99,7 +99,7 @@ def test_freed_bytes_come_from_free_memory_if_no_size_is_listed():
 
 
 def test_freed_bytes_include_memory_that_the_list_omits():
-    # The list may lack a context; on a device of 100 bytes a context has at most 6.
+    # The list may omit a context. This device has 100 bytes, and a context takes at most 6 of them.
     before = [sample(10, (1, 40), (2, 30))]
     assert freed_bytes(before, [sample(55, (2, 30))], {1}) == {"a": 45}
     assert freed_bytes(before, [sample(70, (2, 30))], {1}) == {"a": 46}

@@ -54,7 +54,7 @@ async def test_discovery_finds_and_tests_every_device(emulated):
         samples = await service.sample()
     assert [sample.uuid for sample in samples] == [device.uuid for device in devices]
     for sample in samples:
-        # The test programs have ended, and the workers have no context.
+        # No device memory is in use: the test programs have ended, and the workers have no context.
         assert (sample.used, sample.processes, sample.lost) == (0, (), "")
         assert sample.free + sample.reserved == sample.total
 
@@ -95,7 +95,7 @@ async def test_full_device_is_untested_and_trusted_to_suspend(emulated):
             assert (full.tier, full.can_suspend, full.can_migrate) == ("unguarded", True, False)
             assert "too little free memory for the self-test" in full.tier_reason
             assert (free.can_suspend, free.can_migrate) == (True, False)
-            # The service checks for room before the test, on the device that needs the room.
+            # Before the test, the service checks for room on the device that needs the room.
             other = f"Another GPU had too little free memory for the self-test: Device {full.uuid}"
             assert other in free.tier_reason
             outcome = await service.suspend(target.root, [full.uuid], session=SESSION)
@@ -217,7 +217,9 @@ async def test_suspended_session_resumes_on_another_device(emulated):
 
 
 async def test_outcome_includes_the_time_spent_waiting_for_a_device(emulated, waiting):
-    """``residence.move_cost`` needs this time if many sessions move on one device."""
+    """If many sessions move on one device, each waits for the others. ``residence.move_cost`` needs
+    the time of this wait.
+    """
     _, until_async = waiting
     machine = emulated(ONE)
     async with machine.started() as (service, (device,)), machine.target() as target:
@@ -236,7 +238,8 @@ async def test_session_without_a_context_has_nothing_to_suspend(emulated):
     async with machine.started() as (service, devices), machine.target() as target:
         uuid = devices[0].uuid
         outcome = await service.suspend(target.root, [uuid], session=SESSION)
-        # The bindings are imported, and may have loaded the library, but nobody called cuInit.
+        # The process has imported the bindings, which may have loaded the library. It has not
+        # called cuInit.
         assert (outcome.status, outcome.cuda, outcome.freed) == ("nothing", False, {})
         assert await service.driver_state(target.root, session=SESSION) == "none"
 
@@ -411,7 +414,7 @@ async def test_retest_of_a_missing_gpu_says_how_to_get_it_back(emulated):
 @pytest.mark.parametrize("pids", [True, False], ids=["listed", "not-listed"])
 async def test_cost_of_a_context_equals_what_the_driver_takes(emulated, pids):
     machine = emulated("2x1GiB,context=48MiB")
-    if not pids:  # as in a container, where only free memory shows the cost
+    if not pids:  # as in a container: only the free memory shows the cost
         machine.faults.set("nvml-missing-pids")
     async with machine.started() as (service, devices):
         for device in devices:
@@ -442,9 +445,11 @@ async def test_next_broker_knows_the_cost_of_a_context(emulated):
 async def test_self_test_suspends_its_program_on_a_driver_that_hangs(
     emulated, monkeypatch, hazard, guard
 ):
-    """If a driver hangs when a restored process ends, the self-test first suspends its program.
+    """Some drivers hang when a restored process ends. On such a driver, the self-test suspends its
+    program before the program ends.
 
-    A suspended process has no device file open, so SIGKILL ends the test program.
+    A suspended process has no device file open, so the driver does not hang when SIGKILL ends the
+    program.
     """
     machine, seen = emulated(), []
     close, begin = Child.close, device_files(machine.env["EMUCUDA_STATE"])

@@ -163,7 +163,7 @@ def test_residence_page_matches_its_figures():
 
 
 def test_modules_and_functions_of_the_call_paths_exist():
-    """Check the two call paths in developers.md after a module has moved or a name has changed."""
+    """Check that the modules and names in the two call paths of developers.md exist."""
     table = text_of("developers.md").split("<!-- Paths:")[1].split("<!-- End of paths")[0]
     steps = re.findall(r"^\| `([\w/.]+)` \| `(\w+)` \|", table, re.MULTILINE)
     assert len(steps) > 30

@@ -36,19 +36,21 @@ The record is a dict that JSON can hold:
     From this version on, cuGetProcAddress_v2 refuses every name and all flags: it returns 1, and
     writes neither the address nor the status. None: it accepts any version.
 ``procaddr_older_form_differs``
-    Questions to which cuGetProcAddress, with four arguments, and the newer form give different
-    answers.
+    Questions to which the two forms give different answers: cuGetProcAddress with four arguments,
+    and the newer form.
 ``never_given``
     Exported functions that cuGetProcAddress never returns. Functions whose names begin with
     ``cudbg`` are for a debugger: the record lists them, but the recorder never calls them.
 ``arguments``
     The text of each single question: the answer.
 ``calls``, ``nvml_calls``
-    Kind: result: the functions with that result, or "all others". The kind has the time of the
-    call, "before init" or "after a failed init", and the arguments: all are "zero", or all are the
-    address of a zeroed "buffer", which is always the same. "After a failed init" lists only the
-    functions whose answers then differ. "Buffer but for one" lists functions, each with the number
-    (from 1) of an argument that changes the answer if it is zero.
+    Kind of call: result: the functions with that result, or "all others". A kind names the time of
+    the call and the arguments. The time is "before init" or "after a failed init". With "zero", all
+    arguments are zero. With "buffer", all arguments are the address of a zeroed buffer, which is
+    the same in every record. With "buffer but for one", one argument is zero, and all others are
+    this address. The record then lists each function with the number (from 1) of an argument that
+    changes the answer. "After a failed init" lists only the functions whose answers differ from the
+    answers "before init".
 ``nvml_functions``, ``nvml_errors``, ``nvml_arguments``
     The same fields for NVML.
 """

@@ -15,7 +15,8 @@ from .child import ask
 BEFORE, AFTER, OTHERS = "before init", "after a failed init", "all others"
 BUT_ONE = "buffer but for one"
 
-#: Functions that the recorder does not call with ``--anywhere``: with a device they may succeed.
+#: With ``--anywhere``, the recorder does not call these functions: on a machine with a device they
+#: may succeed.
 INITIALISING = ("cuInit", "nvmlInit", "nvmlInit_v2", "nvmlInitWithFlags")
 
 #: The recorder sets this many arguments of a function to zero, one at a time.
@@ -46,7 +47,7 @@ def zeroed() -> int:
 def call(path: str, first: str, name: str, how: str) -> int:
     """Return the result of one function. All arguments are zero, or all point to the zeroed buffer.
 
-    If ``first`` is not empty, the function of this name is called before.
+    If ``first`` is not empty, call the function of this name first.
     """
     library = ctypes.CDLL(path)
     if first:
@@ -70,7 +71,9 @@ def but_for_one(path: str, name: str, which: Iterable[int]) -> list[int]:
 
 
 def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]:
-    """Yield each result other than ``usual``, and "NAME NUMBER" of the argument that was zero."""
+    """Set one argument at a time to zero. Yield each result other than ``usual``, with the "NAME
+    NUMBER" of the function and the argument.
+    """
     results = ask(but_for_one, path, name, range(ARGUMENTS))
     if isinstance(results, str):  # a call ended the child, so use a child for each call
         each = [ask(but_for_one, path, name, [zero]) for zero in range(ARGUMENTS)]
@@ -83,10 +86,10 @@ def _each_but_one(path: str, name: str, usual: str) -> Iterator[tuple[str, str]]
 def asked(name: str, kind: str, *, anywhere: bool = True) -> bool:
     """Return whether the recorder calls a function.
 
-    With ``anywhere``, a call must not initialise the driver. The address of the buffer must not
-    reach a checkpoint function, which would take it for the id of a process. The recorder never
-    calls a debugger's functions, because they would wait for a debugger or end the process. It does
-    not call nvmlErrorString either, because its result is not a number.
+    With ``anywhere``, a call must not initialise the driver. The recorder must not pass the address
+    of the buffer to a checkpoint function, because the function would use the address as a process
+    id. The recorder never calls a debugger's functions, because they would wait for a debugger or
+    end the process. It does not call nvmlErrorString either, because its result is not a number.
     """
     if name.startswith("cudbg") or name == "nvmlErrorString":
         return False
@@ -98,8 +101,9 @@ def asked(name: str, kind: str, *, anywhere: bool = True) -> bool:
 def calls(path: str, names: list[str], first: str) -> dict[str, dict[str, Any]]:
     """Return the functions by kind of call and by result.
 
-    ``first`` is the initialising function. If it is empty, the functions are called only before
-    initialisation. A function that answers the same after a failed ``first`` is not listed again.
+    ``first`` is the initialising function. If it is empty, call the functions only before
+    initialisation. If a function gives the same answer after a failed ``first``, do not list it
+    again.
     """
     table: dict[str, dict[str, Any]] = {}
     for how in ("zero", "buffer"):

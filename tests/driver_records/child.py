@@ -62,8 +62,8 @@ def ask(question: Callable[..., Any], *arguments: Any, bound: float = BOUND) -> 
 
 
 def _answer(out: int, question: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Run in the child: answer, and end. The answer does not contain text that
-    the library prints.
+    """Answer a question in the child, and end the child. The answer does not contain text that the
+    library prints.
     """
     try:
         faulthandler.disable()

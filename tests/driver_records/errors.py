@@ -37,7 +37,9 @@ def nvml_errors(path: str, codes: Iterable[int]) -> dict[str, str]:
 
 
 def without_commonest(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table; one entry "others" replaces all entries with the most common answer."""
+    """Return the table, with one entry "others" in place of all entries that have the most common
+    answer.
+    """
     answers = [json.dumps(answer) for answer in table.values()]
     common = json.loads(max(set(answers), key=answers.count))
     return {"others": common} | {c: answer for c, answer in table.items() if answer != common}

@@ -32,8 +32,8 @@ def _loaded_from(name: str) -> str:
 
 
 def _mappings() -> list[list[str]]:
-    """Return this process's memory mappings: start, end, access, and in the last
-    place the path, if any.
+    """Return the fields of each memory mapping of this process: first the address range and the
+    access, and last the path if the mapping has one.
     """
     return [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
 

@@ -46,8 +46,8 @@ def forms(
     no address, CUDA_SUCCESS and status 2 ("a later version has it"). From 2000 on, it returns the
     exported function of this name. From 3020 on, it returns the function with _v2 in its name.
     Another answer has the form RESULT/STATUS. An address that belongs to no exported function has
-    the form "not-exported". The result leaves out names that are unknown at every version. It also
-    leaves out one fact: the driver refuses all versions from ``refused`` on.
+    the form "not-exported". The result leaves out names that are unknown at every version. The
+    result does not show that the driver refuses all versions from ``refused`` on.
     """
     library = ctypes.CDLL(path)
     call = library.cuGetProcAddress_v2
@@ -123,10 +123,10 @@ def older_form(path: str, names: list[str]) -> list[str]:
 
 
 def together(tables: list[dict[str, str]]) -> dict[str, str | list[str]]:
-    """Merge the tables for the flags 0, 1 and 2; a name has one text if its texts are equal.
+    """Merge the tables for the flags 0, 1 and 2. If a name has equal texts, keep only one text.
 
-    If it has two texts, they are for calls without and with per-thread streams. If it has three
-    texts, they are for the three flags.
+    A name with two texts has one text for calls without per-thread streams, and one for calls with
+    them. A name with three texts has one text for each flag.
     """
     found: dict[str, str | list[str]] = {}
     for name in sorted(set().union(*tables)):

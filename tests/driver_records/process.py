@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 #: Time-out of one record in seconds. Thousands of processes load the driver. This costs 6 s of
-#: processor time, and took more than 110 s on two slow processors with eight test workers. A
-#: single question that hangs ends the record sooner (``child.BOUND``).
+#: processor time. On two slow processors with eight test workers, it took more than 110 s. If a
+#: single question hangs, the record ends sooner, after ``child.BOUND``.
 BOUND = 270
 
 

@@ -21,8 +21,8 @@ def record(
 ) -> dict[str, Any]:
     """Return the record of two libraries.
 
-    ``device`` None means ``--anywhere``. With ``every`` False, the record has no calls of single
-    functions.
+    ``device`` None means ``--anywhere``. If ``every`` is False, the record leaves out the calls of
+    single functions.
 
     Raises
     ------

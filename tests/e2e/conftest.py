@@ -56,10 +56,11 @@ def rested():
 
 @pytest.fixture
 def pool(installed, rested, monkeypatch, request):
-    """Return ``make(machine, **config) -> Pool``: one test at a time uses its broker.
+    """Return ``make(machine, **config) -> Pool``. Only one test at a time uses a pool.
 
     At the end, everything that the test started must end without being killed, and the broker must
-    grant nothing. If the broker is as good as new, the next test of the file may use it.
+    no longer grant memory to any kernel. If the broker is as good as new, the next test of the file
+    may use it.
     """
     made: list[Pool] = []
 

@@ -283,9 +283,10 @@ class Pool:
             "linger": 600.0,
             **config,
         }
-        # Most tests use slices of one size, which do not grow.
+        # In most tests, all slices have the same size and do not grow.
         self.config.setdefault("default_limit", self.config.get("default_memory", "4GiB"))
-        #: The options of the test: another test with the same options may use this pool.
+        #: The machine and the options of the test. Another test may use this pool if it has the
+        #: same machine and options.
         self.asked = (machine, config)
         self.mark = uuid.uuid4().hex
         self.kernels: list[Kernel] = []
@@ -332,12 +333,14 @@ class Pool:
         ensure_broker({"GPUPool": self.config}, str(self.socket))
 
     def begin(self) -> None:
-        """Fork the broker for the first test. The tests execute the brokers that they start."""
+        """Start the broker for the first test with a fork, which is faster than an exec. If a test
+        itself starts a broker, it uses an exec.
+        """
         self.write_config()
         with forks.instead_of_launches():
             self.start_broker()
-        # This is the only public way to learn how a kernel reaches the driver: open a session for
-        # a short time.
+        # Open a session for a short time. There is no other public way to learn how a kernel finds
+        # the driver.
         answer = self.call("open", kernel_id="e2e-probe", label="probe")
         # The variables must not contain the guard, because the sampler needs its own view.
         env = without_guard(answer["env"])
@@ -538,7 +541,8 @@ class Pool:
             if self._client is not None:
                 self._client.close()
             broker.terminate()
-            # First check this process alone: a search through all processes takes much longer.
+            # First check only this process, because a search through all processes takes much
+            # longer.
             wait_for(lambda: not runs(broker), "the broker's end", show=self.logs)
         except (BrokerUnavailable, AssertionError, psutil.Error) as error:
             problems.append(str(error))
@@ -666,8 +670,8 @@ class Sampler:
                 for pid, used in device["processes"].items():
                     if pid in sample["steady"]:
                         compared += 1
-                        # Each GPU keeps room for the context of a landing process. No grant
-                        # contains that context.
+                        # Each GPU keeps room for the context of a landing process, in addition to
+                        # the grants.
                         lands = device["uuid"] in sample["landing"].get(pid, ())
                         allowed = limits.get(pid) or (self._landing if lands else 0)
                         assert used <= allowed, (

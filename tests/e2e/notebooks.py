@@ -106,7 +106,8 @@ def _named(label: str) -> dict[str, str]:
 def _kernel(client: Any, label: str) -> Any:
     """Run the client's kernel.
 
-    With ``cleanup_kc``, nbclient ends the kernel, although this program owns the kernel's manager.
+    This program owns the kernel's manager. With ``cleanup_kc``, nbclient ends the kernel all the
+    same.
     """
     return client.async_setup_kernel(cleanup_kc=True, env=_named(label))
 

@@ -82,7 +82,7 @@ def moved(at, session, old, new, group):
 
 
 def shown(*, leaves):
-    """A kernel of the crowd has its slice from 100 s on. The kernel of ann asks at 104 s."""
+    """A kernel of the crowd has a slice from 100 s on. At 104 s, ann's kernel asks for one."""
     return [
         moved(99.0, "c", "queued", "attaching", "crowd"),
         moved(100.0, "c", "attaching", "active", "crowd"),

@@ -37,7 +37,7 @@ def pid_of_broker(pool):
 
 
 async def killed_and_back(pool):
-    """Kill the broker; return when a broker answers that no test has started."""
+    """Kill the broker; return when a new broker answers, which a kernel has started."""
     old = pool.status()["pid"]
     os.kill(old, signal.SIGKILL)
     await until(lambda: (reap(old), pid_of_broker(pool) not in (None, old))[1], "the next broker")
@@ -85,7 +85,9 @@ def test_kernels_survive_ten_kills_of_the_broker_in_a_row(pool):
 
 @pytest.mark.parametrize("attach", ["lazy", "cell"])
 def test_suspended_kernel_continues_after_its_broker_was_killed(pool, attach):
-    """No other process can notice the death: there is no other kernel, server or command."""
+    """Only this kernel can notice the broker's death, because no other kernel, server or command
+    runs.
+    """
     pool = pool(ONE, default_memory=SLICE, attach=attach)
 
     async def scenario():
@@ -171,7 +173,8 @@ def test_a_cell_shows_that_the_broker_is_being_started(pool):
         kernel = await pool.kernel()
         (await kernel.run(cells.setup(1, DATA))).check()
         await release(pool, kernel)
-        # Another process has the lock that a start needs, until the cell has shown the message.
+        # Another process keeps the lock that the start of a broker needs. It frees the lock when
+        # the cell has shown the message.
         from jupyter_gpupool.starting import only_one
 
         with only_one(pool.socket, time.monotonic() + 10):

@@ -37,10 +37,11 @@ from .kit import LOOK, MiB, Sampler, command_of, reap, until
 #: The devices, and the number of notebooks: one more than fits.
 SHORT, LONG = ("1x640MiB,context=32MiB", 3), ("2x640MiB,context=32MiB", 5)
 
-#: MiB of each notebook on its device: with one kill of each kind, and with a hundred rounds.
+#: MiB of each notebook on its device: in the short form with one kill of each kind, and in the long
+#: form with a hundred rounds.
 SMALL, LARGE = 24, 96
 
-#: The size of a slice: two fit on a device.
+#: The size of a slice in bytes. Two slices fit on a device.
 SLICE = 256 * MiB
 
 #: The things that a round may kill; the short form kills each once.
@@ -68,7 +69,9 @@ POLICIES = {
 
 
 class Notebook:
-    """A notebook that no kill may disturb. It works until the test stops it, and counts checks."""
+    """A notebook that no kill may disturb. It works until the test stops it. It counts its checks
+    of the data.
+    """
 
     def __init__(self, pool, number, rng, data):
         self.pool, self.number, self.rng, self.data = pool, number, rng, data
@@ -106,8 +109,8 @@ class Notebook:
                 half_done = False
                 continue
             if self.attach == "lazy":
-                # Without a broker, a call that needs the slice back fails, at any place in the
-                # code.
+                # Without a broker, a call that needs the slice back fails. This can happen in any
+                # line of the cell.
                 assert "CUDA_ERROR_SYSTEM_NOT_READY" in cell.evalue, cell.traceback
                 assert str(self.pool.socket) in cell.text, cell
                 self.refused.append((time.monotonic(), cell.evalue))
@@ -399,7 +402,9 @@ class Server:
             client.stop_channels()
 
     async def ready(self, client):
-        """Wait for the kernel. A client that did not start it may report a slow kernel as dead."""
+        """Wait for the kernel. If this client did not start the kernel, it may report a slow kernel
+        as dead.
+        """
         deadline = time.monotonic() + 60
         while True:
             try:

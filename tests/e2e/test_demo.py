@@ -47,7 +47,7 @@ def test_demo_attaches_suspends_and_restores_elsewhere(installed, tmp_path):
         peak, deadline = 0, time.monotonic() + 240
         while process.poll() is None and time.monotonic() < deadline:
             peak = max(peak, resident(mark))
-            time.sleep(LOOK * 15)  # a look at all processes of the machine takes at least 20 ms
+            time.sleep(LOOK * 15)  # a search through all processes takes at least 20 ms
         if process.poll() is None:
             process.kill()
         process.wait()

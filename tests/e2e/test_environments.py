@@ -37,8 +37,8 @@ class Blocker:
 sys.meta_path.insert(0, Blocker)
 """
 
-#: Two notebooks on a GPU that has room for only one. The Python without the packages runs this
-#: code.
+#: This code runs two notebooks on a GPU that has room for only one. The Python without the packages
+#: runs the code.
 NOTEBOOKS = """
 import sys, tempfile
 from jupyter_client import KernelManager
@@ -208,7 +208,7 @@ def test_device_processes_run_in_the_configured_python(monkeypatch, tmp_path):
     of_prefix = second_environment(tmp_path / "prefix" / "share" / "gpupool" / "devices")
     assert interpreter.choose() == str(of_prefix)
     assert interpreter.choose(str(of_user)) == str(of_user)
-    of_prefix.unlink()  # this interpreter was removed
+    of_prefix.unlink()  # as if somebody had removed this interpreter
     assert interpreter.choose() == str(of_user)
 
 
@@ -240,8 +240,8 @@ def test_message_describes_an_interpreter_that_does_not_work(tmp_path):
 
 
 def test_requirements_of_devices_are_the_same_in_all_files():
-    """Compare the extra, the input of the lock file, and the versions that device
-    processes check.
+    """Compare the requirements in the package's extra ``devices``, in the lock file and its input,
+    and in the check of device processes.
     """
     text = (ROOT / "pyproject.toml").read_text()
     wanted = [name + spec for name, spec in interpreter.RANGES.items()]

@@ -142,8 +142,8 @@ def test_memory_of_a_child_that_outlives_its_kernel_is_counted(pool):
         (await kernel.run(code)).check()
         child = int((await kernel.run("print(child.pid)")).check().text)
         other = await pool.kernel("other")
-        # The child would end when its stdin closes, but it is stopped (SIGSTOP) and keeps its
-        # memory.
+        # When the kernel dies, the child's stdin closes, so the child would end. But it is stopped
+        # (SIGSTOP), so it keeps its memory.
         os.kill(child, 19)
         kernel.kill()
         await until(lambda: kernel.session() is None, "the killed kernel's session to end")
@@ -339,7 +339,8 @@ def test_two_full_slices_share_a_device_again_after_a_suspend(pool):
 def test_kernel_over_its_slice_keeps_its_state_and_harms_nobody(pool):
     """Without the guard, nothing stops an allocation.
 
-    The ledger must not promise the allocated bytes to other kernels.
+    If a kernel allocates more than its slice, the ledger must not promise these bytes to other
+    kernels.
     """
     pool = pool("1x160MiB,context=32MiB", default_memory=64 * MiB, guard=False)
 

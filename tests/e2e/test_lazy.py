@@ -137,7 +137,9 @@ tensors = [Tensor() for _ in range(20)]
 
 
 def test_garbage_is_collected_while_another_kernel_has_the_gpu(pool):
-    """The collection neither waits nor asks for a lease. The memory is freed at the resume."""
+    """The garbage collection does not wait and does not ask for a lease. The resume frees the
+    memory.
+    """
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
 
@@ -186,9 +188,9 @@ block.verify()
 
 
 def test_graph_capture_is_not_preempted(pool):
-    """The recording makes no call for longer than ``quiet_after``.
+    """The kernel records a graph, and makes no call for longer than ``quiet_after``.
 
-    Only the capture protects the slice.
+    During this time, only the capture protects its slice.
     """
     pool = pool(ONE, default_memory=SLICE, quiet_after=QUIET)
     flag = pool.folder / "go"
@@ -362,7 +364,7 @@ def test_waiting_call_shows_its_wait_and_can_be_interrupted(pool):
     async def scenario():
         busy, work = await occupied(pool, flag)
         waiting = await with_blocks(pool, "waiting")
-        # A second wait of the same kernel must end as the first one did.
+        # A second wait of the same kernel must end in the same way as the first wait.
         for _ in range(2):
             cell = asyncio.create_task(waiting.run("block = Block(64).allocate()"))
             session = await state(waiting, "queued")

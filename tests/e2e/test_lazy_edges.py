@@ -46,9 +46,10 @@ def test_waiting_call_fails_within_5_s_without_a_broker(pool):
         assert "jupyter gpupool doctor" in done.text, done
         assert done.text.count("GPU pool:") == 1
         print(f"the call ended {took:.2f} s after the broker")
-        # The guard promises 5 s, and guard/test_wait measures them with the guard's own clock.
-        # Here, a slow machine takes longer to end the broker before these 5 s, and to report the
-        # cell's error after these 5 s.
+        # The guard promises that the call ends within 5 s; guard/test_wait measures this time with
+        # the guard's own clock. The time measured here is longer: it includes the end of the broker
+        # before the 5 s, and the report of the cell's error after the 5 s. The test allows 20 s for
+        # these two, because the machine may be slow.
         assert took < 5.0 + 20.0, took
         assert not work.done(), "a kernel with a slice continues"
         pool.start_broker()
@@ -254,7 +255,7 @@ def test_next_allocation_uses_the_new_size(pool):
         shown = " ".join((await kernel.run("%gpu details")).check().displays)
         assert "352 MiB of 448 MiB" in shown, shown
         assert "on: CUDA calls wait" in shown
-        # A size below the current use is refused.
+        # The pool refuses a size below the current use.
         refused = await kernel.run("%gpu 96MiB")
         assert not refused.ok
         assert "352 MiB" in said(refused), said(refused)

@@ -33,8 +33,8 @@ def test_broker_outlives_the_notebook_that_started_it(pool):
         outer = await pool.kernel("outer")
         (await outer.run(cells.setup(1, DATA))).check()
         await state(outer, "idle")
-        # The old broker ends in an orderly way. After such an end, a kernel starts a new broker
-        # only when it needs one.
+        # The old broker ends in an orderly way (SIGTERM). So the kernel starts a new broker only
+        # when it needs one.
         old = psutil.Process(pool.status()["pid"])
         old.send_signal(signal.SIGTERM)
         await until(lambda: not pool.socket.exists(), "the broker's end")

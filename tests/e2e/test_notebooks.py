@@ -22,7 +22,8 @@ from tests.broker import forks
 from . import notebooks
 from .kit import LOOK
 
-#: Notebooks that a kill can disturb in the most different ways. The long form runs all notebooks.
+#: The notebooks of the short form: a kill can disturb each of them in a different way. The long
+#: form runs all notebooks.
 SHORT = (
     *("background_thread", "first_steps", "give_back_and_go_on", "memory_pools"),
     *("restart_and_run_all", "subprocesses", "threads_and_garbage", "workers_by_fork"),
@@ -49,8 +50,8 @@ def answers(pool):
 def killer(pool, every, stop):
     """End each broker with SIGKILL; return the number of kills.
 
-    Each broker runs for ``every`` seconds. If ten brokers in a row served no kernel, the kernels
-    would start no further broker.
+    Each broker runs for ``every`` seconds. This must be long enough for a broker to serve a kernel.
+    If ten brokers in a row served no kernel, the kernels would start no further broker.
     """
     killed = 0
     while not stop.wait(LOOK):

@@ -77,7 +77,7 @@ def test_the_kernel_of_the_higher_class_is_served_first(pool):
 
 
 def test_no_kernel_is_suspended_without_host_memory(pool):
-    """Host memory has room for one suspended kernel, not for two."""
+    """Host memory has room for only one suspended kernel."""
     pool = pool(ONE, default_memory=400 * MiB, host_memory="440MiB")
 
     async def scenario():
@@ -153,8 +153,8 @@ def test_kernel_in_manual_mode_attaches_only_at_a_command(pool):
         (await kernel.run(cells.setup(1, DATA) + "block.verify()")).check()
         (await kernel.run("%gpu release")).check()
         await suspended(kernel)
-        # The cell does not ask for the slice, so the kernel gets none; a cell without CUDA runs
-        # as usual.
+        # In manual mode, a cell does not ask for a slice, so the kernel gets none. A cell without
+        # CUDA runs as usual.
         (await kernel.run("1 + 1")).check()
         assert kernel.session()["granted_bytes"] == 0
         (await kernel.run("%gpu attach")).check()
@@ -215,7 +215,9 @@ def test_an_interrupt_ends_the_wait_before_a_cell(pool):
 
 
 def _kind(descriptor):
-    """Return the target of a descriptor, without the number that differs within a kind."""
+    """Return the target of a descriptor. Leave out the number of a socket or pipe, so that all
+    sockets have the same name.
+    """
     try:
         return re.sub(r"\[\d+\]$", "", str(descriptor.readlink()))
     except OSError:
@@ -233,9 +235,9 @@ def test_hundred_moves_leak_no_descriptor_and_no_memory(pool):
         everybody = [broker, *broker.children(recursive=True), psutil.Process(kernel.pid)]
 
         def descriptors():
-            """Return each process's open descriptors: the number of each kind and path."""
+            """For each process, return how many descriptors of each kind and path are open."""
             found = [Counter(map(_kind, Path(f"/proc/{p.pid}/fd").iterdir())) for p in everybody]
-            # Sometimes a thread of IPython saves its history.
+            # Sometimes a thread of IPython has the file of its history open.
             return [
                 Counter({k: n for k, n in one.items() if "profile_default" not in k})
                 for one in found

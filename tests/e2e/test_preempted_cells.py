@@ -148,9 +148,9 @@ def test_work_without_the_gpu_continues_during_a_preemption(pool):
 
 @pytest.mark.parametrize("how", ["restart", "shutdown"])
 def test_preempted_kernel_can_end_while_it_waits(pool, how):
-    """The kernel's state in host memory is freed.
+    """The end of the kernel frees its state in host memory.
 
-    After a restart, the kernel waits for its turn as a new kernel.
+    After a restart, the kernel waits in the queue like a new kernel.
     """
     pool = pool(ONE, **RULES)
     flag, release = pool.folder / "flag", pool.folder / "release"
@@ -222,9 +222,7 @@ def test_broker_is_killed_while_a_preempted_cell_waits(pool):
 
 
 def test_lone_kernel_has_the_whole_gpu_until_another_asks(pool):
-    """This is the default: nobody has set a limit, and no allocation fails while
-    the GPU has free memory.
-    """
+    """By default, nobody has set a limit. No allocation fails while the GPU has free memory."""
     pool = pool(ONE, default_memory=300 * MiB, default_limit=None, quiet_after=0.5)
     flag, release = pool.folder / "flag", pool.folder / "release"
 

@@ -91,8 +91,8 @@ def test_pool_works_with_the_pins_of_a_framework(tmp_path):
             "GPUPOOL_SOCKET": str(folder / "b.sock"),
             "JUPYTER_CONFIG_DIR": str(folder),
         }
-        # NOTEBOOKS expects a Python without the packages. This Python has unsuitable versions of
-        # the packages instead.
+        # NOTEBOOKS expects a Python without the packages. Here, the Python has the packages in
+        # unsuitable versions.
         code = NOTEBOOKS.replace('for name in ("cuda", "pynvml"):', "for name in ():")
         refused = command(binaries / "python", "-c", code, KERNEL_NAME, env=env, check=False)
         assert "Run: jupyter gpupool install-devices" in refused.stdout

@@ -69,8 +69,8 @@ async def soak(pool, memory, data, seconds, seed, idle):
 
 def run_soak(pool, size, seconds, seed, idle, attach="lazy"):
     machine, memory, data = size[0], size[1] * MiB, size[2]
-    # Slices move as often as possible: the pool does not protect a slice after a move, and a kernel
-    # is idle as soon as no call runs.
+    # With these options, slices move as often as possible. The pool does not protect a slice after
+    # a move, and a kernel is idle as soon as no call runs.
     pool = pool(
         machine,
         default_memory=memory,

@@ -25,8 +25,8 @@ def swap(pool):
 
 
 def test_users_with_short_cells_wait_only_for_the_move(pool):
-    """When the cell has ended and no call runs, the kernel is idle at once, whatever the value of
-    ``quiet_after``.
+    """When the cell has ended and no call runs, the kernel is idle at once, even if ``quiet_after``
+    is long.
 
     The rule of ``max_swap_overhead`` alone would protect the slice for a hundred times the cost of
     a move. The pool does not protect it for so long.
@@ -53,7 +53,7 @@ def test_users_with_short_cells_wait_only_for_the_move(pool):
 def test_thread_that_outlives_its_cell_keeps_the_slice(pool):
     """The agent reports no running cell, but the thread's calls show that the slice is in use.
 
-    Even a thread that makes a call every few milliseconds may get no processor for half a second.
+    ``quiet`` is long, because on a busy machine a thread may get no processor for half a second.
     """
     quiet = 3.0
     pool = pool(ONE, default_memory=SLICE, quiet_after=quiet, max_swap_overhead=0.0)

@@ -9,8 +9,8 @@ import pytest
 from . import cells
 from .scenes import play
 
-#: The code counts GPUs like torch.cuda.device_count() before CUDA is initialised: from the
-#: variable and NVML.
+#: Before CUDA is initialised, torch.cuda.device_count() counts GPUs from the variable and from
+#: NVML. This code does the same.
 COUNT = """
 import pynvml
 def count():

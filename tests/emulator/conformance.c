@@ -329,7 +329,7 @@ static void case_cuinit_is_enough(void)
     struct child c = start(NULL);
     CHECK(thread_id(&c) < 0);
     IS(ask(&c, "init"), 0);
-    CHECK(thread_id(&c) > 0); /* cuInit is enough: the thread needs no context */
+    CHECK(thread_id(&c) > 0); /* the thread exists after cuInit, without any context */
     IS(state(&c), 0);
     IS(op(&c, 'l', 1000), 0);
     IS(op(&c, 'c', 0), 0);
@@ -349,7 +349,7 @@ static void case_lock_timeout(void)
     IS(ask(&c, "spin 1500"), 0);
     IS(op(&c, 'l', 200), 600);
     IS(state(&c), 0);
-    IS(op(&c, 'l', 10000), 0); /* now the work can end in time */
+    IS(op(&c, 'l', 10000), 0); /* within 10 s, the work ends */
     IS(op(&c, 'u', 0), 0);
     IS(ask(&c, "verify"), 0);
     end(&c);
@@ -456,11 +456,11 @@ static void case_stopped_target(void)
     IS(ask(&c, "alloc 1"), 0);
     kill(c.pid, SIGSTOP);
     pid_t caller = fork_op(&c, 'l', 100);
-    CHECK(!ends_within(caller, 500)); /* the time-out of the lock does not end this wait */
+    CHECK(!ends_within(caller, 500)); /* the lock's time-out of 100 ms does not end this wait */
     kill(caller, SIGKILL);
     waitpid(caller, NULL, 0);
     kill(c.pid, SIGCONT);
-    if (state(&c) == 1) /* the request may still have locked the process */
+    if (state(&c) == 1) /* the killed caller may still have locked the process */
         IS(op(&c, 'u', 0), 0);
     IS(state(&c), 0);
     IS(ask(&c, "verify"), 0);
@@ -478,8 +478,8 @@ static void case_restore_without_room(void)
     snprintf(command, sizeof command, "hold %zu", (size_t)(free_memory() / MIB - 40));
     IS(ask(&hog, command), 0);
     CHECK(op(&c, 'r', 0) != 0);
-    /* The state is CHECKPOINTED with 580.159.04, and was reported as FAILED for other drivers. The
-     * process does not run in either state. */
+    /* Driver 580.159.04 shows the state CHECKPOINTED. For other drivers, FAILED was reported. In
+     * both states, the process does not run. */
     int after = state(&c);
     CHECK(after == 2 || after == 3);
     end(&hog);

@@ -93,7 +93,7 @@ static void case_graph_memory(void)
     OK(cuGraphAddMemcpyNode(&node, graph, &node, 1, &copy, current_context()));
     OK(cuGraphAddMemFreeNode(&node, graph, &node, 1, alloc.address));
     OK(cuGraphInstantiateWithFlags(&run, graph, 0));
-    CHECK(cuGraphInstantiateWithFlags(&again, graph, 0) != 0); /* only one may exist */
+    CHECK(cuGraphInstantiateWithFlags(&again, graph, 0) != 0); /* a second executable is refused */
     OK(cuGraphUpload(run, stream));
     OK(cuStreamSynchronize(stream));
     CHECK(graph_figure(2) >= 32 * MIB);
@@ -105,8 +105,8 @@ static void case_graph_memory(void)
     CHECK(graph_figure(1) >= 32 * MIB);
     OK(cuGraphExecDestroy(run));
     OK(cuGraphDestroy(graph));
-    /* 580.159.04 on an H200 reports 32 MiB here. The emulated driver reports what is allocated
-     * now. */
+    /* 580.159.04 on an H200 reports 32 MiB here. The emulated driver reports only the memory that
+     * is allocated now. */
     printf("# used by graphs after their end: %llu MiB\n", (unsigned long long)graph_figure(0) / MIB);
     OK(cuDeviceGraphMemTrim(0));
     IS(graph_figure(2), 0);
@@ -165,7 +165,7 @@ static void case_graph_out_of_memory(void)
     printf("# after a launch without room: %zu MiB less free; used %llu, reserved %llu MiB\n",
            (before - free_memory()) / MIB, (unsigned long long)graph_figure(0) / MIB,
            (unsigned long long)graph_figure(2) / MIB);
-    /* The same driver does not give the memory of the failed launch back here. */
+    /* After the failed launch, driver 580.159.04 does not give the memory back here. */
     OK(cuStreamDestroy_v2(stream));
 }
 
@@ -233,7 +233,7 @@ static void case_capture_two_streams(void)
     CHECK(back[0] == 7 && back[N - 1] == 7);
     OK(cuGraphExecDestroy(run));
     OK(cuGraphDestroy(graph));
-    /* No other node and no stream waits for this captured work. */
+    /* Nothing waits for this captured work: no other node, and no stream. */
     OK(cuStreamBeginCapture_v2(first, 0));
     OK(cuEventRecord(fork, first));
     OK(cuStreamWaitEvent(second, fork, 0));

@@ -76,7 +76,7 @@ static void case_shared_vmm(void)
     OK(cuMemSetAccess(va, 2 * MIB, &access, 1));
     put_pattern(va, 2 * MIB);
     OK(cuMemExportToShareableHandle(&fd, handle, 1, 0));
-    OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, 1)); /* in this process, too */
+    OK(cuMemImportFromShareableHandle(&again, (void *)(intptr_t)fd, 1)); /* also in this process */
     OK(cuMemRelease(again));
     int copy = dup(fd); /* a descriptor that a child inherits */
     struct child c = start(NULL);
@@ -120,8 +120,8 @@ static void case_shared_pool(void)
     OK(cuStreamDestroy_v2(stream));
 }
 
-/* 580.159.04 suspends a process that has exported memory. For drivers before 610, refusals were
- * reported. In both cases the process continues afterwards. */
+/* 580.159.04 suspends a process that has exported memory. Reports say that drivers before 610
+ * refuse. In both cases the process continues afterwards. */
 static void case_exported_memory(void)
 {
     struct child c = start(NULL);

@@ -107,7 +107,7 @@ static int target_alloc(size_t mib)
     return result;
 }
 
-/* The handle that another process shares. It is a text in the environment. */
+/* The handle that another process shares. The environment has it as text. */
 static struct handle target_handle(void)
 {
     struct handle h = {{0}};
@@ -211,7 +211,7 @@ static int target_shared_event(const char *how)
     if (!event && !result)
         result = cuIpcOpenEventHandle(&event, target_handle());
     if (!result && !strcmp(how, "record-event"))
-        result = spin(NULL, 3000000000ull); /* at its end a process waits for its kernels */
+        result = spin(NULL, 3000000000ull); /* when a process ends, it waits for its kernels */
     if (!result)
         result = strcmp(how, "record-event") ? cuEventQuery(event) : cuEventRecord(event, NULL);
     return result;
@@ -383,7 +383,8 @@ static int thread_id(struct child *c)
     return cuCheckpointProcessGetRestoreThreadId(c->pid, &tid) ? -1 : tid;
 }
 
-/* Restores a process with each device replaced by the next one. Passes `count` pairs of devices. */
+/* Restores a process so that each device is replaced by the next device. Passes `count` pairs of an
+ * old and a new device. */
 static int restore_elsewhere(struct child *c, int count)
 {
     unsigned char pairs[64][2][16];

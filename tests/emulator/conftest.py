@@ -121,8 +121,9 @@ class Target:
 
     def is_hung(self):
         """Wait until the fault ``hang`` blocks the main thread; return whether it stays blocked."""
-        # System call 202 is futex(2), and 0x80 is a private FUTEX_WAIT. The two zeros are the
-        # expected value and the missing time-out.
+        # A blocked thread is in system call 202, futex(2). The argument 0x80 means a private
+        # FUTEX_WAIT. The two zeros mean that the expected value is 0, and that there is no
+        # time-out.
         wait = re.compile(r"202 0x[0-9a-f]+ 0x80 0x0 0x0 ")
         deadline = time.monotonic() + TIMEOUT
         while not wait.match(Path(f"/proc/{self.pid}/syscall").read_text()):

@@ -33,7 +33,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why some differences remain. A pattern must match the whole text; None matches any text."""
+    """The reason for one or more known differences. A pattern must match the whole text; None
+    matches any text.
+    """
 
     why: str
     section: str
@@ -137,11 +139,13 @@ def differences(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Diff
 def differences_without_device(
     real: dict[str, Any], newest: dict[str, Any], emulated: dict[str, Any]
 ) -> Iterator[Difference]:
-    """Yield the questions that only ``real`` has, and that ``emulated`` answers in another way.
+    """Yield the questions without a counterpart in ``newest`` to which ``emulated`` and ``real``
+    give different answers.
 
     ``real`` is a record made without a device. ``newest`` is the record of a later driver, made
-    with a device. If ``newest`` and ``real`` give different answers to a call before cuInit, the
-    answer of ``newest`` is also the expected answer after a failed cuInit.
+    with a device, so it lacks these questions. For a call after a failed cuInit, the expected
+    answer is that of ``real``. But if ``newest`` and ``real`` give different answers to the same
+    call before cuInit, the expected answer is that of ``newest``.
     """
     for section in ("arguments", "nvml_arguments"):
         for question in real[section].keys() - newest[section].keys():
@@ -163,7 +167,7 @@ def differences_without_device(
 
 
 def _common(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[tuple[str, set[str]]]:
-    """Yield the sections of calls, and for each the functions that both records have."""
+    """Yield each section of calls, with the functions that both records have in it."""
     yield "calls", functions(real) & functions(emulated)
     yield "nvml_calls", {*real["nvml_functions"]} & {*emulated["nvml_functions"]}
 
@@ -186,7 +190,8 @@ def _calls(
 
 
 def _procaddr(real: dict[str, Any], emulated: dict[str, Any]) -> Iterator[Difference]:
-    """Yield each name and version for which cuGetProcAddress returns different forms.
+    """Yield the names and versions for which cuGetProcAddress of the two drivers returns different
+    forms.
 
     If the emulated driver lacks a form, it must return no address for it.
     """

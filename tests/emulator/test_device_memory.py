@@ -114,7 +114,7 @@ def test_a_killed_process_frees_its_memory(watch):
     other = machine.target()
     assert other.attempt("context(); ok(D.cuMemAlloc(900 << 20))") == ("failed", 2)
     os.kill(child.pid, signal.SIGKILL)
-    # The process is a zombie until it is reaped.
+    # The process is a zombie until the test reaps it.
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert look("used(0)") == 32 * MIB  # the context of the other process
     assert other.do("ok(D.cuMemAlloc(900 << 20)); _ = 1") == 1
@@ -299,7 +299,7 @@ def test_threads_share_the_driver(emulated):
 
 
 def test_mapped_memory_without_access_is_refused(emulated):
-    """The conformance program leaves this case out: a real driver may end the context."""
+    """The conformance program does not test this, because a real driver may end the context."""
     child = emulated("1x1GiB").target()
     code = """
     context()

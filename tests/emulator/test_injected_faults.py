@@ -37,7 +37,7 @@ def test_slow_copies_limit_bandwidth_in_their_scope(trio):
     assert target.do(timed) >= 0.2  # this fault has another scope, so both faults apply
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth=1, device=1)
-    target.do(timed)  # Device 0 is not slow: at one byte a second this call would not return.
+    target.do(timed)  # Device 0 is not slow. At one byte a second, this call would hang.
     machine.faults.clear()
     machine.faults.set("slow-copies", bandwidth="40MB/s", pid=target.pid)
     start = time.monotonic()
@@ -98,7 +98,7 @@ def test_lost_device_ends_its_contexts(trio):
     assert "GPU is lost" in worker.attempt("_ = handle(0)")[1]
     assert worker.do("_ = n.nvmlDeviceGetName(handle(1))").startswith("EMULATED")
     assert target.attempt("_ = get(p, 100)") == ("failed", 719)
-    assert target.attempt("context(1)") == ("failed", 719)  # its contexts have ended permanently
+    assert target.attempt("context(1)") == ("failed", 719)  # its contexts stay unusable
     other = machine.target()
     assert other.attempt("context(0)") == ("failed", 46)
     assert other.do("context(1); _ = 1") == 1

@@ -43,7 +43,7 @@ def test_cuda_bindings_resolves_common_calls(emulated):
     """
     lines = emulated().run(dedent(code)).splitlines()
     found = {name: found == "1" for name, found in (line.split() for line in lines)}
-    assert len(found) > 450  # the driver answered for every name that the client looked up
+    assert len(found) > 450  # the client looked up all names and did not fail
     assert [name for name in NEEDED.split() if not found.get(name)] == []
 
 

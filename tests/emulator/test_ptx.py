@@ -10,7 +10,9 @@ from tests.emulator.ptxchild import LAUNCH
 
 @pytest.fixture(scope="module")
 def ptx(tmp_path_factory):
-    """Return a function that evaluates an expression with ``LAUNCH``, always in one process."""
+    """Return a function that evaluates an expression with ``LAUNCH``. All calls use the same
+    process.
+    """
     machine = Emulated("1x1GiB,context=32MiB", tmp_path_factory.mktemp("ptx") / "machine")
     child = machine.target()
     child.do("context()")

@@ -171,7 +171,7 @@ def test_a_lock_may_ignore_its_timeout(trio):
 
 
 def test_unknown_faults_in_the_environment_are_reported(emulated):
-    """Without the report, a test with a misspelt fault would run without any fault."""
+    """Without this error, a test with a misspelt fault would run without any fault."""
     variables = {"EMUCUDA_FAULTS": "nonsense bytes=3; ;residue bytes=8MiB"}
     done = subprocess.run(
         [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],

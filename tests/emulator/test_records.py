@@ -48,7 +48,7 @@ def test_driver_without_a_machine_answers_like_nvidia(newest, newest_without_dev
     found += parity.differences_without_device(newest_without_device, newest, alone)
     excused = _excused(found)
     assert [str(difference) for difference in found if difference not in excused] == []
-    # A reason that explains no difference would hide a later difference.
+    # If a reason explained no difference, it could hide a later difference.
     idle = [r for r in parity.REASONS if not any(r.covers(difference) for difference in found)]
     assert idle == []
 
@@ -95,7 +95,8 @@ def _forms_are_only_added(older, newer):
 
 @pytest.mark.parametrize("oldest", [0, 1])
 def test_drivers_without_a_device_agree(oldest, newest_without_device):
-    """All drivers return the same results for wrong arguments, with the exceptions listed below.
+    """For wrong arguments, all drivers return the same results, with the exceptions in the code
+    below.
 
     A later driver only adds forms of a function, that is, versions of it under the same name.
     """
@@ -183,7 +184,7 @@ def test_changed_answer_in_a_record_without_device_is_reported(
 
 
 def test_checks_made_before_cuinit_are_also_made_if_it_fails(newest, newest_without_device):
-    """If the later driver makes a check before cuInit, it does so after a failed cuInit, too."""
+    """A check that the later driver makes before cuInit is also made after a failed cuInit."""
     older = newest_without_device
     found = parity.differences_without_device(older, newest, older)
     real = {difference.question: difference.real for difference in found}

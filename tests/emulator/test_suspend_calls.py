@@ -91,7 +91,7 @@ def status(pid, field):
 
 
 def on_devices(pid):
-    """Return how many bytes of a process's device memory are stored on its devices."""
+    """Return how many bytes of a process's device memory are on a device, not in host memory."""
     files = [file.stat() for file in Path(f"/proc/{pid}/fd").iterdir()
              if str(file.readlink()).startswith("/memfd:emucuda-device")]  # fmt: skip
     return sum({found.st_ino: found.st_blocks * 512 for found in files}.values())
@@ -109,7 +109,7 @@ def test_memory_contents_survive_a_suspend(pair):
 
 
 def test_nvml_calls_of_a_suspended_process_wait_for_the_unlock(pair):
-    """As observed with driver 580.159.04, NVML calls of a locked process wait for its unlock."""
+    """With driver 580.159.04, the NVML calls that a locked process makes wait for its unlock."""
     _, target, worker, _ = pair
     count = "_ = n.nvmlDeviceGetCount()"
     assert target.do("import pynvml as n; n.nvmlInit();" + count) == 2
@@ -118,7 +118,7 @@ def test_nvml_calls_of_a_suspended_process_wait_for_the_unlock(pair):
     assert target.hangs(0.1)
     worker.do("p.checkpoint()")
     assert target.hangs(0.1)
-    assert worker.do(count) == 2  # NVML calls about other processes do not wait
+    assert worker.do(count) == 2  # NVML calls of other processes do not wait
     worker.do("p.restore()")
     assert target.hangs(0.1)
     worker.do("p.unlock()")
@@ -167,7 +167,7 @@ def test_a_restore_can_move_to_another_device(pair):
     assert target.do("_ = bytes(ok(D.cuDeviceGetUuid(0)).bytes).hex()") != uuid
     target.do("ok(D.cuMemAlloc(64 << 20))")
     assert worker.do("_ = (used(0), used(1))") == (0, before + 64 * MIB)
-    # Then it moves back to the first device.
+    # Then the process moves back to the first device.
     worker.do(f"suspend({target.pid}); resume({target.pid}, shift(1))")
     assert worker.do("_ = (used(0), used(1))") == (before + 64 * MIB, 0)
 
@@ -234,7 +234,7 @@ def test_a_killed_target_ends_the_call(emulated, bandwidth):
     target.do("context(); p = ok(D.cuMemAlloc(64 << 20)); put(p, bytes_of(64 << 20))")
     worker.do(f"Process({target.pid}).lock(5000)")
     if bandwidth == "0":
-        target.signal(signal.SIGSTOP)  # the call hangs before it does anything
+        target.signal(signal.SIGSTOP)  # with the target stopped, the call hangs before it copies
     worker.send(f"Process({target.pid}).checkpoint()")
     assert worker.hangs(0.2)
     target.kill()

@@ -80,7 +80,8 @@ def info() -> tuple[int, int]:
     """Return free and total bytes of the device as the driver reports them to this process."""
     from cuda.bindings import driver
 
-    # JAX has a context only in its own threads. All threads use the device's primary context.
+    # JAX sets a context only in its own threads. So this thread sets the context that JAX uses, the
+    # device's primary context.
     if not int(driver.cuCtxGetCurrent()[1]):
         driver.cuCtxSetCurrent(driver.cuDevicePrimaryCtxRetain(driver.cuDeviceGet(0)[1])[1])
     result, free, total = driver.cuMemGetInfo()
@@ -120,7 +121,7 @@ def init() -> str:
 
 
 def nvml() -> int:
-    """Use only NVML; return how many devices it lists."""
+    """Use only NVML; return the number of devices that it lists."""
     import pynvml
 
     pynvml.nvmlInit()

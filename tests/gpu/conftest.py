@@ -35,9 +35,7 @@ def machine():
 
 @pytest.fixture(scope="module")
 def pooled(machine, request):
-    """A broker, and a notebook for each test of the file. Each notebook asks for
-    most of the device.
-    """
+    """A broker, and for each test of the file a notebook that needs most of the device."""
     request.getfixturevalue("kernelspec")
     with stage(machine, request) as made:
         made.prepare(items(request), made.most)

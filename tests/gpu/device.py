@@ -22,19 +22,20 @@ from jupyter_gpupool.procfs import ProcessId
 from .machine import Machine, MiB
 from .target import Failed, Target
 
-#: Seconds to wait for the start of the service, and for the device to show that a process has
-#: ended.
+#: START: seconds to wait for the start of the service. SETTLED: seconds to wait until the device
+#: shows that a process has ended.
 START = 120.0
 SETTLED = 30.0
 
-#: Seconds to wait for the end of earlier processes before they count as foreign.
+#: Wait this many seconds for earlier processes to end. Processes that still run then count as
+#: foreign.
 LEFT = 3.0
 
-#: Seconds for a driver call that copies nothing. It is shorter than the default, because a hang
-#: is a failure.
+#: The time-out, in seconds, of a driver call that copies nothing. It is shorter than the default,
+#: because a call that hangs fails the test.
 CALL = 20.0
 
-#: Seconds for a test of many rounds. A test that did fewer rounds than planned notes the number.
+#: Seconds for a test of many rounds. If a test does fewer rounds than planned, it notes the number.
 SECONDS = float(os.environ.get("GPUPOOL_GPU_SECONDS", "40"))
 
 #: The driver allocates device memory in pages of this size.
@@ -65,7 +66,7 @@ class Bench:
 
     @property
     def slack(self) -> int:
-        """The use of an empty device may vary by this many bytes."""
+        """The bytes in use on an empty device may vary by this number."""
         return self.machine.bytes(64 * MiB)
 
     async def suspend(self, process: Target) -> SuspendOutcome:
@@ -250,7 +251,8 @@ def share(device: Device, part: float, *, processes: int = 1, cap: int = 24 << 3
     """Return this part of a device's memory in bytes: at most ``cap``, and at most what host
     memory allows.
 
-    Host memory takes the state of a suspended process, and for a moment a part of it twice.
+    Host memory must have room for the state of a suspended process, and for a moment for a second
+    copy of a part of the state.
     """
     room = min(int(device.memory_total * part), cap, int(host_memory() * 0.7) // processes)
     return room // PAGE * PAGE

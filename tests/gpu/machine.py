@@ -26,7 +26,8 @@ MiB = 1 << 20
 #: The emulated machine, if there is no GPU. It is small, so that copies are quick.
 EMULATED = "1x4GiB,context=64MiB"
 
-#: In :meth:`Machine.bytes`: the bytes of the emulated device for each byte of a real device.
+#: The ratio of a size on the emulated device to the size on a real device, for
+#: :meth:`Machine.bytes`.
 SCALE = 16
 
 
@@ -77,8 +78,8 @@ sys.stdin.read()
 def driver_up(found: Machine) -> Iterator[str]:
     """Keep a process running that has called cuInit; yield the result, "0" for success.
 
-    Without persistence mode, the driver starts again for each first process, which takes seconds.
-    With this process, the driver starts only once, not for each test.
+    Without persistence mode, the driver stops when no process uses it, and its next start takes
+    seconds. This process keeps the driver running, so it starts only once, not for each test.
     """
     holder = subprocess.Popen(
         [sys.executable, "-c", _HOLDER],

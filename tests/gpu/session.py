@@ -29,8 +29,8 @@ from .workloads import expected
 
 _Result = TypeVar("_Result")
 
-#: Seconds for the start of all kernels of a file including the imports, for one cell, and for a
-#: test.
+#: Time-outs in seconds: for the start of all kernels of a file including the imports, for one cell,
+#: and for a test.
 START = 100.0
 CELL = 90.0
 TEST = 110.0
@@ -38,7 +38,7 @@ TEST = 110.0
 #: Bytes of a neighbour's array on a real device.
 TAKEN = 64 * MiB
 
-#: Bytes that an empty device may still have in use: less than any context takes.
+#: An empty device may still have this many bytes in use. Any context takes more than this.
 LEFT = 32 * MiB
 
 #: Imports that take seconds and that run before the first use of CUDA.
@@ -265,7 +265,7 @@ class Stage:
         return found
 
     async def neighbour(self, age: int) -> Notebook:
-        """Return a notebook that needs most of the device at each of its calls.
+        """Return a neighbour: a notebook that needs most of the device at each of its calls.
 
         For a new ``age``, return a new notebook: a failed test may have damaged the old notebook.
         """
@@ -306,8 +306,8 @@ class Stage:
 def stage(machine: Machine, request: pytest.FixtureRequest, **config: Any) -> Iterator[Stage]:
     """Yield a broker for a file's tests; show its logs if one of them failed.
 
-    The broker takes and gives slices without optional delays: GPU time is short, and other tests
-    measure these delays.
+    The broker preempts and grants slices without the optional delays. GPU time is scarce, and other
+    tests measure these delays.
     """
     config = {"quiet_after": QUIET, "max_swap_overhead": 0, "host_memory": "90%", **config}
     folder = Path(tempfile.mkdtemp(prefix="gp"))  # a socket needs a short path

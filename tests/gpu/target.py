@@ -21,10 +21,12 @@ from jupyter_gpupool.procfs import ProcessId
 
 ROOT = Path(__file__).parents[2]
 
-#: Seconds for an answer of a process; torch.compile takes longest. A hang is a failure.
+#: Seconds to wait for an answer of a process. The answer to torch.compile takes longest. If no
+#: answer comes, the test fails.
 ANSWER = 120.0
 
-#: Seconds for the end of a process after SIGKILL: the kernel driver frees its memory first.
+#: Seconds to wait for the end of a process after SIGKILL. Before it ends, the kernel driver frees
+#: its memory.
 END = 30.0
 
 

@@ -21,15 +21,15 @@ from tests.emulated import build
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance.c"
 
-#: These are in the order of the program: the last cases may leave a process behind or fill the
-#: device.
+#: The cases have the order of the program, because its last cases may leave a process behind or
+#: fill the device.
 CASES = [name for name in re.findall(r"CASE\((\w+)\)", SOURCE.read_text()) if name != "name"]
 
 #: ``tests/emulator`` runs all cases. A few of them run here, to test this way of running them.
 EMULATED = {"version", "kernel", "state_machine"}
 
-#: The most seconds for one case. A driver answers within a second, so this test need not wait as
-#: long as the program itself, which waits 60 s for an answer.
+#: The time-out of one case in seconds. The program itself waits 60 s for an answer. But a driver
+#: answers within a second, so this test can stop the program earlier.
 BOUND = 30
 
 

@@ -20,8 +20,8 @@ from .workloads import expected
 CYCLES, LEAST, LOOK = 200, 20, 10
 EMULATED_CYCLES = 20
 
-#: A process of the service may grow by at most this many bytes after its first cycles. A growth of
-#: half a MiB a cycle exceeds this.
+#: After its first cycles, a process of the service may grow by at most this many bytes. If each
+#: cycle leaks half a MiB, the growth exceeds this limit.
 GROWTH = 32 * MiB
 
 

@@ -25,8 +25,8 @@ from .machine import GiB, MiB
 from .target import target
 from .workloads import expected
 
-#: The lock's time-out in these tests, and the duration of a GPU kernel that runs longer, both in
-#: seconds.
+#: Seconds: the lock's time-out in these tests, and the duration of a GPU kernel that runs longer
+#: than the time-out.
 LOCK = 0.5
 SPIN = 3 * LOCK
 
@@ -64,7 +64,7 @@ async def test_service_finds_the_device_and_tests_it(machine, note):
         assert service.cuda_version
         assert (device.can_suspend, device.tier) == (True, "unguarded"), device.tier_reason
         assert (tested.can_suspend, service.untested) == (True, set()), tested.tier_reason
-        # The service measures this value; it does not assume one.
+        # The service measures this value, and does not use a fixed value.
         assert 0 < tested.context_bytes < 2 * GiB
         assert device.emulated is not machine.real
     finally:
@@ -100,7 +100,9 @@ async def test_memory_figures_of_a_device_add_up(machine, note):
 
 
 async def test_sample_during_a_copy_reports_no_device_as_lost(machine, note):
-    """NVML may answer only after the copy. Then samples wait, and no device counts as lost."""
+    """NVML may delay its answer until the copy ends. In that case samples wait, and no device
+    counts as lost.
+    """
     # On an emulated device, a small size is enough: there is a sample during each copy, whatever
     # its size. The hash of the array takes most of the test's time.
     size = machine.bytes(2 * GiB)
@@ -152,7 +154,7 @@ async def test_process_without_cuda_has_nothing_to_suspend(machine, note):
 async def test_process_that_only_uses_nvml_is_unharmed_by_a_suspend(machine, note):
     """Driver 580.159.04 suspends the process as if it had called cuInit. The emulated one does not.
 
-    A session with such a process stays on the devices that it sees, which is safe.
+    The service does not move a session with such a process to other devices. This is safe.
     """
     async with bench(machine) as found, target("cuda-core", machine.env, start=False) as process:
         seen = await process.do("nvml")

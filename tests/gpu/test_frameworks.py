@@ -47,7 +47,8 @@ async def test_framework_is_suspended_and_resumed(machine, workload, note):
                 processes=len(there.processes),
             )
             assert there.status == "suspended", there
-            # The service has already waited. These seconds come after the service's wait.
+            # The service has already waited for NVML. These seconds are in addition to the
+            # service's wait.
             note(still_listed_s=round(await found.empty(process), 3))
             left = await found.used()
             note(

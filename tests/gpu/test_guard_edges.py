@@ -13,7 +13,7 @@ from .conftest import workloads
 from .session import MiB, Notebook, measured
 from .workloads import expected
 
-#: Other tests check this behaviour of the product on emulated devices.
+#: On emulated devices, other tests check the same behaviour of the product.
 pytestmark = pytest.mark.long
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""PyTorch features beyond arithmetic; in the middle of each test, a neighbour takes the device."""
+"""PyTorch features beyond arithmetic. In the middle of each test, a neighbour takes the device."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ print(free, total, properties.total_memory)
 @workloads("torch")
 def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbour, note):
     async def scenario():
-        # PyTorch can ask whether a device exists without a slice and without a message to the
-        # broker.
+        # The question whether a device exists needs no slice, and sends no message to the broker.
         await notebook.cell(FREE)
         session = notebook.session
         assert (session["state"], session["granted_bytes"]) == ("detached", 0), session
@@ -65,8 +64,8 @@ def test_torch_sees_a_device_of_the_size_of_the_slice(pooled, notebook, neighbou
         await notebook.cell(FREE + "torch.cuda.get_device_name(0)")
         assert notebook.session["state"] == "detached"
         assert notebook.session["resumes"] == session["resumes"]
-        # The guard could answer this question without the slice. But CUDA's runtime may ask other
-        # questions, too, which need the slice.
+        # The guard could answer this question without the slice. But CUDA's runtime may also ask
+        # other questions, and these questions need the slice.
         assert int(await notebook.cell("print(torch.cuda.mem_get_info()[1])")) == total
         note(size_asked_for_the_slice=notebook.session["resumes"] > session["resumes"])
         await notebook.cell("assert int(x.sum()) == 1 << 20")

@@ -24,7 +24,7 @@ from .machine import GiB, MiB
 from .target import Target, target
 from .workloads import expected, expected_fingerprint
 
-#: Other tests check this behaviour of the product on emulated devices.
+#: On emulated devices, other tests check the same behaviour of the product.
 pytestmark = pytest.mark.long
 
 FIRST = 9
@@ -33,7 +33,8 @@ FIRST = 9
 #: time-out of its driver call has passed.
 SETTLING = 75.0
 
-#: Driver seconds of an undisturbed suspend and of an undisturbed resume on this machine.
+#: The seconds that the driver takes for an undisturbed suspend and for an undisturbed resume on
+#: this machine.
 _usual: dict[str, float] = {}
 
 
@@ -123,8 +124,8 @@ async def test_monitor_killed_during_a_suspend_is_started_again(machine, note):
 
 @pytest.mark.parametrize("op", ["checkpoint", "restore"])
 async def test_state_lost_by_a_killed_worker_is_reported(machine, op, note):
-    """As reported: if the caller dies, a suspend completes, but a resume leaves
-    the process locked.
+    """According to reports, a suspend completes if its caller dies, but a resume leaves the process
+    locked.
     """
     async with bench(machine) as found:
         async with target("cuda-core", found.env) as process:

@@ -12,7 +12,7 @@ from .conftest import workloads
 from .session import GiB, MiB, Notebook, items, stage
 from .workloads import expected
 
-#: Other tests check this behaviour of the product on emulated devices.
+#: On emulated devices, other tests check the same behaviour of the product.
 pytestmark = pytest.mark.long
 
 #: Each framework's error about missing memory: its name, and a part of its text.
@@ -110,8 +110,8 @@ def test_nine_tenths_of_a_slice_can_be_allocated(pooled, notebook, note):
         session = notebook.session
         assert most <= session["used_bytes"] <= session["granted_bytes"] == size, session
         _, left, total = (await notebook.cell(MEMORY)).split()[-3:]
-        # A framework's memory pool takes memory in blocks of up to 32 MiB. It may have taken such a
-        # block before the first of the two readings.
+        # A framework's memory pool allocates blocks of up to 32 MiB. It may have allocated one of
+        # its blocks before this test read the free memory for the first time.
         assert int(free) - int(left) >= most - pooled.machine.bytes(32 * MiB)
         assert int(total) == size
         lines = await notebook.cell(NVML.format(uuid=pooled.device["uuid"]))
@@ -141,7 +141,7 @@ def test_slice_changes_its_size_while_the_notebook_runs(pooled, notebook, slice_
         assert session["suspends"] == 0, session
         assert await notebook.digest("mine") == expected(some, 1)
 
-        # A size below the memory in use is refused and changes nothing.
+        # The pool refuses a size below the memory in use, and changes nothing.
         await notebook.wait("to be measured", lambda s: (s["footprint_bytes"] or 0) >= more)
         refused = await notebook.run(f"%gpu {text(slice_)}")
         said = f"{refused.text} {refused.evalue}"

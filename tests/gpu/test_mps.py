@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A client of NVIDIA's multi-process service. As reported, the driver refuses to suspend it."""
+"""A client of NVIDIA's multi-process service. Reports say that the driver cannot suspend it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """Resumes after another process has taken the memory.
 
-As reported, a restore without room loses the process permanently. So the service first checks for
-room. The last test makes the driver try a restore without room.
+According to reports, a restore without enough free memory loses the process permanently. So the
+service first checks for room. The last test makes the driver try a restore without room.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ async def test_resume_without_room_leaves_the_state_in_host_memory(machine, note
 
 @pytest.mark.parametrize("headroom", [PoolSettings().resume_headroom, 0])
 async def test_resume_fits_in_the_memory_that_its_suspend_freed(machine, headroom, note):
-    """The bytes that a suspend freed suffice for its resume; another process may have the rest.
+    """For a resume, the bytes that the suspend freed are enough. Another process may have all other
+    memory.
 
-    The pool also reserves some headroom, unless a session fills its whole slice. Too little
-    headroom would be fatal: if this test fails, the pool reserves too little.
+    The pool also reserves some headroom, unless a session fills its whole slice. If this test
+    fails, the pool reserves too little headroom. This would be fatal for the process.
     """
     async with bench(machine) as found:
         async with suspended(found, 0.25, machine.bytes(4 * GiB)) as (process, there, known):
@@ -112,8 +113,8 @@ async def test_resume_fits_in_the_memory_that_its_suspend_freed(machine, headroo
 async def test_restore_without_room_fails_and_leaves_no_memory_in_use(machine, note):
     """The design assumes that the driver loses the process permanently.
 
-    If a later resume works after all, the service may try again. It must never report a lost
-    process as resumed, and an ended process must leave no memory.
+    If this test shows that a later resume works, the service may try again. The service must never
+    report a lost process as resumed. A process that has ended must leave no memory in use.
     """
     async with bench(machine) as found:
         async with suspended(found, 0.4, machine.bytes(8 * GiB)) as (process, there, known):

@@ -22,8 +22,9 @@ FIRST = {"a": 11, "b": 22}
 async def test_two_processes_that_do_not_fit_together_take_turns(machine, note):
     """Each process has 60 % of the device, or as much as the driver can copy in the given time.
 
-    In the second case, another process has the rest, so that the two still do not fit together.
-    On an emulated device, nothing touches most of their memory, so it costs nothing.
+    If the driver cannot copy 60 % in time, a third process takes the rest of the device, so that
+    the two still do not fit together. On an emulated device, nothing touches most of their memory,
+    so it costs nothing.
     """
     wanted = SWAPS if machine.real else EMULATED_SWAPS
     async with bench(machine) as found:

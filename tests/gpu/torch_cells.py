@@ -46,7 +46,7 @@ assert {"matmul", "conv"} <= set(exact), exact
 """,
 )
 
-#: The generator's state is in the process, but the device computes its numbers.
+#: The random generator's state is in the process, but the device computes the random numbers.
 RANDOM = (
     _DEVICE
     + """
@@ -100,7 +100,8 @@ assert torch.equal(there.cpu(), late)
 """,
 )
 
-#: Streams from before the suspend record events and wait for events, both old and new ones.
+#: After the suspend, streams from before it record events and wait for events. Some events are from
+#: before the suspend, others are new.
 EVENTS = (
     _DEVICE
     + """
@@ -140,7 +141,7 @@ assert kept[0].elapsed_time(kept[1]) == took
 """,
 )
 
-#: Forked workers, and the thread that pins their batches, with half of the data loaded.
+#: Forked workers load a part of the data before the suspend, and a thread pins their batches.
 LOADER = (
     _DEVICE
     + """

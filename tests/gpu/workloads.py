@@ -66,7 +66,7 @@ class Workload(Protocol):
         """Put an array on the device."""
 
     def work(self, name: str, step: int) -> None:
-        """Add ``step`` to each element, in the way that this workload tests."""
+        """Add ``step`` to each element, with the feature that this workload tests."""
 
     def get(self, name: str) -> Any:
         """Return the array's elements as a NumPy array on the host."""
@@ -166,7 +166,7 @@ class CudaCore:
         self._stream.sync()
 
 
-#: The device of PyTorch's workloads. With another value, a developer can try their code without a
+#: The device of PyTorch's workloads. With the value "cpu", a developer can try their code without a
 #: GPU.
 TORCH_DEVICE = os.environ.get("GPUPOOL_TEST_TORCH_DEVICE", "cuda")
 
@@ -334,7 +334,7 @@ class Jax:
 
         self._jax = jax
         self._arrays: dict[str, Any] = {}
-        # JAX would also compute without a GPU, and only log that.
+        # Without a GPU, JAX would compute on the CPU and only log a warning.
         if TORCH_DEVICE == "cuda":
             assert jax.default_backend() == "gpu", jax.devices()
         jax.numpy.zeros(1).block_until_ready()
@@ -354,7 +354,8 @@ class Jax:
         self._arrays[name] = self._step(self._arrays[name], np.uint32(step))
 
     def get(self, name: str) -> Any:
-        # An array caches its first read. A new array in the same memory has no such cache.
+        # An array caches the result of its first read. A new array in the same memory has nothing
+        # cached.
         self.work(name, 0)
         return np.asarray(self._arrays[name])
 

@@ -138,7 +138,7 @@ class Broker:
         #: Requests before cuInit. The broker answers them at once, and does not add them to
         #: ``messages``.
         self.homes = []
-        #: Requests for a lost page. For each one the broker calls ``page``, which returns true if
+        #: Requests for a lost page. For each request, the broker calls ``page``. It returns true if
         #: the page is available again.
         self.pages = []
         self.page = lambda: False
@@ -210,7 +210,7 @@ class Broker:
 
     def stop(self):
         """Close the socket and all connections, as if the broker were killed."""
-        # close() alone leaves the socket open as long as a thread waits in accept().
+        # With close() alone, the socket stays open while a thread waits in accept().
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -267,7 +267,7 @@ class Session:
         self.page.set_gate(pages.UNUSED)
 
     def attach_on_request(self, message=None):
-        """Answer as the broker does: for "attach", open the gate first."""
+        """Return the answer that the broker would give. For "attach", open the gate first."""
         if message["type"] == "attach":
             self.page.set_gate(pages.UNUSED)
         return {"type": "ok", "epoch": 1}

@@ -40,7 +40,7 @@ static void overwrite(void)
                      "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "memory");
 }
 
-/* Whether an unwinder can walk the frames from here to main(). */
+/* Returns whether an unwinder can walk the stack frames from here to main(). */
 static int unwinds(void)
 {
     void *frames[32];
@@ -52,7 +52,7 @@ static int unwinds(void)
     return 0;
 }
 
-/* Whether the stack was aligned at the call. */
+/* Returns whether the stack was aligned at the call. */
 static int aligned(void *frame)
 {
     return ((uintptr_t)frame & 15) == 0;
@@ -127,8 +127,8 @@ static int call(everything entry)
                  23, 24);
 }
 
-/* rax has the number of vector registers for functions without a prototype. It must reach the
- * driver. */
+/* In calls without a prototype, rax has the number of vector registers with arguments. This number
+ * must reach the driver. */
 __asm__(".pushsection .text\n"
         "give_rax: ret\n"
         "with_rax: movq %rdi, %r11\n movl $0x5a, %eax\n jmp *%r11\n"
@@ -160,7 +160,7 @@ static void try_back(void)
     guard_real[E_cuBack] = (void *)look_at_three;
     int in = entered, out = left;
     CHECK(call((everything)cuBack) == 4711 && entered == in + 1 && left == out + 1);
-    answer = -1; /* the call is noted, so it returns success without a driver call */
+    answer = -1; /* the guard notes the call and returns success without a driver call */
     CHECK(call((everything)cuBack) == 0 && left == out + 1);
     answer = 802;
     CHECK(call((everything)cuBack) == 802 && left == out + 1);

@@ -90,7 +90,7 @@ static inline void stop(void)
 /* Resumes the session. */
 static void open_again(void)
 {
-    closing = false; /* this comes first: while `closing` is true, step() may set `suspended` */
+    closing = false; /* set this first: while `closing` is true, step() may set `suspended` */
     suspended = false;
     page.gate = GATE_UNUSED;
 }
@@ -104,7 +104,7 @@ CUresult broker_attach(void)
     return answer;
 }
 
-/* In this test, no call is noted. later_do() only counts how often it runs. */
+/* In this test, the guard notes no call. later_do() only counts its own calls. */
 bool later_note(uint32_t entry, const uint64_t *argument) { return entry && argument && false; }
 bool later_do(void)
 {
@@ -216,13 +216,13 @@ int main(int argc, char **argv)
     CHECK(counted() == 0);
     guard_leave(); /* without a call inside, guard_leave() has no effect */
     CHECK(counted() == 0);
-    /* A query about devices needs no lease and does not mark the gate as used, but it counts as a
+    /* A query about devices needs no lease, and does not mark the gate as used. But it counts as a
      * call inside. */
     page.gate = GATE_UNUSED;
     CHECK(guard_enter_free() == 0 && page.gate == GATE_UNUSED && counted() == 1);
     guard_leave();
-    /* Another thread sleeps, and has not yet set its context in the driver. At first no call is
-     * noted, so this thread makes no noted calls for the other thread. */
+    /* Act as if another thread, which sleeps, must still set its context in the driver. No call is
+     * noted yet, so this thread does not run later_do(). */
     page.gate = GATE_OPEN;
     gate_arrears(ARREARS_CONTEXTS, true);
     made = steps = 0;

@@ -107,7 +107,7 @@ EXPORT int cuMemAlloc(unsigned *out, unsigned bytes)
     return 0;
 }
 
-/* As in NVIDIA's driver, the check for cuInit comes before the check of the arguments. */
+/* Like NVIDIA's driver, checks for cuInit before it checks the arguments. */
 EXPORT int cuMemAllocManaged(unsigned long long *out, size_t bytes, unsigned flags)
 {
     return !initialised ? 3 : out && bytes && flags ? 0 : 1;
@@ -179,7 +179,7 @@ static void *find(const char *name, int version, uint64_t flags, int *status)
     return NULL;
 }
 
-/* For a missing name this returns what NVIDIA's drivers return. */
+/* For a missing name, this returns the same as NVIDIA's drivers. */
 EXPORT int cuGetProcAddress_v2(const char *name, void **out, int version, uint64_t flags, int *status)
 {
     int found;

@@ -215,7 +215,7 @@ static struct {
     struct buffer at[GARBAGE];
     void *event[GARBAGE];
     size_t count;
-    bool complete; /* no more garbage follows */
+    bool complete; /* the workers add no more garbage */
     void *stream;
     uint64_t own, *collected;
 } garbage = {.lock = PTHREAD_MUTEX_INITIALIZER, .collected = &garbage.own};
@@ -251,7 +251,7 @@ static void destroy(struct buffer *b, void *stream)
     }
 }
 
-/* No call here may wait for a lease. */
+/* The calls in this function must not wait for a lease. */
 static void *collect(void *unused)
 {
     (void)unused;

@@ -47,7 +47,7 @@ for line in sys.stdin:
 
 
 class Suspender:
-    """Acts as the broker: suspends and resumes the processes."""
+    """Suspends and resumes the processes, as the broker does."""
 
     def __init__(self, session, seed, *, open_gate=True):
         self.session = session
@@ -105,7 +105,7 @@ class Suspender:
 
     def resume(self, pids, until, used=True):
         assert self.worker.do(f"_ = resume({pids})", 60) is None
-        with self._granting:  # a small grant, so that the guard often asks for growth
+        with self._granting:  # the grant is small, so that the guard often asks for more
             granted = self.session.page.read().used[0] + MIB
             self.session.page.set_grant([granted, granted], 1 << 30, 1)
         with self.opened:
@@ -116,7 +116,9 @@ class Suspender:
             until(lambda: self.session.page.gate() == pages.OPEN)  # a call has passed the gate
 
     def pause(self):
-        """Pause the processes, as for a neighbour's turn. They send no request during the pause."""
+        """Pause the processes, as if a neighbour used the device. They send no request during the
+        pause.
+        """
         until = time.monotonic_ns() + 4_000_000
         self.session.page.set_gate(pages.PAUSED, pause_until=until)
         if self.chance.random() < 0.5:

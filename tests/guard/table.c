@@ -136,7 +136,7 @@ static CUresult alloc(CUdeviceptr *p, uint64_t n)
 static CUresult release(CUdeviceptr p) { return CU(3020, cuMemFree, "_v2", (CUdeviceptr), p); }
 static CUresult synchronise(void) { return CU(2000, cuCtxSynchronize, "", (void), ); }
 
-/* ---- rows: take() stores here what give() later frees. */
+/* ---- rows: take() stores the memory here, and give() frees it later. */
 
 static CUdeviceptr address;
 static void *handle, *other, *stream;
@@ -328,7 +328,7 @@ static CUresult run_graph(void)
 {
     uint64_t before = page->granted[0];
     handle = NULL;
-    if (roomy) /* a larger grant at first, so that only the upload or launch is refused */
+    if (roomy) /* a larger grant at first, so that the guard refuses only the upload or launch */
         page->granted[0] = 2 * before;
     CUresult result = instantiate();
     page->granted[0] = before;
@@ -435,8 +435,8 @@ typedef struct {
     char data[64];
 } ipc_handle;
 
-/* Another process of the session owns the memory and is charged for it. This process only opens
- * it. */
+/* Another process of the session owns the memory, and the guard charges that process. This process
+ * only opens the memory. */
 static pid_t exporter;
 static int exporter_end;
 
@@ -562,7 +562,7 @@ enum kind {
     COUNTED,   /* refused above the limit, succeeds at the limit; a free gives the bytes back */
     REFUSED,   /* always NOT_SUPPORTED */
     UNCOUNTED, /* host memory: also succeeds beyond the limit */
-    PINNED,    /* takes only the memory that it shares, and pins the session */
+    PINNED,    /* allocates only the memory that it shares, and pins the session */
 };
 
 static const struct row {
@@ -822,8 +822,8 @@ static int export(const char *size)
     char end;
     if (CU(2000, cuInit, "", (unsigned), 0))
         return 1;
-    /* The session's grant has room for only one context, which the parent has. So add the bytes
-     * of one more context for this process. */
+    /* The session's grant has room for only one context, and the parent has that context. So add
+     * the bytes of a second context for this process. */
     uint64_t before = page->granted[0];
     page->granted[0] = before + page->context_bytes;
     if (primary(&context) || CU(4000, cuCtxSetCurrent, "", (void *), context) || alloc(&p, strtoull(size, NULL, 10)) ||

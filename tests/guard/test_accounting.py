@@ -97,7 +97,7 @@ def test_grant_grows_in_steps_up_to_the_limit(session, process):
     session.grant(session.uuids, each=64 * MIB, limit=256 * MIB)
     asked = grower(session, 64 * MIB, 256 * MIB)
     child = process()
-    # With the 32 MiB of the context, this is exactly the grant.
+    # This allocation and the 32 MiB of the context together fill the grant exactly.
     assert child.do("p = alloc(32 << 20); _ = p > 802")
     assert asked == []
     assert child.do("q = alloc(2 << 20); _ = q > 802")
@@ -184,7 +184,7 @@ def test_lock_of_a_killed_process_is_taken_over(session, process):
     with open(session.page_path, "r+b") as file:
         file.seek(LOCK_AT)
         file.write(struct.pack("<Q", holder))
-    # The second process waits for the lock, which it needs to find dead processes.
+    # The second process needs the lock to find dead processes, so it waits.
     second.send("p = alloc(180 << 20); _ = p > 802")
     assert not second.answers(0.2)
     first.kill()
@@ -193,13 +193,14 @@ def test_lock_of_a_killed_process_is_taken_over(session, process):
     assert process().do("_ = 1") == 1
 
 
-#: Most bytes that one call can add to a pool beyond the pool's charge: the largest request of the
-#: test. The guard may expect that a request fits in a hole of the pool. If this is wrong, the pool
-#: grows. The call then asks the driver and undoes the allocation. So each thread that is in a call
-#: makes the pool grow at most once.
+#: One call can make a pool at most this many bytes larger than the pool's charge: the largest
+#: request of the test. The guard may expect that a request fits in a free part of the pool. If the
+#: request does not fit, the pool grows. The call then asks the driver and undoes the allocation. So
+#: each thread that is in a call makes the pool grow at most once.
 GROWTH = 64 * MIB
 
-#: Number of times that all threads stop between two calls. A thread that stops keeps its memory.
+#: Number of times that all threads stop together. A thread stops between two calls, and keeps its
+#: memory.
 PHASES = 3
 
 
@@ -442,7 +443,7 @@ _ = free_async(p), C.cuCtxSynchronize()
     assert child.do(code) == (0, 0)
     assert used(session) == 132 * MIB  # the pool keeps its memory
     assert child.do("q = alloc_async(100 << 20); _ = free_async(q), C.cuCtxSynchronize()") == (0, 0)
-    assert used(session) == 132 * MIB  # the pool has used this memory again
+    assert used(session) == 132 * MIB  # the pool has reused its memory
     assert child.do("r = alloc(128 << 20); _ = r > 802")
     assert used(session) == taken(session) == 160 * MIB
     assert session.broker.messages == []
@@ -479,7 +480,7 @@ def test_each_device_has_its_own_count(session, process):
     session.broker.answer = lambda _: {"type": "error", "code": "limit", "message": "no"}
     child = process()
     assert child.do("p = alloc(64 << 20); _ = p > 802")
-    assert child.do("h = create(60 << 20, 1); _ = h > 802")  # on the second device
+    assert child.do("h = create(60 << 20, 1); _ = h > 802")  # created on the second device
     assert (used(session, 0), used(session, 1)) == (96 * MIB, 60 * MIB)
     assert child.do("_ = create(60 << 20, 1)") == OUT_OF_MEMORY
     assert session.broker.messages[-1]["device"] == 1
@@ -541,7 +542,7 @@ def test_total_memory_is_the_limit_before_any_lease(session, process):
     ],
 )
 def test_total_memory_is_constant_with_expandable_segments(session, process, name, text, whole):
-    """PyTorch reserves addresses for the first total only, and crashes if a block is larger."""
+    """PyTorch reserves as many addresses as the first total. A larger block makes PyTorch crash."""
     session.grant(session.uuids, each=256 * MIB, limit=512 * MIB)
     child = process(**{name: text})
     size = 1024 * MIB if whole else 512 * MIB
@@ -587,7 +588,7 @@ def test_free_memory_excludes_a_neighbours_guarantee(session, process):
     session.grant(session.uuids, each=256 * MIB, limit=768 * MIB)
     child = process()
     assert child.do("_ = info()") == (736 * MIB, 768 * MIB)
-    # The device shows 992 MiB free, but a neighbour's guarantee covers all but 64 MiB of them.
+    # The device has 992 MiB free. A neighbour's guarantee leaves this session only 64 MiB of them.
     session.page.set_room([64 * MIB, 0])
     assert child.do("p = alloc(100 << 20); _ = info()") == (188 * MIB, 768 * MIB)
     assert child.do("q = C.cuMemFree_v2(ctypes.c_uint64(p)); _ = info()") == (288 * MIB, 768 * MIB)
@@ -637,7 +638,7 @@ print([L.cuInit(0), L.cuDevicePrimaryCtxRetain(ctypes.byref(c), 0), L.cuCtxSetCu
 
 
 def test_process_ended_by_a_signal_leaves_no_bytes(session, process):
-    """Three processes end one after another, each by a different signal. No bytes stay counted."""
+    """Each process ends by another signal. The bytes of an ended process no longer count."""
     for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGABRT):
         child = process()
         assert child.do("_ = alloc(400 << 20) > 802")

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The slot counts a stream that records a graph until the recording ends in any way."""
+"""A stream that records a graph counts in the slot until the recording ends, in whatever way."""
 
 import pytest
 
@@ -82,8 +82,8 @@ def test_recording_ends_with_its_context(session, child):
 
 
 def test_only_a_relaxed_recording_continues_after_its_thread(session, child, until):
-    """Recording a ends with its thread, because no other thread can end it. Recording b is in the
-    relaxed mode, so any thread can end it.
+    """Recording ``a`` ends with its thread, because no other thread can end it. Recording ``b`` is
+    in the relaxed mode, so any thread can end it.
     """
     assert child.do("_ = elsewhere(lambda: (begin(a, 1), begin(b, 2)))") == (0, 0)
     until(lambda: captures(session) == 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "emulator" / "conformance"
 
-#: Cases that need something that the guard refuses, and the reasons.
+#: Cases that cannot succeed under the guard, and the reasons.
 LEFT_OUT = {
     "managed_memory": "it is refused: a session that has some cannot be suspended",
     "graph_out_of_memory": "too large a graph is refused when it is made executable already",

@@ -19,9 +19,9 @@ from tests.emulated import library_dir
 
 NOT_READY = 802
 CHOICES = [
-    # Each item has a value of CUDA_VISIBLE_DEVICES, and the session's ordinals that the process
-    # then sees. {0} and {1} are the session's devices, {h0} and {h1} are the home devices before
-    # the lease.
+    # Each item is a value of CUDA_VISIBLE_DEVICES, and a list of the devices that the process then
+    # sees, as numbers in the session. In a value, {0} and {1} are the UUIDs of the session's
+    # devices, {h0} and {h1} the UUIDs of its home devices before the lease.
     (None, [0, 1]),
     ("{h0},{h1}", [0, 1]),
     ("{0},{1}", [0, 1]),
@@ -200,7 +200,7 @@ def test_cached_device_facts_are_read_again_for_a_new_lease(session):
     child = session.child()
     assert child.do("_ = context()") == 0
     assert child.do("_ = number(C.cuDeviceGetCount)") == 2
-    session.page.set_grant([1 << 20] * 2, 1 << 30, 2)  # another epoch
+    session.page.set_grant([1 << 20] * 2, 1 << 30, 2)  # a new epoch
     assert child.do("_ = number(C.cuDeviceGetCount)") == 2
     session.page.set_gate(pages.CLOSED)
     assert child.do("_ = number(C.cuDeviceGetCount)") == 2
@@ -282,7 +282,7 @@ def test_guard_notices_a_context_made_without_it(session):
 
 
 def test_process_without_descriptors_reaps_no_living_process(session):
-    """The process cannot read /proc, so it assumes that all processes live, itself included."""
+    """The process cannot read /proc, so it assumes that it and all other processes are alive."""
     other, child = session.child(), session.child()
     assert other.do("_ = context()") == child.do("_ = context()") == 0
     before = session.slots()
@@ -309,7 +309,7 @@ def test_process_whose_first_thread_has_ended_is_alive(session, until):
 
 
 def test_process_that_ends_during_a_call_keeps_its_slot(make_session, until):
-    """A call writes to its slot when it ends, so no other process may get the slot before that."""
+    """When a call ends, it writes to its slot. Until then no other process may get the slot."""
     session = make_session("1x1GiB,context=32MiB,bandwidth=10MB/s")
     ending = session.child()
     assert ending.do("_ = context()") == 0
@@ -450,7 +450,7 @@ os.close(r); os.close(w)
 
 
 def test_slots_of_ended_processes_are_used_again(session):
-    """The processes do not free their slots at the end. The guard does, when it needs a slot."""
+    """A process does not free its slot when it ends. The guard frees the slot when it needs one."""
     found = session.python("""
 import ctypes, os
 C = ctypes.CDLL("libcuda.so.1")
@@ -502,7 +502,7 @@ sys.stdin.read()
     ],
 )
 def test_unusable_page_fails_calls_with_a_clear_error(session, spoil, why):
-    """Without the gate the process would call the driver during its suspend."""
+    """Without the gate, the process could call the driver while the process is suspended."""
     spoil(session.page_path)
     done = session.run(
         sys.executable, "-c",
@@ -515,7 +515,7 @@ def test_unusable_page_fails_calls_with_a_clear_error(session, spoil, why):
 
 
 def test_guard_asks_the_broker_for_a_deleted_page(session, tmp_path):
-    """A logout deletes the page. The broker replaces the page with a link to its own descriptor."""
+    """A logout deletes the page. The broker then makes a link to its own descriptor of the page."""
     first = session.child()
     assert first.do("_ = context()") == 0
     session.page_path.unlink()
@@ -626,7 +626,7 @@ def test_guard_requests_a_lost_page_again_after_a_refusal(session, until):
 
 
 def test_guard_asks_for_a_lost_page_with_back_off(session, until):
-    """Each request takes seconds. Without back-off, each call of a loop would wait so long."""
+    """Each request takes seconds. Without back-off, each call of a loop would wait for seconds."""
     session.page_path.unlink()
     session.broker.stop()
     child = session.child()
@@ -767,7 +767,7 @@ def test_cuda_device_order_does_not_change_the_slices_order(make_session, order)
 
 
 def test_cuinit_reads_a_variable_set_after_the_guard_is_loaded(session):
-    """The guard reads the variable at cuInit, and cuInit comes after the change of os.environ."""
+    """The guard reads the variable at cuInit. The program changes os.environ before cuInit."""
     child = session.child()
     assert child.do("_ = number(C.cuDriverGetVersion) > 0")
     code = "os.environ['CUDA_VISIBLE_DEVICES'] = '1'; _ = C.cuInit(0), number(C.cuDeviceGetCount)"
@@ -807,7 +807,7 @@ def test_cuinit_with_a_lease_or_without_a_broker_sends_nothing(session):
 
 
 def test_context_is_never_made_on_a_gpu_without_a_grant(session, capfd):
-    """After cuInit the lease is on another GPU. The broker moves neither process nor lease."""
+    """After cuInit the lease is on another GPU. The broker refuses to move the process or lease."""
     home = session.uuids[0]
     refused = {"message": 'GPU "1" is paused – now.', "next_step": "Ask later."}
     session.broker.answer = lambda _: {"type": "error", "code": "not-moved", **refused}
@@ -867,7 +867,7 @@ def test_bytes_are_counted_on_the_devices_of_the_session(session):
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
 def test_call_notices_a_gate_that_closes_at_any_moment(tmp_path, compiled, thread):
-    """If a call checked the gate before it counted itself, the broker could miss the call."""
+    """A call counts itself and then checks the gate. In the other order, the broker may miss it."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -881,7 +881,7 @@ def test_call_notices_a_gate_that_closes_at_any_moment(tmp_path, compiled, threa
 
 @pytest.mark.parametrize("thread", [[], ["first"]], ids=["any thread", "first thread"])
 def test_every_call_through_a_closing_gate_is_counted(tmp_path, compiled, thread):
-    """Broker and call must each write before they read. A plain store does not ensure this."""
+    """The call counts itself before it reads the gate. A plain store does not ensure this order."""
     generator = build.generator
     (tmp_path / "entries_gen.h").write_text(generator.header(generator.read(build.ENTRIES)))
     gate = str(build.SOURCES / "gate.c")
@@ -915,7 +915,9 @@ if os.fork():
 
 @pytest.mark.parametrize("first", FIRST)
 def test_call_remains_counted_when_another_threads_call_ends(make_session, until, first):
-    """One thread counts in its own word and resets it to zero. No other thread uses this word."""
+    """One thread counts its calls in its own word, and resets this word to zero. No other thread
+    uses the word.
+    """
     # At this bandwidth, the copy takes longer than the test.
     session = make_session("1x1GiB,context=32MiB,bandwidth=1MB/s")
     child = session.child()

@@ -118,7 +118,7 @@ def test_functions_and_entries_must_match(generator, entries):
 
 
 def test_calls_that_wait_or_allocate_have_the_right_kind(entries):
-    """The gate alone is not enough for a call that waits for the device, allocates or frees."""
+    """A call that waits for the device, allocates or frees needs more than the gate."""
     kinds = {e.symbol: e.kind for e in entries}
     sync = re.compile(
         r"cu(Ctx|Stream|Event)Synchronize|cu(Stream|Event)Query"
@@ -229,7 +229,7 @@ def test_no_private_symbol_of_the_c_library_is_used(library):
 
 
 def test_library_has_far_fewer_relocations_than_entries(library, entries):
-    """A process that preloads the guard but never calls CUDA writes to no page of the guard."""
+    """A process that preloads the guard but never calls CUDA keeps the guard's memory unchanged."""
     relocations = re.findall(r"^[0-9a-f]+ .*R_X86_64_", tool("readelf", "-rW", library), re.M)
     assert len(relocations) < len(entries) / 4
 

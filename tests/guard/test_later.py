@@ -90,7 +90,7 @@ def test_frees_return_at_once_and_are_made_after_the_resume(session, child, susp
     assert taken > CONTEXT + 20 * MIB
     suspender.suspend([child.pid], until)
     assert child.do("_ = [call(*rest) for call, *rest in calls]") == [0] * 14
-    # The bytes are still part of the suspended state. The driver needs room to restore them.
+    # The suspended state still has the freed bytes, so the driver needs room to restore them.
     assert session.page.read().used[0] == taken
     suspender.resume([child.pid], until, used=False)
     assert suspender.used() > CONTEXT + 20 * MIB
@@ -98,7 +98,7 @@ def test_frees_return_at_once_and_are_made_after_the_resume(session, child, susp
     assert session.page.read().used[0] == CONTEXT
     assert suspender.used() == CONTEXT
     assert session.broker.messages == []
-    # The guard made each call once: a second destroy is an error.
+    # The guard has made each call, so another call to destroy the same object is an error.
     assert child.do("_ = [call(*rest) != 0 for call, *rest in calls[1:3]]") == [True] * 2
     assert session.page.read().used[0] == CONTEXT
 
@@ -111,7 +111,7 @@ def test_noted_calls_are_made_before_the_next_gated_call(session, child, suspend
     assert child.do("n = Z(); _ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
     assert session.page.read().used[0] == CONTEXT
     assert suspender.used() == CONTEXT
-    # No noted call is left. From now on a call depends only on the gate.
+    # No noted call is left, so the next call checks only the gate.
     session.page.set_gate(pages.OPEN)
     assert child.do("_ = C.cuCtxGetLimit(ctypes.byref(n), 1)") == 0
 
@@ -174,7 +174,7 @@ def test_event_can_be_recorded_during_a_suspend(session, child, suspender, until
 
 
 def test_noted_event_is_not_ready_before_earlier_work_ends(session, child):
-    """The driver refuses the suspend, and the earlier work still runs."""
+    """The gate is closed, but the driver has not suspended the process: its work still runs."""
     child.do("""
 calls = make(); s, module = calls[2][1], calls[11][1]
 spin, new = handle(C.cuModuleGetFunction, module, b"emucuda_spin_ns"), handle(C.cuEventCreate, 2)
@@ -191,7 +191,7 @@ good(C.cuLaunchKernel(spin, 1, 1, 1, 1, 1, 1, 0, s, args, None))
 
 
 def test_query_waits_for_the_end_of_a_suspend(session, child, suspender):
-    """The guard does not know the answer until the driver has finished the work."""
+    """The guard knows the answer only after the driver has finished the work."""
     session.page.set_gate(pages.CLOSED)
     child.send("_ = C.cuStreamQuery(None)")
     assert not child.answers(0.2)
@@ -264,7 +264,10 @@ _ = error, done
 
 
 def test_noted_calls_are_made_before_another_threads_next_call(session, child, suspender, until):
-    """Each noted call runs in the context of its thread, before the next call of any thread."""
+    """The guard makes a noted call in the context of the thread that noted it.
+
+    Before the next call of any thread, the guard makes all noted calls.
+    """
     child.do("""
 second = handle(C.cuCtxCreate_v2, 0, 0)
 p = alloc(8 << 20)
@@ -300,7 +303,7 @@ t = threading.Thread(target=free); t.start(); t.join()
 def test_end_of_a_context_waits_while_host_memory_is_registered(
     session, child, suspender, until, end
 ):
-    """The program may unmap the memory after the call. The driver must have unpinned it by then."""
+    """The program may unmap the memory after the call. The driver must unpin the memory first."""
     child.do("""
 import mmap
 second = handle(C.cuCtxCreate_v2, 0, 0)
@@ -317,7 +320,7 @@ at = V(ctypes.addressof(ctypes.c_char.from_buffer(buffer)))
 
 
 def test_end_of_a_context_is_noted_if_no_memory_is_registered(session, child, suspender, until):
-    """Registered memory no longer counts after it is unregistered or its context has ended."""
+    """Memory counts as registered until the program unregisters it or its context ends."""
     assert child.do("""
 import mmap
 buffer, gone = mmap.mmap(-1, 1 << 20), mmap.mmap(-1, 1 << 20)
@@ -361,7 +364,7 @@ _ = a, current()
     assert child.do("good(C.cuCtxSetCurrent(second)); _ = current()") == ("second", 1)
     assert session.broker.messages == []
     suspender.resume([child.pid], until, used=False)
-    # By now the driver has the same current context.
+    # After the resume the driver has the same current context.
     child.do("r = alloc(1 << 20)")
     assert child.do("_ = current()") == ("second", 1)
     assert session.page.read().used == (CONTEXT + 2 * MIB, CONTEXT + 2 * MIB)

@@ -63,13 +63,13 @@ def equal():
 _ = equal()
 """
 
-#: For each client, the statements that read its bytes after a suspend.
+#: For each client, statements that compare the client's bytes on the device after a suspend.
 AGAIN = {NUMBA: "_ = bool((a.copy_to_host() == want).all())", CORE: "_ = equal()"}
 
 
 @pytest.fixture
 def client(session):
-    """Return a function that starts a program, which runs the statements of a client."""
+    """Return a function that starts a program and makes it run a client's statements."""
 
     def start(code, each=512 * MIB, **variables):
         session.grant(session.uuids[:1], each=each, limit=each)

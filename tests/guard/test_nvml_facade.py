@@ -30,7 +30,7 @@ print(found)
 
 @pytest.fixture
 def nvml_dir(guard_dir):
-    """Return the folder with NVML that is on LD_LIBRARY_PATH of a session's processes."""
+    """Return the folder of the NVML facade. A session's processes have it on LD_LIBRARY_PATH."""
     for name in ("libnvidia-ml.so.1", "libnvidia-ml.so"):
         if not (guard_dir / name).is_symlink():
             (guard_dir / name).symlink_to(build.DEFAULT_OUT / "libnvidia-ml.so.1")
@@ -98,7 +98,7 @@ def test_facade_changes_nothing_without_a_page(session, path):
 
 
 def test_facade_answers_instead_of_the_driver(session):
-    """If the driver answered, the tests above would test the driver's library."""
+    """If the driver's library answered, the tests above would not test the facade."""
     code = "import ctypes; ctypes.CDLL('libnvidia-ml.so.1').gpupool_guard; print('ours')"
     assert session.python(code, LD_PRELOAD=None) == "ours"
     with pytest.raises(AssertionError, match="undefined symbol: gpupool_guard"):
@@ -164,7 +164,7 @@ def test_facade_opens_the_driver_that_the_user_names(session):
 
 
 def test_facade_does_not_find_itself(session, tmp_path):
-    """The facade does not open its own file under another name, nor a copy of it."""
+    """The search for the driver skips the facade's own file, under any name, and copies of it."""
     folder = tmp_path / "copies"
     folder.mkdir()
     (folder / "libnvidia-ml.so.1").write_bytes(
@@ -191,7 +191,7 @@ print(json.dumps([(d.memory_total(), d.memory_used(), d.memory_free()) for d in 
 
 
 def test_other_calls_reach_the_driver_unchanged(session):
-    """This is also true if many threads make the first call at the same time."""
+    """In this test, many threads make their first call at the same time."""
     code = """
 import pynvml as n, threading
 n.nvmlInit()

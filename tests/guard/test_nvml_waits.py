@@ -43,7 +43,7 @@ def with_context(session):
 
 
 def counted(session):
-    """Return the number of NVML calls of each process for which a suspend would wait."""
+    """Return, for each process, the number of NVML calls that a suspend would wait for."""
     return [slot.nvml for slot in session.slots()]
 
 
@@ -65,7 +65,7 @@ def test_call_of_the_main_thread_asks_for_the_slice_and_waits(session, until, co
 
 
 def test_suspended_process_is_resumed_for_its_nvml_call(session, until):
-    """The call must wait at the gate. In the driver, it would block and send no request."""
+    """The call must wait at the gate. Inside the driver, it would block without a request."""
     child, suspender = with_context(session), Suspender(session, 1)
     suspender.suspend([child.pid], until)
     child.send(COUNT)
@@ -195,7 +195,7 @@ def test_process_started_after_the_suspend_takes_no_slot(session, until):
 
 
 def test_suspend_does_not_wait_for_a_call_that_cannot_return(session, until):
-    """A call does not return if a handler leaves it by siglongjmp, or if its thread ends."""
+    """A call cannot return if a handler leaves the call by siglongjmp, or if its thread ends."""
     child = with_context(session)
     enter = "C.gpupool_nvml_enter(None, ctypes.c_bool(True))"
     child.do(enter)
@@ -217,7 +217,7 @@ def test_interrupt_ends_the_wait(session):
     child = with_context(session)
     session.page.set_gate(pages.CLOSED)
     child.do("L, results = ctypes.CDLL('libnvidia-ml.so.1'), []; c = ctypes.byref(ctypes.c_uint())")
-    # The interpreter runs this as one step. So it raises the exception after the result is stored.
+    # The interpreter runs this statement as one step: it stores the result, then raises.
     child.send("results.extend(map(L.nvmlDeviceGetCount_v2, [c]))")
     session.broker.asked(1)
     session.broker.stop()  # an interrupt does not withdraw a request to a running broker

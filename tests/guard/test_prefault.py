@@ -8,7 +8,7 @@ import pytest
 
 MiB = 1 << 20
 
-#: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE together, and two values that differ by one flag.
+#: MAP_PRIVATE, MAP_ANONYMOUS and MAP_POPULATE together; without MAP_POPULATE; with MAP_NORESERVE.
 POPULATED, UNPOPULATED, RESERVED = 0x8022, 0x22, 0xC022
 
 MAP = """
@@ -92,7 +92,7 @@ def test_guard_does_not_change_other_mappings(child, size, prot, flags):
 
 
 def test_process_with_its_slice_gets_plain_mappings(session, child):
-    """A library may move a mapping with mremap(), and then needs the mapping in one piece."""
+    """A library may move a mapping with mremap(). This works only if the mapping is one piece."""
     session.page.set_gate(0)
     assert mapped(child, 64 * MiB)[1:3] == (64 * MiB, False)
 

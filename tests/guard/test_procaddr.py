@@ -18,9 +18,10 @@ from tests.emulated import library_dir
 NOT_INITIALIZED, NO_DEVICE, NOT_FOUND, NOT_SUPPORTED = 3, 100, 500, 801
 PER_THREAD = 2
 
-#: Statements of a child. get(name, version, flags) returns (error, address, status), from the form
-#: with five or with four arguments. call(address, ...) returns the result. at(symbol) returns the
-#: address of the guard's export.
+#: Statements of a child. get(name, version, flags) calls cuGetProcAddress_v2, or the older form
+#: with four arguments if ``form`` names it. get returns (error, address, status).
+#: call(address, ...) calls the function at this address. at(symbol) returns the address of the
+#: guard's export.
 HELP = """
 def get(name, version=13000, flags=0, form=C.cuGetProcAddress_v2, with_status=True):
     p, status = ctypes.c_void_p(77), ctypes.c_int(77)
@@ -47,7 +48,7 @@ def emulated(session):
 
 @pytest.fixture
 def odd_as(session, compiled):
-    """Return a function that links the odd driver with flags and starts a child on it."""
+    """Return a function that links the odd driver with the given flags and starts a child on it."""
 
     def make(*link):
         driver = compiled("odd_driver", "-shared", "-fPIC", "-fvisibility=hidden", *link,
@@ -118,14 +119,14 @@ def test_guard_answers_a_missing_name_as_the_driver_does(emulated, odd):
 
 @pytest.mark.parametrize("name", ["cuInit", "cuMemAlloc", "cuNoSuchCall"])
 def test_guard_refuses_a_too_new_version_as_the_driver_does(emulated, name):
-    """Neither the pointer nor the status changes. One of the two forms has no status."""
+    """The guard changes neither the pointer nor the status. The older form has no status."""
     for version in (13010, 2**31 - 1):
         for options in ("", ", with_status=False", ", form=C.cuGetProcAddress", ", flags=2"):
             assert emulated.do(f"_ = get({name!r}, {version}{options})") == (1, 77, 77)
 
 
 def test_cugetprocaddress_before_cuda_12_has_four_arguments(odd):
-    """The guard must not read or write at the place of a fifth argument."""
+    """With four arguments, the guard must not use the place where a fifth one would be."""
     assert odd.do("_ = get('cuStreamCreate', 11080, 1, C.cuGetProcAddress)[2]") == 77
     four = odd.do("_ = get('cuGetProcAddress', 11030)")[1]
     five = odd.do("_ = get('cuGetProcAddress', 12000)")[1]
@@ -133,7 +134,7 @@ def test_cugetprocaddress_before_cuda_12_has_four_arguments(odd):
 
 
 def test_guard_returns_the_call_that_the_driver_gives_for_a_name(odd):
-    """The guard looks at the address that the driver returns for the name."""
+    """The guard compares the address that the driver returns, not only the name."""
     flags = odd.do("C.cuInit(0); _ = get('cuGraphInstantiate', 14000)[1]")
     assert flags == odd.do("_ = at('cuGraphInstantiateWithFlags')")
     out = "ctypes.byref(ctypes.c_void_p())"
@@ -400,7 +401,7 @@ def test_guard_skips_files_that_the_loader_skips(session, copies):
 
 
 def test_guard_uses_the_search_path_at_the_start_of_the_process(session, copies):
-    """The loader does the same. Later changes of the environment affect only child processes."""
+    """The loader also uses this path. A later change of the environment affects only children."""
     code = "import os; os.environ.pop('LD_LIBRARY_PATH')\n" + WHICH
     found = session.python(code, LD_LIBRARY_PATH=f"{session.directory}:{copies[1]}")
     assert str(copies[1] / "libcuda.so.1") in found

@@ -38,9 +38,10 @@ def record(request):
 
 @pytest.fixture(scope="module")
 def driver(record):
-    """A driver's facts from its record. ``answers`` has the forms of each name and their versions.
+    """Return a driver's facts from its record. ``answers`` maps each name to two lists.
 
-    Each name has two lists: one for the default flags and one for the per-thread flag.
+    One list is for the default flags, and one is for the per-thread flag. An item of a list has a
+    form of the call, and the first version at which the driver returns this form.
     """
     table = record["procaddr"]
     return {
@@ -93,7 +94,7 @@ def test_entries_name_the_first_driver_version_of_each_form(driver, entries):
 
 
 def _source(driver, inner):
-    """Return a driver's C source. With ``inner``, this driver returns unexported functions."""
+    """Return a driver's C source. With ``inner``, its answers are unexported functions."""
     own = ("cuInit", "cuDriverGetVersion", "cuGetProcAddress", "cuGetProcAddress_v2")
     head = (
         '#include <stddef.h>\n#include <string.h>\n#define X __attribute__((visibility("default")))'
@@ -152,7 +153,7 @@ int cuGetProcAddress(const char *name, void **out, int version, unsigned long lo
     return "\n".join(lines) + "\n"
 
 
-#: A program that asks the driver each question of a file, and prints names for addresses.
+#: A program that asks the driver each question of a file. It prints names instead of addresses.
 ASK = """
 import ctypes, json, sys
 C = ctypes.CDLL("libcuda.so.1")

@@ -84,9 +84,9 @@ def test_suspends_of_two_processes_under_load_lose_nothing(make_session, compile
 
 
 def test_garbage_is_collected_while_suspended(make_session, compiled, ptx, until, tmp_path):
-    """A garbage collector frees at any time and without a lease. It holds a lock meanwhile.
+    """A garbage collector frees memory at any time, also while the session has no lease.
 
-    Other threads need this lock.
+    While it frees memory, it holds a lock that other threads need.
     """
     session = make_session()
     counter = tmp_path / "collected"

@@ -80,7 +80,7 @@ for t in threads: t.start()
 
 @pytest.fixture
 def foreign(session, waiting, compiled):
-    """Return the child ``waiting``, in which a thread unknown to the interpreter now waits."""
+    """Return the child ``waiting``, with a waiting thread that the interpreter does not know."""
     library = compiled("foreign", "-shared", "-fPIC", "-pthread", "-ldl")
     waiting.do(NOTE)
     waiting.do(f"F = ctypes.CDLL({str(library)!r})")
@@ -402,7 +402,7 @@ def test_call_fails_at_once_if_broker_starts_have_failed(session, waiting):
     answers = [child.do(timed) for _ in range(3)]
     assert {error for error, _ in answers} == {NOT_READY}
     assert min(seconds for _, seconds in answers) < AWAY / 2
-    # The next attempt is due: the guard makes the attempt and waits.
+    # The next attempt is due, so the guard starts the broker and waits for it.
     failed.write_text(json.dumps({"count": 3, "due": time.time() - 1, "message": "no"}))
     child.send("_ = C.cuCtxSynchronize()")
     assert not child.answers(AWAY + 1)

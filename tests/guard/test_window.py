@@ -13,7 +13,7 @@ from tests.emulated import PTX
 #: together run for two seconds.
 SLOW_MS, MANY = 5, 400
 
-#: Most seconds of work that may be left in the queue. The window is usually about 20 ms of work.
+#: Upper limit of the seconds of work in the queue. Usually the window lets about 20 ms of work in.
 SHORT = 0.3
 
 LAUNCH = """
@@ -194,7 +194,7 @@ def test_launch_does_not_wait_for_work_on_another_stream(session, child):
 
 
 def test_launch_stops_counting_as_inside_when_the_gate_closes(session, child, until):
-    """The launch soon no longer counts as a call inside, so the suspend does not wait for it."""
+    """A waiting launch soon no longer counts as a call inside, and does not delay a suspend."""
     session.page.set_contended(True)
     child.do("launches(1, 1)")
     child.send("launches(4, 2000); _ = left()")

@@ -2,7 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """A real JupyterHub with its proxy, real accounts, and a broker with the service's rights.
 
-The long form has its own environment, and makes its own accounts. The short form has neither.
+The long form, ``make test-hub``, has its own environment and makes its own accounts. The short form
+uses the environment and the account of the tests.
 """
 
 from __future__ import annotations
@@ -118,10 +119,10 @@ def free_ports(count):
 
 
 class Hub:
-    """JupyterHub with the example's configuration, and values that a test must choose itself.
+    """JupyterHub with the example's configuration and some values of the test.
 
-    ``course``: the users who have the example's role. ``environment`` and ``arguments``:
-    additions for the servers.
+    ``course``: the users who have the example's role. ``environment`` and ``arguments``: more
+    environment variables and arguments for the users' servers.
     """
 
     def __init__(self, folder, pool_socket, *, course, installed=OWN, environment=(), arguments=()):
@@ -175,7 +176,7 @@ c.Spawner.default_url = "/tree"
     def start(self):
         path = f"{self.installed.bin}:{os.environ['PATH']}"
         environment = {**kit.environment(self.folder), "PATH": path, **self.variables}
-        # Like an installed Hub, it reads the environment's own kernels and extensions.
+        # The Hub reads the environment's own kernels and extensions, as an installed Hub does.
         for name in ("JUPYTER_NO_CONFIG", "JUPYTER_PREFER_ENV_PATH"):
             environment.pop(name)
         with self.log.open("ab") as log:
@@ -247,8 +248,9 @@ c.Spawner.default_url = "/tree"
         return f"/user/{user}/{server}/" if server else f"/user/{user}/"
 
     def kernel(self, path, running=""):
-        """Start a pooled kernel on a server, or use the ``running`` one; return
-        an object that runs its cells.
+        """Return an object that runs cells in a pooled kernel of a server.
+
+        Without the id of a ``running`` kernel, start a new kernel.
         """
         base, headers = f"127.0.0.1:{self.ports['public']}{path}api/kernels", {
             "Authorization": f"token {TOKEN}"

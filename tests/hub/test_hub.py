@@ -25,14 +25,14 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can make accounts and be the service"),
 ]
 
-#: Puts data on the device, which a suspend must keep.
+#: A cell that puts data on the device. A suspend must keep this data.
 FILL = """
 from cuda.core import Device
 device = Device(); device.set_current(); stream = device.create_stream()
 buffer = device.allocate(64 << 20, stream=stream); buffer.fill(%d, stream=stream); stream.sync()
 """
 
-#: Fails if a byte of the data has changed.
+#: A cell that fails if a byte of the data has changed.
 CHECK = """
 import ctypes
 from cuda.bindings import driver
@@ -51,7 +51,7 @@ def site():
     names = [f"gpool-{who}-{os.getpid()}" for who in ("ada", "bob")]
     broker = MachineBroker(
             folder, emulate=kit.ONE, reclaim_after=0, default_memory=250 * kit.MiB,
-            preempt=["class", "guarantee", "burst"],  # with turns, a kernel would lose its slice
+            preempt=["class", "guarantee", "burst"],  # "turns" would take a kernel's slice
         )  # fmt: skip
     broker.socket = where / "broker.sock"
     accounts, hub = [], None

@@ -21,7 +21,7 @@ from jupyter_gpupool.kernel import waits
 
 MiB = 1 << 20
 
-#: Code that waits for the file without the interpreter's lock, like a thread inside a CUDA call.
+#: Code that waits until the file ``flag`` exists. It holds no interpreter lock, as a CUDA call.
 INSIDE = """
 import time
 from pathlib import Path
@@ -106,7 +106,7 @@ def test_cells_and_widgets_send_nothing(
     kernel.run("x = 2", metadata={"tags": ["no-gpu"]})
     kernel.run("x", metadata={"tags": ["gpu"]}, silent=True)
     assert kernel.value("seen") == "[{'n': 1}]"
-    # Suspended state makes no difference, because a CUDA call would wait in the guard.
+    # Even with suspended state the agent sends no hold: a CUDA call would wait in the guard.
     page.process(pid_of(kernel), flags=SLOT_CUDA | SLOT_CONTEXT, used=1 << 20)
     comm_done(kernel, send_comm(kernel, "comm_msg", data={"n": 2}))
     kernel.run("x = 3", silent=True)
@@ -145,7 +145,7 @@ def test_lazy_kernel_without_a_guard_uses_the_policy_cell(
     missing: str,
     reason: str,
 ) -> None:
-    """The broker assumes a guard, but without a guard a CUDA call would not wait."""
+    """The broker assumes a guard, but the kernel has none. So the agent asks before each cell."""
     kernel = start(**{missing: ""})
     kernel.run("x = 1")
     assert broker.wait_for("hold")["wait"] is True
@@ -202,7 +202,7 @@ def test_kernel_sends_resting_after_each_cell_if_a_session_waits(
     cell = kernel.start(INSIDE.format(flag=str(flag)))
     inside(flag)
     broker.push("wanted")
-    # This ``yield`` has an old epoch. When the agent answers it, the agent has read ``wanted``.
+    # The agent reads ``wanted`` before this ``yield``, and refuses the ``yield`` for its old epoch.
     broker.push("yield", epoch=0)
     assert broker.wait_for("yielded")["yielded"] is False
     assert not broker.seen("resting")
@@ -465,7 +465,7 @@ def test_wait_is_shown_only_for_a_cell_with_a_waiting_thread(
     kernel = start()
     page.process(pid_of(kernel), waiting=1)
     queued(broker)
-    # No cell runs, so no cell can show the wait. A waiting widget callback has the same effect.
+    # No cell runs, so no cell can show the wait. A widget's callback can wait at such a time.
     read_pushes(kernel)
     page.process(pid_of(kernel), waiting=0)
     cell = kernel.start(INSIDE.format(flag=str(flag)) + "print(1)")
@@ -473,7 +473,7 @@ def test_wait_is_shown_only_for_a_cell_with_a_waiting_thread(
     queued(broker)  # the slice is granted at once: no thread waits now
     page.grant(DEVICE, 4 * GiB, 4 * GiB)
     page.process(pid_of(kernel), waiting=1)
-    # The gate is open: a thread waits for its turn, not for the slice.
+    # The gate is open: the thread waits for its turn on the GPU, not for the slice.
     queued(broker)
     # The sleep is longer than the delay of the display. Only time can show that no display appears.
     # On a slow machine, the test checks less, but does not fail.
@@ -500,11 +500,11 @@ def test_an_interrupt_ends_the_cell_and_removes_the_display(
         "GPU pool: you stopped the wait for a GPU slice. Nothing on the GPU has changed, and the "
         "lines before the call that waited have run.\n"
     )
-    page.process(pid_of(kernel), waiting=0)  # with a guard, the interrupted call does this
+    page.process(pid_of(kernel), waiting=0)  # a guard does this when the call ends
     assert kernel.run("1 + 1").text == "2"
 
 
-#: Raises KeyboardInterrupt when the agent has handled the first of two queue positions.
+#: A cell that raises KeyboardInterrupt after the agent has read a push with position 2.
 INTERRUPTED = """
 import time
 from jupyter_gpupool.kernel import _agents, call_waits
@@ -705,7 +705,7 @@ def test_error_of_a_call_without_a_broker_is_explained(
     broker.start()
     broker.wait_for("hello", count=2)
     flag.unlink()
-    # The broker is back, but too late for this call.
+    # This call has failed although the broker is back.
     line = raising(kernel, broker, flag, NOT_READY, None)
     assert str(broker.path) in line
     assert "Run the cell again." in line

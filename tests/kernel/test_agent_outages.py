@@ -83,8 +83,7 @@ def test_cpu_cells_run_without_a_broker_with_one_notice(
     )
     assert str(broker.path.with_suffix(".log")) in notice["text"]
     assert kernel.run("print('again')").outputs == [{"name": "stdout", "text": "again\n"}]
-    # When the broker is back, cells wait for a slice again, and a notice appears at the next
-    # outage.
+    # After the broker's return, cells wait for a slice again.
     broker.start()
     broker.wait_for("hello", count=2)
     assert kernel.run("1").text == "1"
@@ -114,7 +113,7 @@ def test_agent_sends_the_old_request_when_the_broker_returns(
     broker.start()
     broker.wait_for("hello", count=2)
     assert broker.wait_for("request", count=2)["memory"] == 4 * GiB
-    # The request is in force after the broker's answer has come, not before.
+    # The request is valid only after the broker's answer has come.
     deadline = time.monotonic() + 60
     while "This kernel asks for 4 GiB" not in (text := kernel.run("%gpu help").text):
         assert time.monotonic() < deadline, text
@@ -165,7 +164,7 @@ def test_old_request_is_sent_until_a_broker_answers_it(
 def test_agent_withdraws_an_unanswered_request_of_a_failed_cell(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """The dead broker may have changed the request before it could answer."""
+    """The broker may have stored the request of the failed cell before it died."""
     kernel = start()
     broker.hold_back("request")
     cell = kernel.start("%%gpu 16GiB\nprint('hi')")
@@ -192,7 +191,7 @@ def test_kernel_with_policy_manual_tells_of_a_release_only_once(
 def test_cell_of_a_suspended_kernel_fails_without_a_broker(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Otherwise the cell would hang: a CUDA call would wait for a resume that never comes."""
+    """If the cell ran, its CUDA calls would hang, because no broker resumes the kernel."""
     kernel.run(USED_CUDA)
     assert broker.ask_back() == {
         **broker.seen("yielded")[-1],
@@ -276,7 +275,7 @@ def test_agent_shows_the_new_size_of_its_slice(broker: ScriptedBroker, kernel: K
         reason="resized",
         pinned_reason="",
     )
-    # The agent reads the push before it reads the answer to a later request.
+    # The agent has read the push when it has the answer to this later request.
     kernel.run("%gpu pool")
     broker.die()
     assert "6 GiB on" in kernel.run("%gpu").text

@@ -130,7 +130,7 @@ def test_gpu_why_shows_the_slice_and_who_may_take_it(
     kernel.run(ALLOCATE.format(size=1 << 20))
     deadline = time.monotonic() + 30
     while True:
-        # The broker may still find CUDA calls of the cell in the page after the cell's end.
+        # For some time after the cell's end, the page may still show CUDA calls of the cell.
         pool.until(kernel, state="idle")
         (shown,) = kernel.run("%gpu why").outputs
         text = shown["data"]["text/plain"]

@@ -69,7 +69,7 @@ def test_an_interrupted_wait_does_not_run_the_cell(broker: ScriptedBroker, kerne
     broker.push("queue", position=1, length=1, waited=0.0, left=None, reason="")
     cell.until("display_data")
     kernel.manager.interrupt_kernel()
-    # The broker grants no slice in this test; e2e/test_policy checks how soon a wait ends.
+    # This broker grants no slice. The tests in e2e/test_policy check how soon a wait ends.
     broker.wait_for("cancel", hold=hold)
     cell.done()
     assert cell.status == "error"
@@ -160,7 +160,7 @@ def test_a_kernel_with_a_running_cell_does_not_yield(
         "yielded": True,
         "cuda": False,
     }
-    # The session is detached, so the next cell asks again.
+    # The session is detached, so the agent asks for a slice before the next cell.
     kernel.run("pass")
     assert broker.wait_for("hold", count=2)["wait"] is True
 
@@ -212,7 +212,7 @@ def test_cell_that_fails_or_exits_drops_its_hold(broker: ScriptedBroker, kernel:
 def test_silent_requests_wait_while_the_state_is_suspended(
     broker: ScriptedBroker, start: Callable[..., Kernel]
 ) -> None:
-    """Otherwise a CUDA call on suspended state would block the kernel permanently."""
+    """If the request ran, its CUDA call would block the kernel until the state is resumed."""
     kernel = start()
     kernel.run("pass")
     kernel.run(
@@ -254,7 +254,7 @@ def test_kernel_answers_requests_while_a_cell_waits(broker: ScriptedBroker, kern
 
 
 def test_interrupted_cell_keeps_its_number(broker: ScriptedBroker, kernel: Kernel) -> None:
-    """A refused cell gets its number, too, like an interrupted one."""
+    """A cell that is interrupted or refused before it runs also gets an execution number."""
     broker.hold_back()
     cell = kernel.start("x = 1")
     broker.wait_for("hold")

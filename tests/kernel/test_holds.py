@@ -105,14 +105,14 @@ def test_thread_sends_one_report_after_another():
 def test_earlier_cells_are_reported_before_a_request(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Otherwise the broker would refuse a release because of a cell that has already ended."""
+    """If the broker did not know that the cell has ended, it would refuse the release."""
     kernel.run("pass")
     kernel.run(
         "import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600\n"
         "from jupyter_gpupool.kernel import _agents\n"
         "reported = next(iter(_agents.values())).link._reports"
     )
-    # The thread that sends reports may already wait with the old interval: wait for its report.
+    # The thread that sends reports may still use the old interval. Wait until it has reported.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     assert kernel.value("reported._over[0][:5]") == "'cell-'"
@@ -127,10 +127,10 @@ def test_earlier_cells_are_reported_before_a_request(
 def test_finished_short_cell_is_reported_before_a_yield(
     broker: ScriptedBroker, kernel: Kernel
 ) -> None:
-    """Otherwise a series of short cells could keep the slice from a waiting kernel."""
+    """If the agent reported late, a series of short cells could keep a waiting kernel waiting."""
     kernel.run("pass")
     kernel.run("import jupyter_gpupool.kernel.holds as u; u.BRIEF = 3600")
-    # The thread that sends reports may already wait with the old interval: wait for its report.
+    # The thread that sends reports may still use the old interval. Wait until it has reported.
     broker.wait_for("drop", hold=broker.wait_for("hold", wait=False)["hold"])
     kernel.run("pass")
     before = len(broker.messages)

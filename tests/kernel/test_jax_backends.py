@@ -51,7 +51,7 @@ NOT_READY = "CUDA error: : CUDA_ERROR_SYSTEM_NOT_READY: system not yet initializ
 def test_jax_searches_again_if_its_first_use_was_interrupted(jax: Jax) -> None:
     look = JaxBackends()
     look.before()
-    jax.opens("cpu")  # the interrupt comes before JAX notes the error of the GPU
+    jax.opens("cpu")  # interrupted before JAX has recorded the GPU's error
     assert look.after(failed=True, waits=True) == AGAIN
     assert not jax.bridge._backends
     look.before()

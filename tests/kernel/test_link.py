@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""The link alone, in situations that a real kernel reaches too late or never."""
+"""The link without a kernel, in situations that a test of a real kernel hardly reaches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jupyter_gpupool.protocol import decode, encode
 
 @pytest.fixture
 def link_threads():
-    """Return a function that lists the threads started by the test, with this package's names."""
+    """Return a function that lists the threads of this package that the test has started."""
     before = set(threading.enumerate())
 
     def started() -> list[threading.Thread]:
@@ -50,7 +50,7 @@ def test_closing_a_link_without_a_broker_ends_its_threads(
 
 
 def quick_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the answer to each hold arrive before the call that sends the hold returns."""
+    """Let the broker's answer to a hold arrive before the call that sends the hold has returned."""
     start = Client.start
 
     def started(self, kind, /, **fields):
@@ -84,7 +84,7 @@ def test_link_repeats_all_waiting_requests_after_a_reconnect(
 def test_late_end_of_an_old_connection_keeps_the_new_connection(
     broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread may notice the end of its connection only after the link has a new connection."""
+    """A thread may notice the end of its connection when the link already has a new one."""
     ends = []
 
     def connect(path, *, on_push, on_close):
@@ -161,8 +161,8 @@ def test_link_keeps_its_connection_while_the_broker_starts(
         with connection:
             hello = decode(connection.recv(65536))
             connection.settimeout(0.3)
-            # The link has not closed the connection. On a slow machine, this check proves less, but
-            # does not fail.
+            # The link keeps the connection open, so nothing arrives. On a slow machine, this check
+            # proves less, but does not fail.
             with pytest.raises(TimeoutError):
                 connection.recv(1)
             assert not link.given_up(wait)

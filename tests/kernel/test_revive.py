@@ -28,7 +28,7 @@ def socket(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Path:
-    """Return the path of the file to which each call of the start command adds a line."""
+    """Return the path of a file. Each call of the start command adds a line to this file."""
     return tmp_path / "started"
 
 

@@ -188,7 +188,7 @@ def all_of(actions: list[ev.Action], kind: type[ev.Action], **fields: Any) -> li
 
 
 def got(actions: list[ev.Action], kind: type[ev.Action], **fields: Any) -> Any:
-    """Return the one action of ``kind`` with these fields."""
+    """Return the action of ``kind`` with these fields; fail unless exactly one exists."""
     found = all_of(actions, kind, **fields)
     assert len(found) == 1, f"{len(found)} x {kind.__name__} {fields} in {actions}"
     return found[0]

@@ -42,7 +42,7 @@ def check_pool(
 
 
 def told_by(pool: Pool) -> object:
-    """Return the data behind the explanations, but only data that a plan can change."""
+    """Return the data that a plan can change and that the explanations use."""
     facts, plan = pool._facts, pool._plan
     sessions = [
         (s.id, s.state, s.measured.gap, s.wait.head_since, s.lease.stuck_since, s.lease.slices)
@@ -53,7 +53,7 @@ def told_by(pool: Pool) -> object:
 
 
 def check_leaving(pool: Pool) -> None:
-    """Check that the cached times at which idle sessions leave equal newly computed times."""
+    """Check the cached times at which idle sessions leave: compute them again, and compare."""
     facts = pool._facts
     kept = dict(leaving(facts))
     for s in facts.sessions.values():

@@ -121,7 +121,7 @@ class Crowd:
         ]
 
     def got(self) -> dict[str, float]:
-        """Return the device-seconds of every owner."""
+        """Return, for each owner, the seconds of computing times the bytes of the slice."""
         found: dict[str, float] = {}
         for k, seconds in zip(self.kernels.values(), self.computed(), strict=True):
             found[k.owner.name] = found.get(k.owner.name, 0.0) + seconds * k.size

@@ -28,9 +28,9 @@ from jupyter_gpupool.pool.requests import SETTLE
 
 from .naive import Naive, NaiveSession
 
-#: Age of a lease in seconds at which its minimum residence is surely over.
+#: A lease that is this many seconds old is surely past its minimum residence.
 LONG = 60.0
-#: Reasons of a wait other than a lack of memory.
+#: Reasons for a wait that are not a lack of memory.
 HELD_UP = ("quota", "cap", "paused", "drained", "foreign", "nowhere", "retry", "class-closed")
 #: Largest number of idle leases for which the check tries all subsets.
 MOST_IDLE = 6
@@ -43,7 +43,7 @@ class Look:
     pool: Pool
     naive: Naive
     told: dict[str, Explanation]
-    #: Free bytes of each device: no lease and no process outside the pool uses them.
+    #: Bytes of each device that neither a lease nor a process outside the pool uses.
     free: dict[str, int]
     promised: dict[str, int]
     head: str = ""
@@ -67,7 +67,7 @@ class Look:
         return sum(s.lease.get(uuid, 0) for s in sessions if s.state == "detaching")
 
     def leases(self, uuid: str) -> list[int]:
-        """Return the sizes of the leases on a device, without the head's own lease."""
+        """Return the sizes of the leases on a device, except for the lease of the queue's head."""
         sessions = self.naive.sessions
         return [s.lease[uuid] for n, s in sessions.items() if uuid in s.lease and n != self.head]
 
@@ -106,7 +106,7 @@ def check_liveness(look: Look) -> None:
             held_groups.update({e.reason.group} - {""})
             held.update({owner} if not e.reason.group else ())
         behind = look.head in e.ahead
-        # Leases in use that a rule lets the session take now, and that no guarantee covers.
+        # Leases in use that no guarantee covers, and that a rule lets this session preempt now.
         used = [h for h in e.holders if h.rule_at is not None and h.rule_at <= naive.now]
         in_use = list(dict.fromkeys(h.session for h in used if not h.covered))
         may = [*idle, *(n for n in in_use if n not in idle)]
@@ -155,7 +155,7 @@ def check_guarantees(look: Look) -> None:
             continue
         for group in names:
             sure = groups[group].guarantee
-            # Count all members that wait for memory, so that their order does not matter.
+            # All members of the group that wait for memory, whatever their order in the queue.
             members = [
                 n
                 for n in waiting
@@ -188,9 +188,9 @@ def check_guarantees(look: Look) -> None:
 def check_recalls(look: Look) -> None:
     """Check that every recall is on time, and that a recalled cell has its place in the queue.
 
-    Before the time of a recall, the pool must ask for a ``Tick`` at that time or earlier. After
-    that time, a lease may stay only if something prevents its suspend. The naive model checks the
-    rest: each recall has an admin's order, and the pool does it once and not too early.
+    Before a recall is due, the pool must ask for a ``Tick`` at or before the due time. After the
+    due time, the lease may continue only if something prevents its suspend. The naive model checks
+    each recall: an admin has ordered it, and the pool does it once and not too early.
     """
     naive, now = look.naive, look.naive.now
     wakeup = look.pool.next_wakeup()
@@ -228,7 +228,7 @@ def _check_turn(look: Look, name: str) -> None:
 
 
 def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence[str]) -> bool:
-    """Return whether the guarantees allow the suspends of ``in_use`` in every order."""
+    """Return whether the guarantees allow the suspend of all ``in_use``, in whatever order."""
     naive, groups = look.naive, look.naive.settings.groups
     own = path(groups, naive.sessions[name].owner.group)
     for victim in in_use:
@@ -246,7 +246,7 @@ def _uncovered(look: Look, name: str, in_use: Sequence[str], everybody: Sequence
 def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
     """Return whether the pool may preempt a lease.
 
-    The function asks the pool only about the minimum residence and about retries.
+    Only the minimum residence and the retries come from the pool. The rest is the naive model's.
     """
     naive, now = look.naive, look.naive.now
     if s.state != "idle" or now < s.idle_since + naive.settings.reclaim_after:
@@ -266,9 +266,9 @@ def _may_be_preempted(look: Look, name: str, s: NaiveSession) -> bool:
 
 
 def _check_growth(look: Look) -> None:
-    """Check that no lease keeps unused grown bytes while a session waits.
+    """Check that no lease keeps the bytes of its growth unused while a session waits.
 
-    A sample shows which grown bytes are unused.
+    A sample of the device shows which of these bytes are unused.
     """
     reasons = [e.reason for e in look.told.values() if e.position is not None]
     if all(why is not None and why.rule == "retry" for why in reasons):
@@ -358,7 +358,7 @@ def _place(
 
 
 def spare(free: int, promised: int, leases: list[int], wanted: int) -> int:
-    """Return the bytes that the head can spare, by the rule that ``test_parts`` proves."""
+    """Return the bytes that the queue's head can spare. ``test_parts`` proves this rule."""
     missing = wanted - free
     if promised or missing <= 0:
         return 0 if promised else -missing

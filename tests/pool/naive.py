@@ -40,7 +40,7 @@ class NaiveSession:
     gated: bool = True
     #: Whether the driver refused to move the session's state.
     immovable: bool = False
-    #: Whether ``suspended`` is state that a pause of a device has set aside.
+    #: Whether a pause of the device has set the state in ``suspended`` aside.
     aside: bool = False
     effect: str = ""
     host: int = 0
@@ -51,19 +51,19 @@ class NaiveSession:
     keep_until: float = 0.0
     #: Time at which its lease was attached.
     began: float = 0.0
-    #: Weighted mean duration of its suspends and of its resumes, and the end of the last resume.
+    #: Weighted mean duration of a suspend and of a resume, and the time of the last resume's end.
     suspend_mean: float = 0.0
     resume_mean: float = 0.0
     resumed_at: float = float("-inf")
     #: Time of the last growth, and of the last sample of each device on which the lease has grown.
     grown_at: float = float("-inf")
     sampled: dict[str, float] = field(default_factory=dict)
-    #: Whether a suspend was refused or the broker restarted. If so, the pool may wait before the
-    #: next suspend.
+    #: Whether the last suspend was refused, or the broker has restarted. In both cases the pool may
+    #: wait before the next suspend.
     refused: bool = False
     asked: dict[str, Request] = field(default_factory=dict)
-    #: An admin's recall of its slice: the time (None: no recall), the reason, and unanswered
-    #: orders.
+    #: An admin's recall of its slice: the due time (None: no recall), the reason, and the orders
+    #: that have no answer yet.
     recall_at: float | None = None
     recall_reason: str = ""
     recalls: dict[str, ev.RecallAsked] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Naive:
         #: Sessions on hosts that are short of memory.
         self.pressed: frozenset[str] = frozenset()
         self.foreign: dict[str, int] = {}
-        #: Free bytes of the host at the last sample, and bytes that suspends have taken since.
+        #: Free bytes of host memory at the last sample, and the bytes taken by later suspends.
         self.available: int | None = None
         self.taken = 0
         self.sessions: dict[str, NaiveSession] = {}
@@ -134,14 +134,14 @@ class Naive:
         return s.charge if s.lease else 0
 
     def stays_until(self, s: NaiveSession) -> float:
-        """Return the time until which the pool may not move the state for another session."""
+        """Return when the session's protection ends: before, the pool may not move its state."""
         share = self.settings.max_swap_overhead
         if not share or self.settings.residence != "clock":
             return float("-inf")
         return s.resumed_at + min(600.0, (s.suspend_mean + s.resume_mean) / share)
 
     def due(self, s: NaiveSession) -> int:
-        """Return the bytes charged to the owner's quota: the lease without a resume's headroom."""
+        """Return the bytes that count for the owner's quota: the lease without resume headroom."""
         memory, limit = s.request.memory, s.request.limit
         state = s.suspended if s.effect == "attach" else {}
         if state:
@@ -186,7 +186,7 @@ class Naive:
         return any(d is not None and d.then == "stop" for d in daily)
 
     def capped(self, group: str) -> int:
-        """Return the bytes that the members of a group are charged."""
+        """Return the bytes that the members of a group use of their quotas."""
         return sum(
             self.charge(s)
             for s in self.sessions.values()
@@ -277,7 +277,7 @@ class Naive:
             if s.holds.pop(event.hold, None) is not None:
                 self._bind(s, event.cuda)
                 if s.state == "detaching" and not s.holds:
-                    s.idle_since = self.now  # used if the agent refuses the suspend
+                    s.idle_since = self.now  # counts if the agent refuses the suspend
         elif isinstance(event, ev.HoldsReplaced):
             before = bool(s.holds)
             kept = {name: answered for name, answered in s.holds.items() if name == "device"}
@@ -376,7 +376,7 @@ class Naive:
         return None
 
     def _too_large(self, s: NaiveSession) -> bool:
-        """Return whether the state may be larger than host memory or than the owner's quota."""
+        """Return whether the session's state may exceed host memory or the owner's quota."""
         own, most = self.quota(s.owner.name).suspended, self.settings.host_memory
         most = most if own is None else min(own, most)
         return max(sum(s.lease.values()), sum(s.footprints.values())) > most
@@ -403,7 +403,7 @@ class Naive:
         assert (a.old, a.new) in TRANSITIONS, a
         s.state = a.new
         if a.new == "ended":
-            s.effect = ""  # the session keeps its bytes until its process is gone
+            s.effect = ""  # the session's bytes count until its process has ended
         if a.old == "detaching" and a.new in ("active", "idle"):
             s.recalled = False  # the agent or the driver refused the suspend
         if (a.old, a.new) == ("detaching", "queued"):
@@ -429,7 +429,7 @@ class Naive:
         if s.suspended:
             assert len(a.slices) == len(s.suspended)
             for x, (origin, size) in zip(a.slices, s.suspended.items(), strict=True):
-                # State from a drained device cannot require more than the new device has.
+                # State from a drained device needs at most the bytes that the new device has.
                 there = {x.device, origin} - self.drained
                 most = max(self.capacity(u) - self.foreign.get(u, 0) for u in there)
                 enough = min(size + self.settings.resume_headroom, self.capacity(x.device), most)
@@ -438,7 +438,7 @@ class Naive:
         elif not s.bound:
             assert len(a.slices) == s.request.devices
         allowed = self.settings.classes_allowed
-        # Under host memory pressure, the pool may resume state although no hold waits for it.
+        # When host memory is short, the pool may resume state that no hold waits for.
         closed = allowed is not None and s.request.priority not in allowed
         assert not closed or not s.holds, f"{a}: its class is closed"
         places = tuple(x.device for x in a.slices)
@@ -490,7 +490,7 @@ class Naive:
             or a.reason in (SPENT, CLOSED)
             or (self.settings.preempt and self.now < self.stays_until(s))
         ):
-            pass  # these rules may also take an idle lease that is still protected
+            pass  # these rules may also preempt an idle lease within its minimum residence
         elif a.reason not in ("idle", "release") and not self.paused & s.lease.keys():
             assert self.now >= self.stays_until(s), f"{a}: it was just moved"
         s.effect, s.host = "suspend", size

@@ -19,8 +19,8 @@ from .world import World
 #: Number of events after which the soak starts a new machine with other settings.
 EPISODE = 2000
 
-#: Number of events between two thorough checks. Such a check makes all explanations one by one,
-#: plans again, and compares the explanations, even if the data behind them has not changed.
+#: Number of events between two thorough checks. A thorough check makes all explanations, plans
+#: again, and compares the explanations, even if their data has not changed.
 EVERY = 10
 
 
@@ -62,7 +62,7 @@ def _world(rng: random.Random, *, shares: bool) -> World:
 
 
 def one(seed: int, episode: int, tail: int = 40, *, shares: bool = False) -> None:
-    """Run one machine again and print the last events before its failure."""
+    """Run one episode again and print the last events before its failure."""
     rng = random.Random(seed * 1_000_003 + episode)
     world = _world(rng, shares=shares)
     lines: list[str] = [str(world.settings), *(str(d) for d in world.naive.devices.values())]

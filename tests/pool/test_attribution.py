@@ -39,12 +39,12 @@ from jupyter_gpupool.pool.model import GiB, MiB, Slice
 
 # ---------------------------------------------------------------------- attribution
 
-#: Bytes that the driver uses beyond its reported reserve, and bytes of one context.
+#: Bytes that the driver itself uses, without its reported reserve; and bytes of one context.
 DRIVER, CONTEXT = 80, 100
 
 
 def observed(used, /, *, hidden=(), driver=DRIVER, **listed):
-    """Return an observed device; ``stranger`` is a process of no session."""
+    """Return an observed device. The process ``stranger`` belongs to no session."""
     entries = [Listed(n, None if name == "stranger" else name) for name, n in listed.items()]
     entries += [Listed(size, known=False) for size in hidden]
     return Observed(used, entries, driver, CONTEXT)
@@ -88,7 +88,7 @@ def observed(used, /, *, hidden=(), driver=DRIVER, **listed):
     ],
 )
 def test_foreign_memory_excludes_sessions_and_the_driver(device, granted, foreign):
-    """Session ``a`` has a slice if ``granted`` is not zero; ``s`` is suspended."""
+    """Session ``a`` has a slice if ``granted`` is not zero. Session ``s`` is suspended."""
     found = attribute(device, {"a": LeaseHolder(granted)} if granted else {})
     assert found.foreign == foreign
     listed = sum(entry.bytes for entry in device.listed if entry.session == "a")
@@ -170,7 +170,7 @@ def test_attribution_counts_each_used_byte_exactly_once(device, holders, landing
 
 @given(used=st.integers(0, 60), holders=HOLDERS, driver=st.integers(0, 10))
 def test_unlisted_memory_beyond_slices_and_driver_is_foreign(used, holders, driver):
-    """In a container NVML lists no processes, or lists them with the host's process numbers."""
+    """In a container NVML lists no processes, or lists them with process ids of the host."""
     slices = sum(holder.granted for holder in holders.values())
     found = attribute(Observed(used, (), driver, 3), holders)
     assert found.foreign == max(0, used - slices - driver)
@@ -199,8 +199,8 @@ def test_driver_share_includes_reserve_and_variation():
     total = 64 * GiB
     assert driver_share(300 * MiB, 100 * MiB, total) == 400 * MiB + slack(total)
     assert driver_share(0, 0, total) == 0, "a driver that shows none is exact"
-    # The driver's share has a limit: memory above the limit belongs to processes that are not
-    # listed.
+    # The driver's share has a limit. Memory above the limit belongs to processes that NVML does not
+    # list.
     assert driver_share(0, 5 * GiB, total) == 1 * GiB + slack(total)
     assert driver_share(0, 5 * GiB, 4 * GiB) == 512 * MiB + slack(4 * GiB)
 
@@ -235,7 +235,7 @@ def test_repeated_measurement_changes_nothing(looks, reserved):
 
 
 def looks(*figures, constant=32, complete=True):
-    """Feed samples (counted, shown); return the learnt overhead and the last sample's excess."""
+    """Return the overhead learnt from samples (counted, shown), and the last sample's excess."""
     known, more = Overhead(), 0
     for counted, shown in figures:
         known, more = known.look(constant, counted, shown, complete=complete)

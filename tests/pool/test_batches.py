@@ -62,7 +62,7 @@ class Batching(Pool):
 
 
 def picture(pool: Pool) -> dict[str, Any]:
-    """Return the slices, promises and reservations of every session."""
+    """Return each session's state, slices, promises, reservation and position."""
     return {
         r.id: (r.state, r.slices, (e := pool.explain(r.id)).promised, e.reserved, e.position)
         for r in pool.records()

@@ -104,7 +104,7 @@ def test_hold_taken_while_detaching_is_granted_if_suspend_fails(lab):
 
 
 def test_hold_dropped_while_detaching_restarts_idle_time(lab):
-    """The agent reports a short cell late, and refuses the suspend because of this cell."""
+    """The agent reports a short cell late. Because of this cell, it has refused the suspend."""
     lab.idle("a")
     lab.after(300)
     assert lab.state("a") == "detaching"
@@ -198,7 +198,7 @@ def test_failed_attach_is_retried_and_keeps_its_place(make):
     lab.open("b")
     lab.hold("b")
     actions = lab.failed("a", "memory was not free")
-    # b is behind a in the queue, but a must wait before its next attempt.
+    # a is ahead of b in the queue, but must wait before its next attempt. So b gets the slice.
     got(actions, ev.Attach, session="b")
     assert lab.reason("a") == "memory was not free"
     assert lab.pool.view(lab.now).sessions[0].queue_position == 1

@@ -123,7 +123,7 @@ def view(index: int, free: int = 16, *, capacity: int = 16, granted: int = 0, dr
 
 
 def home(*views: DeviceView, memory: int = 10, count: int = 1, **fields: Any) -> str:
-    """Return the chosen devices' numbers; ``kernels`` has the number of kernels on each device."""
+    """Return the numbers of the chosen devices. ``kernels`` counts the kernels on each device."""
     kernels = {f"G{at}": n for at, n in enumerate(fields.pop("kernels", ()))}
     for name in ("seen", "planned"):
         fields[name] = tuple(f"G{digit}" for digit in fields.get(name, ""))

@@ -22,7 +22,7 @@ def attaches(actions):
 
 
 def elsewhere(lab, owner=(0, 0, 0), group=0, **rules):
-    """Report how much of ann's quota and of her group's cap kernels on other machines use."""
+    """Tell the pool what other machines use of ann's quota and of her group's cap."""
     found = dataclasses.replace(
         lab.pool.settings,
         elsewhere={"ann": owner} if any(owner) else {},
@@ -45,7 +45,7 @@ def test_use_on_other_machines_makes_a_session_wait(lab, held):
     elsewhere(lab, held)
     lab.open("a", 8, owner=ANN)
     assert attaches(lab.hold("a")) == []
-    # The session waits even if other machines use all of the quota: they return the quota later.
+    # Other machines use all of the quota. The pool lets the session wait, and does not refuse it.
     elsewhere(lab, (16, 2, 2))
     assert lab.state("a") == "queued"
     assert attaches(elsewhere(lab)) == ["a"]

@@ -21,7 +21,7 @@ def view(lab, name):
 
 
 def turn(lab, one, other, seconds):
-    """Let ``other`` wait ``seconds`` for the whole device, until ``one`` ends its cell."""
+    """Let ``other`` wait for the whole device. After ``seconds``, ``one`` ends its cell."""
     told = got(lab.hold(other), ev.QueueMoved, session=other)
     lab.after(seconds)
     lab.drop(one)
@@ -90,7 +90,7 @@ def test_estimate_ends_with_the_time_slice_of_the_holder():
     lab.hold("w")
     pool = lab.pool
     figure = Ahead(pool._facts, pool._plan).figure(pool._facts.sessions["w"], 1)
-    # A cell of session a usually runs for 1000 s, but the time slice of a is over.
+    # A cell of session a usually runs for 1000 s. But a's time slice is over, so w waits less.
     assert figure is not None
     assert figure.seconds < 10.0
     assert any("may take that memory" in line for line in pool.why("w").lines)

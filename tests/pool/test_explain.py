@@ -115,7 +115,7 @@ def test_explanation_has_the_time_of_the_retry(make):
 
 
 def test_promise_stays_when_a_better_place_appears(make):
-    """A new plan on another device would waste the suspend under way."""
+    """If the pool planned again for another device, the suspend under way would be wasted."""
     lab = make(device(0), device(1))
     lab.idle("a", 16)
     lab.running("b", 16)
@@ -170,7 +170,7 @@ def test_pool_does_what_the_examples_in_the_docs_show(example):
 
 
 def test_plan_is_stable_if_memory_and_quota_are_both_missing(make):
-    """The quota requires the owner's idle lease to end; even after that, memory is short."""
+    """The owner's quota needs the end of its idle lease. Even then, too little memory is free."""
     lab = make(device(0), device(1), quotas={"ann": Quota(leases=1)})
     lab.idle("a", 10, owner="ann")
     lab.release("a")
@@ -243,7 +243,7 @@ TURNS = {"preempt": PREEMPT_ALL, "half_life": 3600.0}
 
 
 def may_take(lab, name):
-    """Return the line that tells a holder which session may take its lease."""
+    """Return the line of a session that names who may take its lease."""
     (line,) = [line for line in lab.pool.why(name).lines if "may take this slice" in line]
     return line
 
@@ -329,7 +329,7 @@ def lines(lab, name):
 
 
 def by_time(lab, name):
-    """Return the text of a session's line "If nothing else changes, ...", or ""."""
+    """Return the rest of a session's line "If nothing else changes, ...", or "" without one."""
     begin = "If nothing else changes, "
     return next((x.removeprefix(begin) for x in lines(lab, name) if x.startswith(begin)), "")
 
@@ -362,7 +362,7 @@ def test_wait_of_a_class_without_a_schedule_names_no_time(make):
     ("rules", "at"), [({"class"}, None), ({"class", "turns"}, 120.0)], ids=["class", "turns"]
 )
 def test_wait_names_a_time_only_if_age_changes_the_plan(make, rules, at):
-    """With age, ``w`` rises to the holder's class. Within a class, only turns preempt sessions."""
+    """With age, ``w`` rises to the holder's class, and can then preempt it only by a turn."""
     classes = {"batch": 0, "urgent": 2}
     lab = make(
         device(0), preempt=frozenset(rules), priority_classes=classes, default_priority="batch",

@@ -137,7 +137,7 @@ def test_kernel_alone_on_a_device_grows_beyond_host_memory(make):
     lab.running("a", 4, limit=16)
     assert size(lab.grow("a", 1)) == 8
     assert size(lab.grow("a", 1)) == 10
-    # Above 10 bytes the pool grants no whole steps, only the requested bytes.
+    # Above 10 bytes the pool grants only the requested bytes, not a whole step.
     assert size(lab.grow("a", 1)) == 11
     assert size(lab.grow("a", 5)) == 16
     assert "cannot be suspended" in " ".join(lab.pool.why("a").lines)
@@ -176,7 +176,7 @@ def test_holder_too_large_for_host_memory_is_warned(make):
     none(lab.after(50), ev.Warn)
     warning = got(lab.after(11), ev.Warn, session="a").message
     assert "may need 16 B, and at most 10 B fits in host memory" in warning
-    # a frees memory, and w gets the bytes that a no longer uses.
+    # a has freed memory, so its slice shrinks, and w gets the bytes.
     actions = lab.seen("G0", a=9)
     assert got(actions, ev.Resize, session="a").slices == (Slice("G0", 9),)
     assert attaches(actions) == ["w"]
@@ -282,7 +282,7 @@ def test_newly_grown_bytes_stay_until_a_sample_after_the_growth(make):
     lab.grow("a", 8)
     lab.open("w", 10)
     assert attaches(lab.hold("w")) == []
-    # This sample may be older than the growth.
+    # This sample may show the memory before the growth, so the pool ignores it.
     none(lab.seen("G0", a=4), ev.Resize)
     lab.after(SETTLE)
     actions = lab.seen("G0", a=5)
@@ -405,20 +405,20 @@ def test_growth_of_a_busy_kernel_is_served_before_later_sessions(make):
 
 
 def test_waiting_growth_gains_points_with_age(make):
-    """The growth has waited for so long that it is ahead of a session of a higher class."""
+    """A growth that has waited for long is ahead of a session of a higher class."""
     lab = make(device(0), ageing=1.0)
     lab.running("a", 8)
     lab.running("b", 8)
     lab.change("a", 12)
     lab.after(150.0)
-    lab.open("w", 8, priority="interactive")  # w has 100 points more, but asks 150 s later
+    lab.open("w", 8, priority="interactive")  # 100 points more, 150 s younger
     lab.hold("w")
     assert lab.pool.explain("w").ahead == ("a",)
     got(lab.end("b"), ev.Resize, session="a")
 
 
 def test_growth_at_the_head_reserves_bytes_of_other_leases(make):
-    """The head reserves bytes only of other leases; sessions behind it get only its spare bytes."""
+    """The head reserves no bytes of its own lease. Sessions behind it get only spare bytes."""
     lab = make(device(0))
     lab.running("a", 8)
     lab.running("b", 4)

@@ -34,11 +34,11 @@ def test_states_go_back_one_by_one_and_the_largest_first(make):
         away(lab, name, size)
     lab.running("busy", 5)
     assert attached(press(lab, "small", "large", "huge")) == ["large"]
-    # The first move may be enough: the next starts only after a sample that still shows pressure.
+    # One move may be enough. The next move starts only if a later sample still shows pressure.
     assert attached(press(lab, "small", "large", "huge")) == []
     lab.done("large")
     assert lab.record("large").state == "idle"
-    assert attached(press(lab, "small", "large", "huge")) == []  # no room for small
+    assert attached(press(lab, "small", "large", "huge")) == []  # "small" does not fit
     lab.end("busy")
     assert attached(press(lab, "small", "large", "huge")) == ["small"]
 

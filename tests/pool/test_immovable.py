@@ -82,14 +82,14 @@ def test_the_headroom_of_a_resume_is_less_on_a_small_device(make, size, room):
     lab.parked("a", used=200 * MiB, memory=100 * MiB)
     attach = got(lab.hold("a"), ev.Attach, session="a")
     assert [s.bytes for s in attach.slices] == [200 * MiB + room]
-    # After the resume, the headroom is free for others.
+    # After the resume, the session's slice no longer has the headroom.
     lab.done("a")
     assert lab.where("a") == [("G0", 200 * MiB)]
     assert all_of(lab.after(1), ev.EndSession) == []
 
 
 def test_resume_does_not_wait_for_bytes_of_a_display_server(make):
-    """The kernel's state fills the rest of the device: no headroom can become free."""
+    """The state needs almost all other bytes of the device, so it resumes with less headroom."""
     lab = make(device(0, 64), resume_headroom=4)
     lab.seen("G0", foreign=2)
     lab.parked("a", used=61, memory=60)
@@ -131,7 +131,7 @@ def test_state_resumes_without_headroom_if_the_other_gpu_is_lost(make):
 
 
 def test_two_nearly_full_states_resume_on_their_own_devices(make):
-    """An earlier version waited for headroom that only one of the two devices could give."""
+    """In an earlier version the session waited, because one device had too little headroom."""
     lab = make(device(0, 64), device(1, 64), resume_headroom=4)
     lab.idle("a", memory=50, devices=2)
     lab.release("a")
@@ -156,7 +156,7 @@ def test_two_states_resume_without_headroom_if_no_gpu_has_it(make):
 
 
 def test_state_larger_than_the_usable_memory_resumes(make):
-    """Without the guard a kernel can also use the reserve of the driver or of the admin."""
+    """A kernel without the guard may have used bytes that the driver or the admin reserves."""
     lab = make(device(0, 64, memory_reserved=2), reserve=1)
     lab.parked("a", used=63, memory=61)
     attach = got(lab.hold("a"), ev.Attach, session="a")

@@ -213,7 +213,7 @@ def test_request_too_large_for_its_model_is_refused():
     assert refused.next_step == ("Restart the kernel to use another GPU, or ask for at most 16 B.")
     assert refused.details["most"] == 16
     assert lab.state("a") == "detached"
-    # The pool grants a smaller request, as the message says.
+    # The message offers at most 16 B, and the pool accepts a request for 16 B.
     assert lab.change("a", 16)[0].refusal is None
     got(lab.hold("a"), ev.Attach, session="a", slices=(Slice("G0", 16),))
 

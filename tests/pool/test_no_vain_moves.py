@@ -2,9 +2,11 @@
 # Distributed under the terms of the Modified BSD License.
 """The pool moves an idle holder only if a waiting session gains by the move.
 
-For each suspend of an idle holder, one of two statements is true. The plan promises the freed bytes
-to a waiting session. Or the pool frees the bytes for the head of the queue, and the holder cannot
-take them back before the head attaches.
+For each suspend of an idle holder, one of these two statements is true:
+
+* the plan promises the freed bytes to a waiting session;
+* the freed bytes are for the head of the queue, and the holder cannot take them back before the
+  head has attached.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from jupyter_gpupool.pool.schedule import HEAD
 
 from .builders import Lab, all_of, device, got, none
 
-#: Reasons of suspends that do not depend on a waiting session.
+#: Reasons for a suspend that need no waiting session.
 OWN_REASONS = {"idle", "release"}
 
 
@@ -47,7 +49,7 @@ class Watched(Lab):
         held = plan.reservation
         assert held is not None
         head = held.session
-        # Simulate a cell of the victim directly after its suspend.
+        # In a copy of the pool, start a cell of the victim directly after its suspend.
         pool = copy.deepcopy(self.pool)
         common = {"now": self.now, "session": a.session}
         done = ev.SuspendDone(
@@ -63,7 +65,7 @@ class Watched(Lab):
 
 
 def test_idle_slice_stays_if_the_head_does_not_need_it():
-    """Two kernels wait for 6 bytes each: the idle lease's 2 bytes are too few for either kernel."""
+    """Each of two kernels waits for 6 bytes. The 2 bytes of the idle lease would help neither."""
     lab = Watched(device(0, 8), device(1, 8))
     lab.running("cat", 5)
     lab.idle("mine", 2)

@@ -33,7 +33,7 @@ def session(name: str = "s", **fields: Any) -> Session:
     wanted=st.integers(1, 24),
 )
 def test_spare_bytes_never_delay_the_head_of_the_queue(leases, free, wanted):
-    """The head starts as early as without the backfill, in every order of the leases' ends."""
+    """Whatever the order in which leases end, the backfill does not delay the head's start."""
     room = Room(DeviceLedger(device(0), capacity=sum(leases) + free, granted=sum(leases)))
     room.leases = [(session(), size) for size in leases]
     given_away = room.spare(wanted)
@@ -61,7 +61,7 @@ def waiting(now: float, ageing: float, *sessions: Session) -> Facts:
     later=st.floats(0, 1e6),
 )
 def test_order_of_two_sessions_is_constant_while_both_wait(since, classes, later):
-    """The order is always by points + waiting time / ageing."""
+    """The queue is in order of points + waiting time / ageing, at every time."""
     pair = [
         session(name, queued_at=at, priority=priority)
         for name, at, priority in zip("ab", since, classes, strict=True)
@@ -107,8 +107,8 @@ def test_session_is_recorded_and_restored_with_every_field():
     full = {f.name: values.get(str(f.type)) for f in dataclasses.fields(SessionRecord)}
     before = SessionRecord(**{**full, **fixed})
     after = record(restored(before, 100.0), "busy")
-    changed = {"state_since", "idle_since"}  # a restart of the broker resets these
-    changed |= {"recall_at", "recall_reason"}  # a recall ends with the lease
+    changed = {"state_since", "idle_since"}  # a restart of the broker resets these fields
+    changed |= {"recall_at", "recall_reason"}  # the end of the lease ends its recall
     for field in dataclasses.fields(SessionRecord):
         if field.name not in changed:
             assert getattr(after, field.name) == getattr(before, field.name), field.name

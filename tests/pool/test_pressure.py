@@ -40,7 +40,8 @@ def test_lease_with_the_most_idle_byte_seconds_yields_first(make):
     lab.idle("large-new", 20)
     lab.after(10)
     lab.open("w", 7)
-    # 4 bytes x 110 s is more than 20 bytes x 10 s. The 6 free bytes and these 4 are enough for w.
+    # small-old has the higher score: 4 bytes x 110 s, not 20 bytes x 10 s. With the 6 free bytes,
+    # its 4 bytes are enough for w.
     assert suspends(lab.hold("w")) == ["small-old"]
 
 
@@ -178,7 +179,7 @@ def test_a_wait_for_host_memory_has_no_estimate(make):
     lab.parked("p", used=10)
     lab.running("b", 16)
     lab.after(20)
-    lab.drop("b")  # now the pool has measured how long a cell runs
+    lab.drop("b")  # the pool has now measured the duration of a cell
     lab.hold("b", "c2")
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -208,7 +209,7 @@ def test_free_memory_of_the_host_limits_suspends(make):
 
 
 def test_busy_victim_is_tried_again_when_its_cell_ends(make):
-    """The victim runs short cells without a pause: a later attempt would find the victim busy."""
+    """The victim runs short cells without a pause. An attempt at another time finds it busy."""
     lab = make(device(0))
     lab.idle("a", 16)
     lab.open("w", 16)
@@ -220,14 +221,14 @@ def test_busy_victim_is_tried_again_when_its_cell_ends(make):
         assert lab.state("a") == "active"
         lab.now += 0.01
         assert suspends(lab.drop("a", f"c{number}")) == ["a"]
-    # A refusal without a hold has an unknown cause: the pool waits before the next attempt.
+    # The refusal says "busy", but the victim has no hold. So the pool waits before it tries again.
     lab.refused("a", "busy")
     assert suspends(lab.after(0.9)) == []
     assert suspends(lab.after(0.2)) == ["a"]
 
 
 def test_next_victim_is_tried_when_a_suspend_is_refused(make):
-    """Both leases have 8 bytes, but host memory has room only for the state of ``light``."""
+    """Each lease has 8 bytes, but host memory has room only for the state of ``light``."""
     lab = make(device(0), host_memory=16)
     lab.parked("p", used=10)
     lab.idle("heavy", 8)
@@ -300,7 +301,7 @@ def test_small_request_is_backfilled_on_another_device(lab):
     lab.running("a", 10)
     lab.running("b", 12)
     lab.open("head", 16)
-    lab.hold("head")  # head reserves the device of a, where it lacks the fewest bytes
+    lab.hold("head")  # head reserves a's device, which has more free bytes
     lab.open("small", 4)
     assert got(lab.hold("small"), ev.Attach).slices == (Slice("G1", 4),)
 
@@ -328,7 +329,7 @@ def test_session_is_backfilled_when_the_head_asks_for_less(make):
     lab.hold("head")
     lab.open("small", 2)
     assert attaches(lab.hold("small")) == []
-    # Now head can only start after the end of a, which leaves 3 bytes to spare.
+    # Now only the end of a lets head start, and then 3 bytes are left over.
     assert attaches(lab.change("head", 9)) == ["small"]
 
 
@@ -417,7 +418,7 @@ def test_state_waits_if_no_other_device_can_take_it(make):
     lab.send(ev.DeviceDrained, device="G0", reason="Xid 79")
     assert attaches(lab.hold("a")) == []
     assert lab.reason("a") == "every GPU that this kernel can use is out of service"
-    # Meanwhile a does not block other sessions.
+    # While a waits for its device, it does not block other sessions.
     lab.open("b", 16)
     assert attaches(lab.hold("b")) == ["b"]
     assert attaches(lab.send(ev.DeviceAppeared, device=device(0))) == ["a"]

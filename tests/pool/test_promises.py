@@ -11,7 +11,7 @@ from .builders import Lab, device, got, none
 
 
 def test_session_ahead_takes_quota_promised_to_a_later_session():
-    """The session ``first`` needs the quota that is promised to ``behind``, not the memory."""
+    """The pool has promised quota and memory to ``behind``. ``first`` needs only the quota."""
     lab = Lab(device(0), device(1, 8), quotas={"u": Quota(leases=1)})
     lab.idle("a", 8)
     assert lab.where("a") == [("G1", 8)]
@@ -25,7 +25,7 @@ def test_session_ahead_takes_quota_promised_to_a_later_session():
 
 
 def test_request_that_idle_leases_cannot_serve_waits_for_memory():
-    """``less`` is ahead and waits for host memory. ``more`` needs more than idle leases have."""
+    """``less`` waits for host memory. Behind it, ``more`` needs more than all idle leases have."""
     lab = Lab(device(0), device(1))
     lab.running("c", 9)
     lab.idle("d", 5)
@@ -52,13 +52,13 @@ def test_lease_of_the_former_head_is_reserved_for_next_head():
     for name, size in (("h", 6), ("l", 2)):
         lab.open(name, size)
         none(lab.hold(name), ev.Attach)
-    # When "g" and "y" end, their bytes and the 2 free bytes are enough for "h", if "l" gets none.
+    # "h" needs the bytes of "g", the bytes of "y", and the 2 free bytes. So "l" must get none.
     none(lab.drop("g"), ev.Attach)
     assert lab.reason("l") == "the free memory is reserved for the next kernel in the queue"
 
 
 def test_lease_granted_in_this_pass_is_reserved_for_the_head(make):
-    """The head can start when the new lease ends, so the pool reserves the lease for the head."""
+    """The head needs the bytes of the new lease, so the pool reserves them for the head."""
     lab = make(device(0, 9))
     lab.running("a", 4)
     lab.seen("G0", foreign=5)

@@ -124,7 +124,9 @@ def test_no_module_is_too_long():
 
 
 def test_hold_that_gets_a_free_slice_runs_little_code():
-    """Limits for one event: the function calls, the files that run, and the jumps between files."""
+    """Each event has limits for its function calls, for the files whose code runs, and for the
+    changes from one file to another.
+    """
     found = story()["HoldTaken"]
     assert found["calls"] <= 80
     assert found["files"] <= 9

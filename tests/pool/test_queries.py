@@ -58,7 +58,7 @@ def seen(pool: Pool) -> Any:
 
 
 class Asked(Pool):
-    """A pool that answers every query before each event, and a twin that answers none."""
+    """A pool that answers every query before each event. Its twin answers no query."""
 
     def __init__(self, rules: Any) -> None:
         super().__init__(rules)

@@ -21,7 +21,7 @@ from .world import World
 
 
 class Draws:
-    """Makes the choices of ``random.Random`` with Hypothesis, which can then shrink a failure."""
+    """A replacement of ``random.Random`` by Hypothesis, so that Hypothesis can shrink a failure."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -103,10 +103,11 @@ TestPoolMachine.settings = settings(
 
 @pytest.mark.parametrize("seed", range(12))
 def test_large_request_does_not_starve(seed):
-    """Small sessions run cells without end; the session that needs whole devices must still start.
+    """Small sessions always run cells. A session that needs whole devices must start nevertheless.
 
-    Every small cell ends within 5 s. During one period of ageing the head only reserves its
-    devices; after that the pool preempts the leases that become idle there.
+    Every small cell ends within 5 s. The large session is the head of the queue. During one period
+    of ageing, the pool only reserves devices for the head. After this period, the pool preempts
+    leases that become idle on these devices.
     """
     rng = random.Random(seed)
     count = rng.choice([1, 2, 3])

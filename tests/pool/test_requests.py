@@ -58,7 +58,7 @@ def test_impossible_request_is_refused_at_once(make, fields, rules, code):
     assert refusal.message.endswith(".")
     assert refusal.next_step.endswith(".")
     assert "a" not in lab.pool
-    # A session that changes its request to the same size gets the same refusal and keeps its
+    # A change of an open session to this size gets the same refusal. The session keeps its old
     # request.
     lab.open("b", 2, owner="user-a")
     if "b" in lab.pool:
@@ -129,7 +129,7 @@ def test_session_over_its_quota_waits_and_the_reason_says_so(make):
     lab.open("b", 10, owner="ann")
     assert attaches(lab.hold("b")) == []
     assert lab.reason("b") == "your quota of 16 B is in use by your other kernel"
-    # The wait does not delay other owners.
+    # The wait of b does not delay other owners.
     lab.open("c", 10)
     assert attaches(lab.hold("c")) == ["c"]
     assert attaches(lab.end("a")) == ["b"]
@@ -409,8 +409,8 @@ def test_restarted_broker_continues_from_the_journal(make):
     assert lab.state("i") == "idle"
     assert lab.free() == [8]
     assert lab.pool.view(lab.now).host_used == 6
-    # The pool restores all sessions before it preempts one. Until the agents reconnect, the broker
-    # keeps a hold for each session that may be busy.
+    # The pool does not preempt directly after it has restored the sessions. Until the agents
+    # reconnect, the broker keeps a hold for each session that may be busy.
     lab.open("w", 16)
     assert suspends(lab.hold("w")) == []
     assert suspends(lab.after(1)) == ["i"]

@@ -23,7 +23,7 @@ INF = math.inf
 
 
 def play(habits: Habits, gap: float, cost: float) -> tuple[float, Habits]:
-    """Simulate an idle gap while a session waits; return lost GPU seconds and new habits."""
+    """Return the GPU seconds that an idle gap costs while a session waits, and the new habits."""
     there = Gap(0.0, wanted=-1.0)
     until = residence.protected_until(there, Stay(), habits, cost=cost, share=0.001)
     assert until >= 0
@@ -53,9 +53,9 @@ def test_cost_of_gaps_is_at_most_twice_the_best_plus_one_move(cost, gaps):
 
 
 def test_worst_gaps_cost_at_most_twice_the_optimum():
-    """The adversary returns just before the move, just after it, or much later.
+    """An adversary ends each gap just before the move, just after it, or much later.
 
-    In each of 400 rounds, it plans two gaps ahead and chooses the most expensive pair.
+    In each of 400 rounds, it compares all pairs of two gaps, and takes the most expensive pair.
     """
     cost, habits, lost, best = 1.0, Habits(), 0.0, 0.0
     ratios = []

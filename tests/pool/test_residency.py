@@ -22,7 +22,7 @@ from .checks import check_pool
 
 
 class Quick(Lab):
-    """A lab that does not recompute all accounts after every event."""
+    """A lab that saves time: it does not check all accounts after every event."""
 
     def send(self, kind: type[ev.Event], /, **fields: Any) -> list[ev.Action]:
         return self.pool.handle(kind(now=self.now, **fields))
@@ -61,7 +61,7 @@ def test_idle_holder_keeps_its_slice_for_the_time_of_a_move(make):
 
 
 def test_protection_time_runs_only_while_a_session_waits(make):
-    """The holder keeps its slice: it was idle only before the wait, and now runs short cells."""
+    """Idle time before the wait does not count. During the wait, the holder runs short cells."""
     lab = make(device(0))
     moved(lab)
     lab.after(200)
@@ -122,7 +122,7 @@ def test_holder_that_always_returns_late_yields_at_once(make):
     ids=["free", "crowded", "stalled"],
 )
 def test_cost_of_a_move_includes_waits_for_other_moves(make, waited, stays):
-    """If moves wait for other moves, a move can take longer than the holder's pauses of 3 s."""
+    """A move that waits for other moves can take longer than the holder's pauses of 3 s."""
     lab = make(device(0))
     moved(lab, waited=waited)
     for _ in range(4):
@@ -210,7 +210,7 @@ def test_lazy_kernel_is_informed_once_that_a_session_waits(make):
     got(lab.hold("w"), ev.Wanted, session="a")
     lab.open("v", 10)
     assert not all_of(lab.hold("v"), ev.Wanted)
-    # With the next lease, the pool informs the kernel again.
+    # In each later lease, the pool informs the kernel again, but only once.
     got(lab.drop("a"), ev.Suspend, session="a")
     lab.suspended("a", ("G0", 10))
     lab.done("w")
@@ -401,11 +401,11 @@ class Loops(Quick):
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.5])
 @pytest.mark.parametrize("seed", range(4))
 def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
-    """Moves take at most the configured share of the time, and the length of each wait is bounded.
+    """Moves take at most the configured share of the time, and each wait has an upper limit.
 
-    This holds over a long time, for all bursts, pauses and costs of a move. No wait is longer than
-    one stay, one burst and one move together. With the rule ``work``, the pauses are shorter than a
-    move: the holder returns before a move could end.
+    Over a long time, both are true for all lengths of bursts, pauses and moves. No wait is longer
+    than one stay, one burst and one move together. With the rule ``work``, each pause is shorter
+    than a move, so the holder's next burst begins before a move could end.
     """
     rng = random.Random(seed)
     swap = rng.uniform(0.4, 6.0)
@@ -427,7 +427,7 @@ def test_two_loops_spend_at_most_the_share_on_moves(seed, share, rule):
     assert lab.moves > 15, "they do take turns"
     assert min(map(len, lab.waits.values())) > 15
     check_pool(lab.pool, lab.now)
-    # The longest wait lasts for the stay, the burst that runs at the end of the stay, and the move.
+    # The longest wait has three parts: the stay, the burst that runs when the stay ends, the move.
     longest = max(map(max, lab.waits.values()))
     assert longest <= 1.5 * swap * (1 / share + 1) + 2 * burst + pause + 1
 
@@ -445,15 +445,15 @@ def test_two_users_in_turns_wait_only_for_the_move(swap, think):
         late = sorted(waits[10:])
         assert len(late) > 5
         assert late[len(late) // 2] <= 2.5 * swap + 0.2
-        # At worst, a cell waits until the other session has resumed, run its cell and suspended.
-        # Then the session of the waiting cell resumes.
+        # At worst, a cell waits for four steps: the other session resumes, it runs its cell, the
+        # pool suspends it, and the waiting session resumes.
         assert late[-1] <= 4 * swap + 0.2
 
 
 def test_two_users_in_strict_turns_wait_only_for_the_move(make):
     """Each user starts a cell after the other user's cell has ended.
 
-    After three gaps, the pool protects neither of the two sessions.
+    After three such gaps, the pool has learnt that no session needs protection.
     """
     lab = make(device(0))
     for name in ("a", "b"):

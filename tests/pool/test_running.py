@@ -21,7 +21,7 @@ from jupyter_gpupool.pool.shares import Shares
 from .builders import Lab, all_of, device, got, none
 from .crowd import Crowd
 
-#: 0, or a number so large that rounding does not hide the difference between two numbers.
+#: 0, or a number that is large enough to change a sum in spite of rounding.
 USED = st.one_of(st.just(0.0), st.floats(1e-6, 1000))
 RATE = st.sampled_from([0.0, 0.25, 1.0, 2.0])
 
@@ -29,7 +29,7 @@ HALF = Group(guarantee=Portion(percent=50))
 
 
 def moved(lab: Lab, name: str, memory: int = 16, seconds: float = 1.0, **fields) -> None:
-    """Let a session run after a suspend and a resume that took ``seconds`` each."""
+    """Suspend and resume a session, in ``seconds`` each, and let it run."""
     lab.idle(name, memory, **fields)
     lab.release(name)
     lab.suspended(name, *lab.where(name), seconds=seconds)
@@ -212,7 +212,7 @@ def test_session_within_a_guarantee_is_not_preempted(make):
 
 
 def test_reclaim_leaves_the_other_group_its_guarantee(make):
-    """Group phy has 32 bytes and is guaranteed 16: the pool may preempt two sessions, not more."""
+    """Group phy uses 32 bytes and has 16 guaranteed. So the pool may preempt only two sessions."""
     groups = {"bio": Group(guarantee=Portion(bytes=16)), "phy": Group(guarantee=Portion(bytes=16))}
     lab = make(groups=groups, preempt=PREEMPT_ALL)
     for name in ("p0", "p1", "p2", "p3"):
@@ -229,7 +229,7 @@ def test_reclaim_leaves_the_other_group_its_guarantee(make):
 
 @pytest.mark.parametrize("why", ["quota", "cap"])
 def test_request_blocked_by_a_limit_uses_no_guarantee(make, why):
-    """A blocked request must not use up its group's guarantee: other requests may need it."""
+    """A request that a limit blocks leaves its group's guarantee to the group's other requests."""
     lab = make(
         preempt=PREEMPT_ALL,
         quotas={"ann": Quota(leases=1)} if why == "quota" else {},
@@ -249,7 +249,7 @@ def test_request_blocked_by_a_limit_uses_no_guarantee(make, why):
 
 
 def test_pool_does_not_preempt_an_idle_lease_that_is_too_small(make):
-    """A preemption of ``small`` frees too little, and the guarantee would then protect ``low``."""
+    """A suspend of ``small`` frees too little. After it, the guarantee would protect ``low``."""
     lab = make(
         device(0, 9), preempt=PREEMPT_ALL, groups={"team": Group(guarantee=Portion(bytes=6))}
     )
@@ -298,11 +298,11 @@ def test_grown_holder_is_preempted_for_a_guaranteed_request(make):
     assert "guaranteed" in suspend.reason
     actions = lab.suspended("a", ("G0", 11))
     got(actions, ev.Attach, session="b")
-    got(actions, ev.Attach, session="a")  # the state of a fits beside the slice of b
+    got(actions, ev.Attach, session="a")  # a's state fits on the device beside b's slice
 
 
 def test_grown_state_does_not_preempt_the_session_on_its_device(make):
-    """The state needs more than the guarantee, so class rules do not apply; only turns do."""
+    """The state is larger than its guarantee. So a may preempt b only by turns, not by class."""
     lab = make(device(0), preempt=PREEMPT_ALL)
     lab.running("a", 4, limit=16, priority="interactive")
     lab.grow("a", 12)
@@ -353,7 +353,7 @@ def test_turns_of_large_state_stay_within_the_move_overhead():
 
 @pytest.mark.parametrize(("owners", "seconds"), [(1, 8000), (4, 4000), (16, 4000)])
 def test_slow_copies_make_time_slices_longer(owners, seconds):
-    """Eight devices share one path to host memory, and their first turns end at the same time."""
+    """Eight devices share one path to host memory, and all first turns end at the same time."""
     crowd = Crowd(8, move=2.0, crowded=True, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     for i in range(16):
         crowd.add(f"k{i}", f"user{i % owners}", cell=1e9)
@@ -408,7 +408,7 @@ def test_session_that_has_used_less_keeps_its_turn(make):
 def test_session_that_lost_its_turn_does_not_return_at_once(make):
     """A turn lasts two time slices.
 
-    After these, the usage of the turn's owner is one time slice larger than the other owner's.
+    At its end, its owner has used one time slice more than the other owner.
     """
     crowd = Crowd(1, move=1.0, preempt=PREEMPT_ALL, max_swap_overhead=0.1)
     a, b = crowd.add("a", "ann", cell=1e9), crowd.add("b", "bob", cell=1e9)
@@ -417,7 +417,7 @@ def test_session_that_lost_its_turn_does_not_return_at_once(make):
 
 
 def test_explanation_of_a_later_turn_names_its_time(make):
-    """Before the turn, the line must not say "no rule lets this kernel take that memory"."""
+    """Before the turn comes, the text must not say that no rule lets this kernel take memory."""
     lab = make(device(0), preempt=PREEMPT_ALL, half_life=3600.0)
     lab.running("a", 16, owner="ann")
     lab.after(30)
@@ -592,7 +592,7 @@ def test_only_holders_that_a_rule_may_preempt_get_warnings(make):
 
 @pytest.mark.parametrize("idle", [False, True])
 def test_session_whose_suspends_keep_failing_is_warned_and_ended(make, idle):
-    """A stopped process, or work that does not end, must not keep its slice without a warning."""
+    """The cause may be a stopped process or endless work. The pool first warns, then ends it."""
     lab = make(device(0), preempt=PREEMPT_ALL, unsuspendable="end", half_life=3600.0)
     lab.running("stuck", 16, priority="batch")
     if idle:
@@ -687,13 +687,13 @@ def test_length_of_the_first_turn_depends_on_resident_bytes(make):
 
 
 def ends(lab: Lab, name: str) -> float:
-    """Return when a waiting session may take the slice of ``name``."""
+    """Return the time from which a waiting session may take the slice of ``name``."""
     ((_, at, _),) = lab.pool.explain(name).claims
     return at
 
 
 def test_session_that_fills_the_cap_of_its_group_is_warned(make):
-    """Without the warning, other members of the group would wait for the cap without end."""
+    """The session uses up the cap of its group. Without a warning, other members always wait."""
     lab = make(
         device(0, can_suspend=False),
         device(1),

@@ -122,7 +122,7 @@ def position(lab: Lab, name: str) -> int:
 
 
 def test_age_overtakes_a_class_but_not_a_fair_share(make):
-    """An old batch job overtakes newer notebooks only if its owner has used little."""
+    """A batch job with a long wait overtakes newer notebooks only if its owner has used little."""
     lab = make(device(0), ageing=1.0, half_life=1e6)
     lab.running("busy", 16, owner="ann")
     lab.after(10)
@@ -167,7 +167,7 @@ def test_order_changes_with_usage_even_without_an_event(make):
 
 
 def bound(half: float, ratio: float, classes: float, leases: float) -> float:
-    """Return the bound in :mod:`jupyter_gpupool.pool.shares` for a ratio U / B."""
+    """Return the longest wait for a ratio U / B, as in :mod:`jupyter_gpupool.pool.shares`."""
     return max(classes, half * math.log2(1 + ratio)) + leases
 
 
@@ -175,7 +175,7 @@ def bound(half: float, ratio: float, classes: float, leases: float) -> float:
 @pytest.mark.parametrize("devices", [1, 3], ids=["one", "all of three"])
 @pytest.mark.parametrize("seed", range(3))
 def test_wait_of_the_heaviest_user_in_a_low_class_is_bounded(seed, devices, preempt):
-    """One user has used the whole machine and wants it again; the others have a higher class."""
+    """One user has used the whole machine and asks for it again. Others ask with a higher class."""
     half, ageing, cell, others = 60.0, 1.0, 5.0, 4
     crowd = Crowd(devices, half_life=half, ageing=ageing, seed=seed, preempt=preempt)
     rich = crowd.add(
@@ -188,15 +188,15 @@ def test_wait_of_the_heaviest_user_in_a_low_class_is_bounded(seed, devices, pree
             crowd.add(f"u{i}{k}", f"user{i}", cell=lambda: crowd.rng.uniform(0.5, 1.0) * cell)
     crowd.run(2)
     waits = rich.done + 1
-    # The user "rich" has used as many devices as the others use now, so U / B is the ratio of the
-    # weights.
+    # The user "rich" has used as many devices as all others use now. So U / B is the ratio of the
+    # others' weights to the weight of "rich".
     crowd.run(bound(half, others, 100 * ageing, ageing + cell) + cell)
     assert rich.done >= waits, "it starves"
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 4.0])
 def test_bound_of_the_wait_depends_on_the_weight(weight):
-    """The group waits no longer than the bound plus one cell; a larger weight shortens the wait."""
+    """The group waits at most for the bound plus one cell. A larger weight shortens the wait."""
     half, cell = 60.0, 5.0
     groups = {"rich": Group(weight=weight), "poor": Group()}
     crowd = Crowd(1, half_life=half, ageing=1.0, groups=groups, preempt=frozenset())

@@ -31,19 +31,19 @@ def test_backfilling_takes_only_bytes_that_the_head_can_spare():
     lab.running("b")
     none(ask(lab, "head", 12, devices=2), ev.Attach)
     assert rule(lab, "head") == "busy"
-    got(ask(lab, "c", 4), ev.Attach, session="c")  # after the end of "a", 12 bytes are left
+    got(ask(lab, "c", 4), ev.Attach, session="c")  # after the end of "a", G0 still has 12 bytes
     got(ask(lab, "d", 2), ev.Attach, session="d")
     none(ask(lab, "e", 4), ev.Attach)
     assert rule(lab, "e") == "behind-head"
     assert lab.where("d") == [("G1", 2)] == [(lab.where("b")[0][0], 2)]
-    none(lab.end("b"), ev.Attach)  # 14 bytes are free on G1, and "e" would leave 10
+    none(lab.end("b"), ev.Attach)  # 14 bytes are free; "e" would leave only 10
     got(ask(lab, "f", 2), ev.Attach, session="f")
     assert lab.where("f") == [("G1", 2)]
     got(lab.end("a"), ev.Attach, session="head")
 
 
 def test_session_ahead_in_the_queue_takes_over_a_promise():
-    """A new session fits if sessions *behind* it give up promises that the pool made before."""
+    """A new session may take what the pool has promised to sessions *behind* it in the queue."""
     lab = Lab(device(0))
     lab.idle("a")
     got(ask(lab, "b", priority="batch"), ev.Suspend, session="a")
@@ -63,7 +63,7 @@ def test_head_accumulates_after_ageing_seconds():
     assert rule(lab, "small") == "behind-head"
     none(lab.after(59.9), ev.Suspend)
     got(lab.after(0.1), ev.Suspend, session="b")
-    none(lab.suspended("b", ("G1", 10)), ev.Attach)  # 16 bytes are free on G1, for the head
+    none(lab.suspended("b", ("G1", 10)), ev.Attach)  # G1 is empty, and waits for the head
     got(lab.end("a"), ev.Attach, session="head")
 
 
@@ -117,7 +117,7 @@ def test_growth_of_a_busy_lease_takes_its_turn_in_the_queue():
     got(actions, ev.Attach, session="later")
     got(actions, ev.Resize, session="a")
     none(actions, ev.Attach, session="w")
-    # An idle lease computes nothing: its growth is last in the queue and reserves nothing.
+    # The growth of an idle lease is last in the queue and reserves nothing.
     lab = Lab(device(0))
     lab.idle("a", 8)
     lab.keep("a", 1000)

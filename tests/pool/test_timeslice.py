@@ -20,11 +20,11 @@ class Program:
 
     share: int
     devices: tuple[str, ...] = ("G0",)
-    #: ``work`` is the number of turns of work before each pause, ``pause`` the number of turns of
-    #: each pause. If ``pause`` is 0, the session is always busy.
+    #: The session works for ``work`` turns and then pauses for ``pause`` turns. If ``pause`` is 0,
+    #: the session is always busy.
     work: int = 1
     pause: int = 0
-    #: Seconds for which its GPU kernels may still run after the end of a turn.
+    #: Seconds for which its GPU kernels run on after the end of a turn.
     overrun: float = 0.0
     at: int = 0
     used: float = 0.0
@@ -80,7 +80,7 @@ class Machine:
         return found
 
     def check(self, found: Turn) -> None:
-        """Check that at most one busy program runs on a contended device, and no turn is wasted."""
+        """Check that a contended device runs at most one busy program, and no turn is wasted."""
         busy = {n: p for n, p in self.programs.items() if p.busy}
         for uuid in {u for p in self.programs.values() for u in p.devices}:
             there = [n for n, p in busy.items() if uuid in p.devices]
@@ -138,7 +138,7 @@ def test_busy_seconds_follow_the_shares_over_time(seed, overrun):
     m = Machine(seed, **programs)
     m.run(50)
     before = m.snapshot()
-    # Run long enough that the smallest share has several turns.
+    # In this time even the program with the smallest share has several turns.
     m.run(min(3000, 60 * sum(shares) // min(shares)))
     for name, got in m.shares(before).items():
         due = m.programs[name].share / sum(shares)
@@ -162,8 +162,8 @@ def test_no_session_starves_and_no_turn_is_wasted(seed):
     m.run(600)
     for name, p in programs.items():
         gaps = [b - a for a, b in zip([0, *p.ran], [*p.ran, 600], strict=True)]
-        # Every other program may have ten times this program's share. The bound allows two
-        # rounds of all programs.
+        # Each other program can have at most ten times this program's share, and so at most ten
+        # turns for each turn of this program. The limit is twice as large.
         assert max(gaps) <= 2 * 10 * len(programs), f"{name} waited {max(gaps)} turns: {programs}"
 
 

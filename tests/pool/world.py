@@ -304,7 +304,7 @@ class World:
         common: dict[str, Any] = {"now": self.now, "session": name, "epoch": s.epoch}
         if s.effect == "attach":
             if how <= 17:
-                # The attach of every fourth epoch also reports a wait for other moves.
+                # In every fourth epoch, the report says that the attach has waited for other moves.
                 waited = 40.0 if s.epoch % 4 == 3 else 0.0
                 seconds = self.c.choice([0.0, 1.5])
                 self.send(ev.AttachDone(**common, seconds=seconds, waited=waited))
@@ -355,7 +355,10 @@ class World:
             )
 
     def aside(self) -> None:
-        """Set aside processes that have only called cuInit, as a pause does, or restore them."""
+        """Set a session's processes aside, as a pause does, or restore them.
+
+        These processes have called cuInit and have no other state.
+        """
         names = self._sessions("detached", "queued")
         fresh = [n for n in names if self.naive.sessions[n].bound and not self._suspended(n)]
         back = [n for n in names if self.naive.sessions[n].aside]
@@ -376,7 +379,7 @@ class World:
         return tuple(devices[-count:] if self.c.choice([True, False]) else devices[:count])
 
     def stale(self) -> None:
-        """Send a completion that is too late, or for an unknown session."""
+        """Report the end of an effect too late, or for an unknown session."""
         name = self.c.choice([*self._sessions(), "nobody"])
         epoch = self.c.randint(0, 3)
         s = self.naive.sessions.get(name)
@@ -427,7 +430,7 @@ class World:
         s = self.naive.sessions.get(name)
         uuid = self.c.choice(sorted((s and s.lease) or self.naive.devices))
         more, rid = self.c.randint(0, 4), f"g{self.count}"
-        # After this tick, no work is due any more. All later changes come from the growth.
+        # The tick does all work that is due. So all changes after the tick come from the growth.
         self.send(ev.Tick(now=self.now))
         before = dict(s.lease) if s else {}
         planned = self._promised()
@@ -477,7 +480,7 @@ class World:
         assert name == "nobody" or not self.pool.record(name).recall_at
 
     def prioritise(self) -> None:
-        """Let an admin change only the priority class of a session's request."""
+        """Let an admin change the priority class of a session's request, and nothing else."""
         names = self._sessions()
         if not names:
             return
@@ -572,7 +575,7 @@ class World:
             if r.state == "ended":
                 del self.naive.sessions[r.id]
                 continue
-            # As a restarted broker does, first finish or undo the effects that were under way.
+            # First finish or undo each effect that was under way, as a restarted broker does.
             state = {"queued": "detached", "attaching": "detached", "detaching": "idle"}.get(
                 r.state, r.state
             )
@@ -594,7 +597,7 @@ class World:
             if not attached:
                 s.lease, s.recall_at = {}, None
             s.holds = {h.id: True for h in r.holds}
-            s.immovable = False  # a restarted broker lets the driver try again
+            s.immovable = False  # after a restart the driver may try again
             s.charge = self.naive.due(s)
             s.refused = True
             found.append(r)

@@ -144,8 +144,8 @@ class Terminal:
     """A terminal for one test, and the program in it, which leads the terminal's session."""
 
     def __init__(self, broker, command, **env):
-        # ``forkpty`` would fork the test's own process, and copy the locks of its threads. So this
-        # code does not use it.
+        # This code does not use ``forkpty``, which would fork the test's own process and copy the
+        # locks of its threads.
         self.fd, inner = pty.openpty()
         self.resize(80, 24)
         self.seen = b""
@@ -195,7 +195,7 @@ class Terminal:
         self.process.wait(30)
 
 
-#: Takes the terminal as its controlling terminal, then becomes the command.
+#: A program that makes the terminal its controlling terminal, and then executes the command.
 _LEADER = """
 import fcntl, os, sys, termios
 descriptor = os.open(sys.argv[1], os.O_RDWR)

@@ -37,7 +37,7 @@ def main():
     address = int(call(driver.cuMemAlloc(model.nbytes)))
     call(driver.cuMemcpyHtoD(address, model.ctypes.data, model.nbytes))
     with socket.socket(socket.AF_UNIX) as listener:
-        # A client connects as soon as it sees the file, so the file gets its name last.
+        # A client connects as soon as the file has its name. So the service renames the file last.
         listener.bind(f"{path}.new")
         listener.listen()
         Path(f"{path}.new").rename(path)

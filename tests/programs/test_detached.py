@@ -27,14 +27,14 @@ from .runkit import CLI, environment, run, session_of, state_of
 
 @pytest.fixture(autouse=True)
 def state(broker, monkeypatch):
-    """Read the records that the commands of this test write; at the end, kill their processes."""
+    """Give the test its own folder of records. At the end, kill the processes in the records."""
     monkeypatch.setenv(runfiles.FOLDER_VARIABLE, str(broker.folder / "runs"))
     yield
     for record in runfiles.every():
         for pid, start in (record.supervisor, record.process):
             one = procfs.ProcessId(pid, start)
             procfs.kill([one] if pid not in (0, os.getpid()) else [])
-            # A process that still writes would leave files in the folder for the next test.
+            # A process that still runs could write files into the folder of the next test.
             wait_until(lambda: pid == os.getpid() or not procfs.alive(one), "its end")  # noqa: B023
         runfiles.remove(record.name)
 
@@ -150,9 +150,9 @@ def test_program_whose_slice_is_refused_at_once_does_not_start(make_broker):
 
 
 def test_refusal_is_reported_after_the_last_record(monkeypatch):
-    """After the report, the command that started the program removes the record.
+    """After the report, ``run --detach`` removes the record.
 
-    So the record keeper may write no record later.
+    So the record keeper must not write the record after its report.
     """
     reading, writing = os.pipe()
     told = []
@@ -247,9 +247,9 @@ def test_records_from_before_a_restart_count_as_ended():
 
 
 def test_program_that_ends_after_the_read_counts_as_ended():
-    """The supervisor wrote the end after the record was read, and then exited.
+    """After this code has read the record, the supervisor writes the program's end and exits.
 
-    The end must not count as a killed supervisor.
+    The record must not say that the supervisor was killed.
     """
     record("late", state="running", ended=0.0, code=None)
     before = runfiles.read("late")

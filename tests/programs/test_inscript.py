@@ -17,8 +17,8 @@ from tests.emulated import library_dir
 
 from .runkit import Program, environment, run, session_of, state_of
 
-#: The scripts begin with this code: CUDA by ctypes, and ``tell``, which waits for a line from the
-#: test.
+#: The first lines of all scripts. ``cuda`` calls the driver. ``tell`` prints, and waits for a line
+#: from the test.
 BEGIN = """
 import ctypes, os, subprocess, sys
 import jupyter_gpupool
@@ -87,9 +87,7 @@ class Script:
 
 
 def driver(broker):
-    """Return the variables with which a script finds the emulated driver, as
-    other programs find a real one.
-    """
+    """Return the environment variables with which a script finds the emulated driver."""
     state = Path(f"{broker.socket}.emulated")
     machine = broker.status()["machine"].removeprefix("EMULATED ")
     return {

@@ -17,9 +17,8 @@ from tests.broker.kit import BIG, MiB, wait_until
 
 from .runkit import CLI, Program, environment, run, session_of, state_of
 
-#: Prints the names of the signals that it gets, until it gets SIGTERM. Each signal writes to the
-#: pipe that the program reads, so the program handles it at once, not only after the next
-#: signal.
+#: A program that prints the name of each signal until it gets SIGTERM. Each signal writes a byte to
+#: a pipe. The program reads the pipe, so it handles each signal at once.
 LISTENER = """
 import os, signal, sys
 told, tell = os.pipe()
@@ -113,9 +112,9 @@ def test_command_does_not_run_after_a_refusal(broker, tmp_path):
 
 
 def test_zero_is_refused_and_does_not_mean_the_default(broker):
-    """``run`` once took the default for each of these values.
+    """In an earlier version, ``run`` used its default instead of each of these values.
 
-    For --compute 0, the default is the whole time of a GPU.
+    For --compute 0, the default was the whole time of a GPU.
     """
     for words, code, text in (
         (["--compute", "0"], 2, b"'0' is not a percentage from 1 to 100"),
@@ -200,7 +199,7 @@ def test_waiting_command_says_why_it_waits_and_then_runs(broker, program):
     second = program("--attach", "hold", "--name", "second", command=["echo", "its turn"])
     wait_until(lambda: state_of(broker, "second") == "queued", "the wait")
     wait_until(lambda: "position 1 of 1" in second.stderr, "the line")
-    # If the queue position is reported late, a line without the position comes first.
+    # ``run`` may print a line before it knows the queue position. The test skips this line.
     line = next(line for line in second.stderr.splitlines() if "position" in line)
     assert line.startswith("jupyter gpupool run: Waiting for a GPU slice of 300 MiB: position 1")
     assert first.end() == 0
@@ -218,7 +217,7 @@ def test_waiting_cuda_call_says_why(broker, program):
     wait_until(lambda: "Waiting for a GPU slice of 300 MiB" in second.stderr, "the line")
     assert first.end() == 0
     second.answer()
-    # The call may return before ``run`` writes that the wait is over.
+    # The call may return before ``run`` has printed that the wait is over.
     wait_until(
         lambda: "The program has its GPU slice after" in second.stderr, "the end of the wait"
     )
@@ -317,8 +316,9 @@ def test_broker_is_started_by_the_first_command(folder):
 
 
 def test_commands_continue_while_the_broker_is_away(folder, make_broker):
-    """One command uses its slice, one holds its slice, and one waits. The broker dies, and the
-    next broker takes over all three.
+    """One command uses its slice, one holds its slice, and one waits for a slice.
+
+    The broker dies. The next broker takes over all three commands.
     """
 
     broker = make_broker(emulate="2x512MiB,context=32MiB", quiet_after=0.3).started
@@ -397,7 +397,7 @@ def test_computing_program_is_preempted_and_continues(make_broker, attach):
         assert high.end() == 0
         wait_until(lambda: low.do("calls") > calls, "its calls go on")
         assert "It was preempted: a kernel of a higher priority class needs the GPU" in low.stderr
-        # The program's calls may continue before ``run`` writes that the wait is over.
+        # The program's calls may continue before ``run`` has printed that the wait is over.
         wait_until(
             lambda: "The program has its GPU slice after" in low.stderr, "the end of the wait"
         )

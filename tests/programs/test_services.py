@@ -62,9 +62,7 @@ class Service:
         return json.loads(line)
 
     async def serve(self):
-        """Ask for words of the service's model, one after the other; return the
-        seconds of the slowest answer.
-        """
+        """Send many requests, one after the other; return the seconds of the slowest answer."""
         longest = 0.0
         for number in range(REQUESTS):
             word = number * 7919
@@ -121,7 +119,7 @@ async def share(found):
         (await cell).check()
         (await notebook.run("block.verify()")).check()
         await notebook.stop()
-        # The services are stopped one after the other, as systemd stops them. The others continue.
+        # Stop one service after another, as systemd does. The remaining services must still answer.
         for place, one in enumerate(services):
             done = subprocess.run(
                 [*CLI, "stop", one.name], cwd=ROOT, capture_output=True, text=True, timeout=120,
@@ -135,7 +133,7 @@ async def share(found):
 
 
 def test_unit_calls_the_command_correctly():
-    """The options in the example exist, and the words after them are the service's own command."""
+    """The command line in the unit has valid options, and then the service's own command."""
     text = UNIT.read_text()
     line = re.search(r"^ExecStart=(.*)$", text, re.MULTILINE)[1]
     found = re.search(r'^# +GPU="(.*)"\n# +COMMAND="(.*)"$', text, re.MULTILINE)

@@ -15,9 +15,9 @@ from tests.broker.kit import wait_until
 
 from .runkit import CLI, session_of, state_of
 
-#: Counts the signals that reach it, and prints the counts on request. The pipe is for a signal
-#: that comes just before a blocking call: without the pipe, the handler would run only after
-#: that call.
+#: A program that counts the signals it gets, and prints the counts on request. Each signal also
+#: writes to a pipe, which ends the program's wait. Without the pipe, a signal just before the wait
+#: would be handled only after the wait.
 COUNTER = """
 import os, select, signal, sys
 told, tell = os.pipe()
@@ -43,8 +43,8 @@ while True:
 sys.exit(3)
 """
 
-#: A shell with as much job control as the tests need: it runs its arguments, and prints how they
-#: stop or end.
+#: A shell with as much job control as the tests need. It runs the command in its arguments, and
+#: prints how the command stops or ends.
 SHELL = """
 import os, signal, sys
 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
@@ -104,8 +104,8 @@ def test_ctrl_z_stops_and_fg_wakes_both_run_and_command(broker, terminal):
     screen.read_until(b"<ended 3>")
 
 
-#: Starts a command, stops it twice, and wakes it twice: the first order to wake is for the first
-#: stop. Prints after each order whether the command has woken.
+#: A program that starts a command, stops it twice, and then gives two orders to wake it. The first
+#: order belongs to the first stop. After each order, the program prints whether the command woke.
 LATE = """
 import os, signal
 from pathlib import Path
@@ -138,9 +138,7 @@ command.send(signal.SIGKILL)
 
 
 def test_second_stop_is_not_ended_by_a_wake_for_the_first():
-    """``fg`` wakes the whole group, and ``run`` may handle its SIGCONT only after
-    the next Ctrl-Z.
-    """
+    """``run`` may handle the SIGCONT of ``fg`` only after the next Ctrl-Z."""
     done = subprocess.run(
         [sys.executable, "-c", LATE], capture_output=True, text=True, timeout=60, cwd=kit.ROOT
     )
@@ -172,9 +170,9 @@ def test_command_sees_the_size_of_the_window(terminal):
 
 
 def test_hang_up_reaches_the_command(broker, terminal):
-    """The system sends SIGHUP only to the leader of the terminal's session, which is ``run`` here.
+    """Linux sends SIGHUP only to the leader of the terminal's session. The leader is ``run`` here.
 
-    The terminal may close while the command still writes the end of its line.
+    The terminal may close while the command still writes its line.
     """
     told = broker.folder / "told"
     code = f"""
@@ -214,7 +212,7 @@ def test_wait_shows_one_line_and_then_removes_it(broker, program, terminal):
     screen.read_until(b"\rWaiting for a GPU slice of 300 MiB: position 1 of 1")
     line = screen.read_until(b"\x1b[K")
     assert b"\n" not in line
-    screen.read_until(b"\rWaiting")  # the line is drawn again in the same place
+    screen.read_until(b"\rWaiting")  # "run" writes the line again in the same place
     first.end()
     rest = screen.read_until(b"<turn>")
     assert rest.endswith(b"\r\x1b[K"), "the line is gone"

@@ -63,7 +63,9 @@ def test_saved_notebook_has_no_trace_of_the_wait(
 
 
 def test_nbclient_counts_the_wait_in_its_timeout(broker: ScriptedBroker) -> None:
-    """nbclient documents this. When nbclient ends the kernel, its session must end, too."""
+    """This time-out is as nbclient documents it. After it, nbclient ends the kernel, and the
+    kernel's session must end.
+    """
     broker.hold_back()
     book = notebook("print('hi')")
     with pytest.raises(CellTimeoutError):
@@ -102,8 +104,8 @@ def test_papermill_runs_a_pooled_notebook(broker: ScriptedBroker, tmp_path: Path
 def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> None:
     console = pexpect.spawn(
         sys.executable,
-        # Use Unix sockets: a process of another test could take a TCP port before the kernel takes
-        # it.
+        # Use Unix sockets, because the process of another test could take the kernel's TCP port
+        # before the kernel does.
         [
             "-m",
             "jupyter_console",
@@ -129,7 +131,7 @@ def test_console_runs_cells_in_its_own_pooled_kernel(broker: ScriptedBroker) -> 
         console.expect(pexpect.EOF)
     finally:
         console.close(force=True)
-    # The console sends no message at its end. The real broker notices that the process has ended.
+    # The console ends without a message. A real broker would notice the end of the process.
     pid = broker.wait_for("launched")["pid"]
     deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -206,7 +208,7 @@ class TestConformance(jupyter_kernel_test.KernelTests):
         },
     ]
     code_history_pattern = "1?2*"
-    # "range" is left out: even plain ipykernel 7.4 answers it with session 0.
+    # The suite does not test "range", because also a plain ipykernel 7.4 answers it with session 0.
     supported_history_operations = ("tail", "search")
     code_inspect_sample = "zip"
     code_clear_output = "from IPython.display import clear_output; clear_output()"

@@ -35,7 +35,7 @@ class Server:
             *(sys.executable, "-m", "jupyter_server", "--allow-root", "--no-browser"),
             *(f"--ServerApp.port={port}", "--ServerApp.port_retries=0"),
             *("--IdentityProvider.token=t", f"--ServerApp.root_dir={folder}"),
-            # Without this, jupyter_lsp starts Node, npm and R.
+            # Without this option, jupyter_lsp starts Node, npm and R.
             "--LanguageServerManager.autodetect=False",
             *options,
         ]

@@ -103,7 +103,7 @@ def test_a_remote_twin_starts_through_the_remote_provisioner(prefix: str) -> Non
     found = factory.create_provisioner_instance("k", manager.kernel_spec, parent=manager)
     assert type(found) is GPUPoolRemoteProvisioner
     assert manager.kernel_spec.display_name.endswith(" (Pooled GPU of the cluster)")
-    # The machine that starts the kernel reads the same file.
+    # Another machine of the cluster that starts the kernel reads the same kernelspec.
     assert command_of(kernelspec({"kernel": folder.name}, "m1"), KernelFiles("k"), "m1")[:3] == [
         *(sys.executable, "-m", "ipykernel_launcher")
     ]

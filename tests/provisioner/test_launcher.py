@@ -41,7 +41,7 @@ def start() -> Iterator[Callable[..., PlainKernel]]:
 
 @pytest.fixture(autouse=True)
 def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Find the kernelspec in the sources, because an installed copy may be older."""
+    """Use the kernelspec in the sources, because an installed copy may be older."""
     monkeypatch.setenv("JUPYTER_PATH", str(Path(__file__).parents[2] / "share" / "jupyter"))
 
 
@@ -103,7 +103,7 @@ def test_kernel_does_not_inherit_ignored_signals(
     broker.attach, broker.env = "lazy", SESSION_GUARD
     name = install_spec("sleeper", ["sleep", "60", "{connection_file}"], language="bash")
     prefix = Path(os.environ["JUPYTER_PATH"])
-    # This is a pooled twin of a kernelspec without a provisioner.
+    # Make a kernelspec without a provisioner, and then a pooled twin of this kernelspec.
     spec = json.loads((prefix / "kernels" / name / "kernel.json").read_text())
     del spec["metadata"]
     spec["argv"] = ["sh", "-c", "sleep 60", "{connection_file}"]
@@ -113,7 +113,7 @@ def test_kernel_does_not_inherit_ignored_signals(
     kernel = start("gpupool-sleeper")
     assert broker.wait_for("launched")["pid"] == kernel.pid
     assert broker.wait_for("open")["attach"] == "lazy"
-    # A process that becomes another program gets its new environment a little later.
+    # The process executes the kernel a little later, and then has the new environment.
     while "GPUPOOL_PAGE" not in environ(kernel.pid):
         assert kernel.process.poll() is None, kernel.stderr
         time.sleep(0.01)
@@ -176,7 +176,7 @@ def test_nested_launcher_opens_no_second_session(
         assert broker.wait_for("hello")["session"] == "s1"
         assert broker.wait_for("launched")["pid"] == manager.provisioner.pid
         assert opened(broker) == 1
-        # A child of this kernel must not conclude that its session is open already.
+        # A kernel that this kernel starts must open its own session, so the variable must be unset.
         assert "GPUPOOL_OPENED" not in environ(manager.provisioner.pid)
     finally:
         manager.shutdown_kernel(now=True)
@@ -219,7 +219,7 @@ def test_refused_kernel_runs_without_a_gpu_and_says_why(
     assert line in kernel.stderr
     assert f"This kernel runs without a GPU: {why}" in kernel.run("%gpu")
     assert broker.seen("hello") == []
-    # A new session started from this kernel gets the original environment.
+    # If this kernel starts a new session, the session gets the original environment.
     assert "GPUPOOL_NO_SESSION" not in kernel.run("%env")
     assert "CUDA_VISIBLE_DEVICES" not in without_guard(environ(kernel.pid))
 
@@ -229,7 +229,7 @@ def test_hidden_devices_are_restored_for_a_new_session(before: str | None) -> No
     start = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     env = dict(start)
     hide_devices(env)
-    hide_devices(env)  # a child inherits the hidden devices and hides them again
+    hide_devices(env)  # a child hides them again
     assert env["CUDA_VISIBLE_DEVICES"] == "-1"
     assert without_guard(env) == start
 

@@ -2,7 +2,7 @@
 # Distributed under the terms of the Modified BSD License.
 """An interrupt ends the wait of a thread that PyTorch itself has started.
 
-PyTorch runs a backward pass in such a thread, and the pass calls Python code of the notebook.
+PyTorch runs a backward pass in a thread of its own, and the pass calls Python code of the notebook.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Noted(torch.autograd.Function):
 y, g = Noted.apply(x), torch.ones(4, device="cuda")
 """
 
-#: Keeps the device busy until the other notebook's wait has been interrupted.
+#: A cell that keeps the device busy until the other notebook's wait has been interrupted.
 BUSY = """
 import time
 from pathlib import Path

@@ -7,7 +7,7 @@ The import of PyTorch takes most of the time of these tests, so each program che
 
 from __future__ import annotations
 
-#: Runs each computation on the device and on the host. Both results must be equal, bit for bit.
+#: Runs each computation on the device and on the host, and compares every bit of the results.
 ALIKE = r"""
 import torch, torch.nn.functional as F
 from torch import nn
@@ -89,7 +89,7 @@ def test_operators_and_training_compute_the_same_as_the_host(run):
     assert (done.stdout, done.stderr) == ("alike\n", "")
 
 
-#: Features that only devices have.
+#: Uses features of PyTorch that exist only for devices.
 DEVICE = r"""
 import os, torch
 from torch import nn
@@ -188,7 +188,7 @@ print("done")
 
 def test_devices_streams_graphs_and_errors_behave_like_cuda(run):
     done = run(DEVICE)
-    # From version 2.14 on, PyTorch itself warns of an allocation that failed.
+    # PyTorch 2.14 and later print their own warning when an allocation fails.
     told = [line for line in done.stderr.splitlines() if not line.startswith("[W")]
     assert (done.stdout, told) == ("done\n", [])
 

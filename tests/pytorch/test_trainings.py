@@ -19,7 +19,7 @@ from .trainings import OTHER, SETUPS, cells
 MACHINE = "2x512MiB,context=32MiB"
 MEMORY = 400 << 20
 
-#: Runs trainings one after the other, and prints their outputs as JSON.
+#: A program that runs trainings one after the other, and prints their outputs as JSON.
 ALONE = """
 import contextlib, io, json, sys
 found = {}
@@ -40,9 +40,7 @@ def numbers(run, names):
 
 
 def share(pool, names, memory):
-    """Run the trainings at the same time; return the output of each, and how many resumes they had
-    in total.
-    """
+    """Run the trainings at the same time; return each output, and the number of all resumes."""
     printed, resumes = {}, []
 
     async def one(name):
@@ -69,9 +67,7 @@ def test_eight_trainings_share_two_gpus_and_compute_the_same(run, pool):
 
 @pytest.mark.long
 def test_eight_trainings_share_two_gpus_of_4_gib(run, pool):
-    """Each training asks for a whole GPU, so only two run at the same time, and
-    each round is a swap.
-    """
+    """Each training asks for a whole GPU, so only two run at once, and each round is a swap."""
     alone = numbers(run, SETUPS)
     pool = pool("2x4GiB,context=256MiB", quiet_after=0.1, max_swap_overhead=0)
     printed, resumes = share(pool, SETUPS, 3 << 30)
@@ -79,9 +75,9 @@ def test_eight_trainings_share_two_gpus_of_4_gib(run, pool):
     assert resumes >= len(SETUPS)
 
 
-#: The quirks of the emulated driver (``emucuda/README.md``), with two exceptions. The tests' pool
-#: would take the memory of ``residue`` for a leak. With the quirks of locks, no process is ever
-#: suspended.
+#: The quirks of the emulated driver (``emucuda/README.md``), with two exceptions. The quirk
+#: ``residue`` leaves memory in use, which the tests' pool would report as a leak. The quirks of
+#: locks would prevent every suspend.
 QUIRKS = {
     "a list that lacks memory": "nvml-less bytes=8MiB",
     "a list that is late": "nvml-late ms=300",

@@ -193,12 +193,12 @@ def step():
     + _LOOP,
 }
 
-#: Trainings that a device computes in another order than the host (LSTM has fused cells there, and
-#: Triton sums in trees), or in other types (autocast has its own lists). The tests compare these
-#: trainings with an undisturbed run on a device.
+#: Trainings whose numbers differ between device and host. On a device, the order of sums is
+#: different for LSTM (fused cells) and for Triton (sums in trees), and autocast uses other types.
+#: The tests compare these trainings with an undisturbed run on a device.
 OTHER = ("lstm", "transformer", "compiled")
 
-#: Each notebook trains this many times. A kernel may be suspended between two trainings.
+#: Number of trainings in each notebook. The pool may suspend a kernel between two trainings.
 ROUNDS = 4
 
 

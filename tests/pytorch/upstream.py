@@ -42,8 +42,8 @@ SECONDS = 120
 ALL = ""
 TOPICS = "stream|event|pin|alloc|mem|oom|record|ipc"
 
-#: Row of the table: file, classes, a pattern for the names of tests, and whether segments are
-#: expandable.
+#: Row of the table -> a file, its classes, a pattern for the names of tests, and whether segments
+#: are expandable.
 ROWS: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
     "caching allocator": (
         "test_cuda",
@@ -96,8 +96,7 @@ ROWS: dict[str, tuple[str, tuple[str, ...], str, bool]] = {
     ),
 }
 
-#: A test that fails with one of these texts is not applicable. Each key is the reason that the
-#: table shows.
+#: Reason in the table -> pattern. A test that fails with a text of this pattern is not applicable.
 MISSING = {
     "an operator without a CPU kernel": "is not computed on an emulated device",
     "a library of NVIDIA's": "is of a library that is not emulated|fatal error: cublas_v2.h",
@@ -105,7 +104,7 @@ MISSING = {
     "a network": "urlopen error",
 }
 
-#: Tests that need something which is missing, and whose failures do not say so.
+#: Test -> what it needs and cannot have here. The failures of these tests do not say this.
 KNOWN = {"test_cublas_workspace_explicit_allocation": "a library of NVIDIA's"}
 
 MODES = ("alone", "guarded")
@@ -142,7 +141,7 @@ class Server:
 
 @contextmanager
 def servers(folder: str) -> Iterator[dict[str, Server]]:
-    """Yield a server on the devices alone, and a server behind the guard."""
+    """Yield two servers that run tests: one without the guard, and one with the guard."""
     build.compile()
     command = [sys.executable, "-m", "tests.pytorch.upstream_server", folder]
     home = kit.short_folder()
@@ -181,7 +180,7 @@ def run(
 ) -> Iterator[str]:
     """Run a row's tests with and without the guard.
 
-    Yield each test when ``results`` has its outcomes.
+    Store the outcomes of each test in ``results``, and then yield the test.
     """
     file, classes, names, expandable = ROWS[row]
     listed = [server.ask(list=file, classes=classes, names=names) for server in started.values()]
@@ -200,7 +199,7 @@ def run(
 
 
 def missing(test: str, outcome: dict[str, str]) -> str | None:
-    """Return what a failed test needs and cannot have here; None if nothing is missing."""
+    """Return the thing that a failed test needs and that is missing here, or None."""
     if test.partition(".")[2] in KNOWN:
         return KNOWN[test.partition(".")[2]]
     text = outcome["why"] + outcome.get("output", "")
@@ -243,7 +242,7 @@ def differences(results: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    """Return 1 if a test's outcome depends on the guard."""
+    """Run the tests and print the table; return 1 if a test's outcome depends on the guard."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))

@@ -7,8 +7,8 @@
     {"list": "test_cuda", "classes": ["TestCuda"], "names": "stream"}
     {"run": "test_cuda", "test": "TestCuda.test_streams", "seconds": 60, "expandable": false}
 
-The import of PyTorch takes five seconds, and a test much less. The server itself never calls CUDA:
-if it did, its forks could not.
+The import of PyTorch takes five seconds, and a test much less. The server itself never calls CUDA,
+because the forks of a process that has called CUDA cannot use CUDA.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import traceback
 import unittest
 from typing import Any, BinaryIO, Callable
 
-#: With this variable, PyTorch looks for devices through NVML alone, so this process can import
-#: its test tools.
+#: With this variable, PyTorch looks for devices only through NVML. So this process can import
+#: PyTorch's test tools without a call of CUDA.
 NVML_ONLY = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
-#: The reason of a test that did not end begins with these words.
+#: If a test has not ended in time, its reason begins with these words.
 LATE = "not within"
 
-#: At most this many characters are kept from the end of a test's output or traceback.
+#: An answer has at most this many characters of a test's output or traceback, from its end.
 KEPT = 20_000
 
 
@@ -73,7 +73,7 @@ def _performed(order: dict[str, Any]) -> dict[str, str]:
 
 
 def _in_child(work: Callable[[dict[str, Any]], Any], order: dict[str, Any], pipe: int) -> None:
-    """Do the work in this fork, and end the process."""
+    """Do the work in this forked process, and end the process."""
     try:
         os.setsid()
         os.environ.pop(NVML_ONLY, None)
@@ -94,7 +94,7 @@ def _in_child(work: Callable[[dict[str, Any]], Any], order: dict[str, Any], pipe
 
 
 def _ended(pid: int, seconds: float) -> int | None:
-    """Return the wait status of a child; None if it had to be killed."""
+    """Return the wait status of a child, or None if it did not end within ``seconds``."""
     descriptor = os.pidfd_open(pid)
     try:
         late = not select.select([descriptor], [], [], seconds)[0]
@@ -109,7 +109,7 @@ def _ended(pid: int, seconds: float) -> int | None:
 
 
 def _answer(work: Callable[[dict[str, Any]], Any], order: dict[str, Any]) -> Any:
-    """Return the result of the work, or how its process ended instead."""
+    """Do the work in a fork; return its result, or the reason why there is none."""
     seconds = order.get("seconds", 200)
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as found:
         pid = os.fork()

@@ -20,7 +20,7 @@ def folder():
 
 @pytest.fixture(scope="module")
 def broker(folder, request):
-    """Start a broker with the module's ``MACHINE``; each of its devices has room for one kernel."""
+    """Start a broker with the module's ``MACHINE``. Each device has room for one kernel."""
     broker = brokers.Broker(folder, emulate=getattr(request.module, "MACHINE", brokers.MACHINE))
     yield broker.started
     broker.close()

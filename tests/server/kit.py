@@ -33,7 +33,7 @@ buffer = device.allocate(64 << 20, stream=stream); buffer.fill(7, stream=stream)
 
 def server_environment(folder, socket, home=None):
     env = environment(folder)
-    # Only the installed configuration may enable the extension.
+    # The server must read the installed configuration, which enables the extension.
     del env["JUPYTER_NO_CONFIG"], env["JUPYTER_PREFER_ENV_PATH"]
     home = str(home or folder)
     return {
@@ -117,7 +117,7 @@ class Server:
         assert self.request("DELETE", f"/api/kernels/{kernel}").status_code == 204
 
     def metrics(self):
-        """Return our samples of /metrics: text -> value."""
+        """Return the samples of /metrics that are ours, as a dict: text of the sample -> value."""
         text = self.request("GET", "/metrics").text
         lines = [x for x in text.splitlines() if x.startswith("jupyter_gpupool_")]
         return {x.rsplit(" ", 1)[0]: float(x.rsplit(" ", 1)[1]) for x in lines}

@@ -14,7 +14,7 @@ from tests.broker.kit import BIG, Kernel, MiB, wait_until
 
 from .kit import USE_GPU, Events
 
-#: There is one device: while one kernel has it, all others wait.
+#: A machine with one device. While one kernel has the device, all other kernels wait.
 MACHINE = "1x512MiB,context=32MiB"
 
 PREFIX = "https://schema.jupyter.org/jupyter_gpupool/"
@@ -92,7 +92,7 @@ def test_waiting_and_idle_notebooks_cause_events(server, kernel, full, events):
         ]
         assert sum(counts) >= 1, (name, found)
 
-    # The server's own bus has the same events, with their schemas but without user names.
+    # The server's own event bus has the same events. They have schemas, and no names of users.
     seen = []
     while {"lease", "queue"} - {m["schema_id"].removeprefix(PREFIX).split("/")[0] for m in seen}:
         message = json.loads(bus.socket.recv())
@@ -132,7 +132,7 @@ def test_idle_warning_comes_before_the_kernel_loses_its_slice(server, broker, ke
     warning = events.kind("idle", kernel_id=one)["data"]
     assert 0 < warning["seconds_left"] <= 20
     assert warning["bytes"] >= 64 * MiB
-    # ``keep`` removes the reason for the warning.
+    # After ``keep`` the slice does not end soon, so the server no longer warns.
     server.api(f"/sessions/{one}/keep", "POST", seconds=3600)
     broker.configure(emulate=MACHINE)
     broker.process.send_signal(1)

@@ -146,7 +146,7 @@ def test_points_are_ordered_and_shares_are_from_0_to_1(steps):
 
 
 def counted(*steps, since=50.0):
-    """Return the usage after the steps; each step is a view, or a view with new rows."""
+    """Return the usage after the steps. A step is a view, or a view with new journal rows."""
     found = KernelUsage(since)
     for step in steps:
         found.take(*(step if isinstance(step, tuple) else (step, ())))
@@ -195,8 +195,8 @@ def test_newer_rows_are_counted_at_the_next_snapshot():
 def test_killed_broker_does_not_reduce_the_usage():
     found = KernelUsage(50.0)
     found.take(view(100.0, kernel(attached_seconds_total=8.0)), ())
-    # The journal lacks the lease before the kill, and the kernel's count began again two seconds
-    # ago.
+    # The journal does not have the lease from before the kill. The new broker has counted two
+    # seconds for this kernel.
     found.take(view(110.0, kernel(attached_seconds_total=2.0)), ())
     assert found.shown()["attached_seconds"] == 8.0
     found.take(view(113.0, kernel(attached_seconds_total=5.0)), ())
@@ -237,7 +237,7 @@ ROW = st.builds(
     ),
 )
 def test_usage_only_grows_and_slices_never_exceed_sessions(since, steps):
-    """These rules also hold if the clock jumps, and if a count decreases."""
+    """The figures obey these rules even if the clock jumps or if a count decreases."""
     found = KernelUsage(since)
     before = (0.0, 0.0)
     for now, sessions, rows in steps:

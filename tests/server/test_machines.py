@@ -31,7 +31,7 @@ def answer(*nodes, **fields):
 
 
 def shown(found):
-    """Return the machines that the server shows, checked against the server's own schema."""
+    """Return the machines that the server shows; fail if they do not match the server's schema."""
     document = openapi.document("/")
     schema = {"$ref": "#/components/schemas/Machines", "components": document["components"]}
     result = machines.shown(found, "me")

@@ -56,7 +56,7 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
     attached, opened = wait_until(lambda: (u := usage(server))[0] > 0 and u, "seconds with a slice")
     assert attached <= opened
 
-    # The release causes the last point, long before the next regular sample.
+    # The history shows the release at once, long before the next regular sample.
     server.api(f"/sessions/{one}/release", "POST")
     wait_until(lambda: used() == 0, "the slice has gone")
     cells.run("stream.sync()")
@@ -81,8 +81,8 @@ def test_history_survives_the_broker_and_ends_with_the_kernel(start, broker):
         last = server.api("/history")
         assert last["kernels"] == {}, "it has ended"
         (closed,) = [r["time"] for r in broker.rows("close")]
-        # The count ends at the kernel's end in the journal, or at the server's last sample before
-        # this end.
+        # The count ends when the kernel ends, as the journal says, or at the server's last sample
+        # before.
         assert again[1] <= last["usage"]["kernel_seconds"] <= closed - seen + 0.01
         assert usage(server) == usage(server), "and it stops counting"
     finally:

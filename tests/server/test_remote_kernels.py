@@ -20,7 +20,7 @@ AHEAD = 50.0
 
 
 class Kernel:
-    """A kernel on a machine with one GPU. The machine's broker knows the sessions ``sessions``."""
+    """A kernel on a machine with one GPU. ``sessions`` are the sessions of the machine's broker."""
 
     def __init__(self, node="gpu2"):
         self.node = node
@@ -108,8 +108,7 @@ def test_times_do_not_change_with_the_duration_of_an_answer(clock):
         scene.remote.ask()
         (after,) = await scene.ask()
         assert after["leaves_at"] == before["leaves_at"]
-        # If an admin sets the other machine's clock, the times that this server shows do not
-        # change.
+        # An admin sets the other machine's clock. The times that this server shows do not change.
         kernel.now += 3600
         kernel.sessions[0]["leaves_at"] += 3600
         (later,) = await scene.ask()
@@ -130,7 +129,7 @@ def test_kernels_of_a_silent_machine_stay_and_show_the_reason(clock):
         (row,) = await scene.ask()
         assert (row["unreachable"], scene.changes) == ("", 3)
         await scene.ask()
-        assert scene.changes == 3  # an equal answer is no change
+        assert scene.changes == 3  # the answer is the same: no change
 
     asyncio.run(run())
 

@@ -10,14 +10,14 @@ from tests.broker.kit import BIG, CAPACITY, MiB, wait_until
 
 from .kit import USE_GPU
 
-#: The least memory in use: a context of the emulated driver, and one block.
+#: A kernel in use has at least this much memory: a context of the emulated driver, and one block.
 LEAST = 34 * MiB
 
 
 def test_installation_enables_the_extension(server):
     log = server.log.read_text()
     assert "jupyter_gpupool.server | extension was successfully loaded" in log
-    # The server would log routes that do not check for a user.
+    # Jupyter Server logs routes that do not check for a user. Our routes must not be in the log.
     assert "/gpupool" not in log
 
 

@@ -72,8 +72,8 @@ def kernel_id(server):
     server.stop_kernel(name)
 
 
-#: Orders are sent only for unknown sessions and GPUs. An order for a real one would end or pause
-#: it.
+#: The tests send these orders only for unknown sessions and GPUs. An order for a real session would
+#: end the session, and an order for a real GPU would pause the GPU.
 ORDERS = {path for path, _ in OPERATIONS if path.startswith("/admin/")}
 
 

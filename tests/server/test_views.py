@@ -196,7 +196,7 @@ def test_a_restarted_kernel_does_not_end():
     new = snapshot(session("b", kernel_id="k-a", state="detached", devices=[], granted_bytes=0))
     ((kind, data),) = kinds(old, new)
     assert (kind, data["previous"], data["state"]) == ("lease", "active", "detached")
-    # The old session of the kernel may exist a little longer.
+    # The kernel's old session may still exist when the new session begins.
     both = snapshot(*old["sessions"], session("b", kernel_id="k-a", state="detached"))
     assert [data["state"] for _, data in kinds(old, both)] == ["detached"]
 
@@ -216,7 +216,7 @@ def test_free_host_memory_is_published_after_a_large_change():
 
     def told(before, now):
         old, new = (snapshot(host={"used_bytes": 0, "available_bytes": n}) for n in (before, now))
-        # In a series of small changes, the last value sent counts, not the last value seen.
+        # The server compares a new value with the last value sent, not with the last value seen.
         changed = views.delta({**old, "host": new["host"]}, new, before)
         assert changed == views.delta(old, new)
         return changed is not None and changed["host"]["available_bytes"] == now
@@ -259,7 +259,7 @@ def test_view_has_admin_orders_without_private_fields():
 
 
 def test_delta_has_orders_and_the_configuration_notice():
-    """Otherwise an open page would still show the old orders and the old notice."""
+    """If the delta lacked them, an open page would still show the old orders and the old notice."""
     old = snapshot()
     new = {**snapshot(maintenance=[ORDER]), "configuration_notice": "another one"}
     assert views.delta(old, new) == {

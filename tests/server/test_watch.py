@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 class Link:
-    """A broker with one idle session on a device; the session loses its slice at ``now`` = 160."""
+    """A broker with one idle session on a device. The session loses its slice at the time 160."""
 
     def __init__(self):
         self.now, self.available, self.more = 100.0, 50 * GIB, {}

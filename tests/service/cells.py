@@ -1,10 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A notebook's client as a program: it reads a cell's code from each line, as JSON, and runs the
-cell.
+"""A program that acts as a notebook's client. Each line of its input is a cell's code, as JSON.
 
-For each cell, it prints one line: whether the cell succeeded, and what the cell printed. It needs
-no network.
+It runs the cell, and prints one line: whether the cell succeeded, and what the cell printed. It
+needs no network.
 """
 
 import json

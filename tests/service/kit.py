@@ -29,13 +29,13 @@ SYSTEMD = Path("/lib/systemd/systemd")
 #: An interpreter that every account may run.
 PYTHON = HUB / "bin" / "python"
 
-#: This folder is in memory.
+#: The files in this folder are in memory.
 SHM = Path("/dev/shm")
 
 #: The program that runs a user's cells.
 CELLS = Path(__file__).with_name("cells.py")
 
-#: Services of systemd itself that do not run in the container.
+#: Services of systemd that the container must not run.
 MASKED = ("udevd", "udev-trigger", "sysctl", "modules-load", "binfmt", "timesyncd")
 
 
@@ -55,7 +55,7 @@ class Systemd:
         self.name = new_name()
         self.folder = SHM / self.name
         self.root = self.folder / "root"
-        #: A folder that has the same path in the container.
+        #: A folder of this machine that has the same path in the container.
         self.shared = kit.short_folder()
         self._cells = []
 
@@ -136,7 +136,7 @@ class Systemd:
         return cells
 
     def log(self):
-        """Return systemd's log of the units that the tests start, with the units' own output."""
+        """Return systemd's log of the tests' units. It has the units' own output, too."""
         return self.call(
             "journalctl", "--no-pager", "--output=short-monotonic", "--unit=gpupool*",
             "--unit=jupyter*",

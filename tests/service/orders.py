@@ -1,10 +1,9 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""A user of the machine as a program: it sends the broker the orders that another machine would
-send.
+"""A program for a user of the machine. It gives the broker orders, as another machine would do.
 
 Each line of its input is an order, or a cell for the kernel that it has started. For each of
-them, it prints one line of JSON.
+these lines, it prints one line of JSON.
 """
 
 import json
@@ -31,7 +30,7 @@ def send(order):
 
 
 def start(spec):
-    """Start the kernel; return a client of it, and its process."""
+    """Start the kernel; return a client of the kernel, and the kernel's process."""
     public, secret = zmq.curve_keypair()
     secrets = {
         "key": uuid.uuid4().hex, "signature_scheme": "hmac-sha256",

@@ -33,7 +33,7 @@ c.GPUPool.cluster_address = "127.0.0.1"
 c.GPUPool.cluster_identity = "munge"
 """
 
-#: Prints the rights of the kernel's process, and what the process inherits.
+#: A cell that prints the rights of the kernel's process, and what the process has inherited.
 LOOK = """
 import os, re
 from pathlib import Path

@@ -40,7 +40,7 @@ REASON = "all 32 GiB in use by running cells"
 
 
 def link(path: str = SOCKET, **changes: Any) -> SessionLink:
-    """Return the agent's side of a session that has a broker."""
+    """Return an agent's link to its session, with a running broker."""
     found = SessionLink(path, "s1", "token")
     found._down_since = None
     found.request = {"memory": 8 * GiB, "limit": 8 * GiB, "devices": 1}
@@ -97,7 +97,7 @@ def waiting(sheet: Sheet) -> None:
 
 
 class Guard:
-    """Stands in for the guard of a session with these figures."""
+    """Replaces the guard of a session, and returns these figures."""
 
     on = True
 

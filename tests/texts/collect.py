@@ -36,7 +36,7 @@ _AREAS = {
     "server": "The server extension",
 }
 
-#: A piece of a text between two values identifies the text only if it is longer than this.
+#: Values split a text into pieces. A piece identifies the text only if it is longer than this.
 _SHORT = 12
 
 #: The most characters that a value in a text may have.
@@ -55,8 +55,9 @@ def everything() -> str:
 
 
 def scenes(sheet: Sheet) -> set[str]:
-    """Write the results of the functions that make texts, in plausible
-    situations; return the rules met.
+    """Write what the functions that make texts return in plausible situations.
+
+    Return the rules of the reasons among these texts.
     """
     sheet.heading("A cell that waits")
     cell.waiting(sheet)

@@ -118,7 +118,7 @@ STATUS: dict[str, Any] = {
 
 
 def status(sheet: Sheet) -> None:
-    """Write the picture of the pool, and the texts about what an admin's order waits for."""
+    """Write the picture of the pool, and the texts that say what an admin's order waits for."""
     sheet.put("jupyter gpupool status", "\n".join(draw(STATUS, Style(width=90))))
     empty = {**STATUS, "devices": [], "sessions": [], "queue_length": 0}
     sheet.put("jupyter gpupool status, without a GPU", "\n".join(draw(empty, Style(width=90))))
@@ -212,7 +212,7 @@ EVENING = 1795467600.0
 
 
 def check_config(sheet: Sheet) -> None:
-    """Write the meaning of one configuration, and the mistakes of another one."""
+    """Write the meaning of a correct configuration, and the mistakes of a wrong one."""
     example = Path(__file__).parents[2] / "examples" / "day_and_night.py"
     gpus = checking.parse_devices("16x80GiB")
     in_force: dict[str, Any] = {
@@ -254,7 +254,7 @@ def _refused(read: Any, text: str) -> str:
 
 
 def doctor(sheet: Sheet) -> None:
-    """Write the checks of doctor whose outcome the caller can choose."""
+    """Write those checks of doctor whose outcome does not depend on this machine."""
     settings = _defaults()
     order = {"kind": "pause", "device": "", "by": "root", "since": 0.0, "reason": "new driver"}
     mig = device(tier="mig", can_suspend=False, tier_reason="A MIG instance cannot be suspended.")
@@ -289,7 +289,7 @@ def doctor(sheet: Sheet) -> None:
 
 # --------------------------------------------------------------------------- configuration
 
-#: Lines of a configuration file, each of which is refused.
+#: Lines of a configuration file. The product refuses each line.
 WRONG = (
     "idle_timout = 60",
     "idle_timeout = 'soon'",
@@ -359,7 +359,7 @@ WRONG = (
     "groups = {'lab': {'cap': '20%'}, 'vision': {'parent': 'lab', 'cap': '30%'}}",
 )
 
-#: Keys of a schedule besides its name and time zone; each set of keys is refused.
+#: Keys of a schedule, without its name and time zone. The product refuses each set of keys.
 WRONG_SCHEDULES = (
     "'days': 'mon-fry', 'set': {'linger': 1}",
     "'days': [], 'set': {'linger': 1}",

@@ -39,7 +39,7 @@ def wait(pool: Lab, name: str, size: int, **fields: Any) -> None:
 
 
 def bound(pool: Lab, name: str, *devices: str) -> list[ev.Action]:
-    """Make a session wait whose process has already initialised CUDA on these devices."""
+    """Let a session wait. Its process has already initialised CUDA on these devices."""
     return pool.send(ev.HoldTaken, session=name, hold="h", kind="device", bound=devices)
 
 
@@ -298,7 +298,7 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
 
 
 def waits(sheet: Sheet) -> set[str]:
-    """Write the reasons for which kernels wait; return the rules that were met."""
+    """Write the reasons for which kernels wait; return the rules of these reasons."""
     met = set()
     for situation, rule, scene in WAITS:
         pool, name = scene()

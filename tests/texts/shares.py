@@ -85,7 +85,7 @@ WAITS: tuple[tuple[str, str, Callable[[], tuple[Lab, str]]], ...] = (
 
 
 def waits(sheet: Sheet) -> set[str]:
-    """Write the reasons for which kernels wait; return the rules that were met."""
+    """Write the reasons for which kernels wait; return the rules of these reasons."""
     met = set()
     for situation, rule, scene in WAITS:
         pool, name = scene()
@@ -98,7 +98,7 @@ def waits(sheet: Sheet) -> set[str]:
 
 
 def refusals(sheet: Sheet) -> None:
-    """Write the refusals because of a group or a budget."""
+    """Write the refusals that name a group or a budget."""
 
     def put(situation: str, actions: list[ev.Action]) -> None:
         found = [a.refusal for a in actions if isinstance(a, (ev.Answer, ev.HoldRefused))]

@@ -27,7 +27,7 @@ class Sheet:
         mark = f"  [{code}]" if code else ""
         self._lines += ["", f"{situation}{mark}"]
         for line in text.splitlines():
-            # Do not wrap a line with columns, which has two or more blanks between its words.
+            # A line with two blanks between its words has columns. Do not wrap this line.
             whole = [line] if "  " in line.strip() or len(line) <= 96 else textwrap.wrap(line, 96)
             self._lines += [f"    {part}".rstrip() for part in whole]
 

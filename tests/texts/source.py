@@ -19,7 +19,8 @@ PACKAGE = ROOT / "jupyter_gpupool"
 EMULATOR = ROOT / "emucuda"
 LABEXTENSION = ROOT / "labextension"
 
-#: Modules whose sentences users and admins never read, and a module that has its own chapter.
+#: Modules whose sentences are left out here. Users and admins never read them, or another chapter
+#: has them.
 INTERNAL = (
     "emucuda/kernels.py",
     "errors.py",
@@ -27,7 +28,7 @@ INTERNAL = (
     "pool/invariants.py",
 )
 
-#: Calls whose first argument is no text for people.
+#: Functions whose first argument is not a text for people.
 _NO_PROSE = ("compile", "match", "search", "sub", "fullmatch", "execute", "executescript")
 
 _SQL = re.compile(r"^\s*(SELECT|CREATE|INSERT|PRAGMA|UPDATE|DELETE|REPLACE)\b|^(\w+, )+\w+$")
@@ -38,7 +39,7 @@ _HOLE = re.compile(r"<[^<>]*>|%[-.0-9]*[a-z%]|%[0-9]")
 
 @dataclass(frozen=True)
 class Sentence:
-    """A literal of the source; ``code`` is the code of the error that it belongs to."""
+    """A text in the source. If it belongs to an error, ``code`` is the error's code."""
 
     place: str
     line: int
@@ -101,7 +102,10 @@ def _not_shown(tree: ast.AST) -> Iterator[int]:
 
 
 def _coded(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield each message of an error, refusal or log line that has a code, with that code."""
+    """Yield the id of each message that has a code, and the code.
+
+    The message may be of an error, a refusal or a log line.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -111,8 +115,8 @@ def _coded(tree: ast.AST) -> Iterator[tuple[int, str]]:
         texts = [a for a in node.args if not list(_codes(a))]
         if found[0] and texts:
             message = next((a for a in texts if _is_literal(a)), None)
-            # If no argument is a literal, other code has made the message. Then the id of the whole
-            # call identifies the message.
+            # If no argument is a literal, other code has made the message. In this case, yield the
+            # id of the whole call.
             yield id(node if message is None else message), "] [".join(dict.fromkeys(found))
 
 
@@ -172,7 +176,7 @@ def _template(node: ast.AST) -> str | None:
 
 
 def _label(node: ast.expr) -> str:
-    """Return a word for the value of an expression: the last name in it that has a meaning."""
+    """Return a word for the value of an expression: the last meaningful name in the expression."""
     names = [
         n.id if isinstance(n, ast.Name) else n.attr
         for n in ast.walk(node)
@@ -200,7 +204,7 @@ _C_PIECE = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
 def c_sentences() -> list[Sentence]:
     """Return what the guard and the emulated driver write to a program's standard error."""
     found = []
-    # The other sources of the emulated driver have NVIDIA's texts of error codes.
+    # Leave out the emulated driver's other sources: their texts are NVIDIA's texts of error codes.
     emulator = [EMULATOR / "src" / name for name in ("faults.c", "machine.c", "spec.c")]
     for path in [*sorted((PACKAGE / "guard" / "src").glob("*.c")), *emulator]:
         source = path.read_text(encoding="utf-8")

@@ -118,9 +118,7 @@ def test_names_of_classes_and_modules_have_one_meaning() -> None:
 
 
 def types_of(tree: ast.Module) -> set[str]:
-    """Return the classes and the named types of a module; private ones are
-    without their underscore.
-    """
+    """Return the names of a module's classes and types, without the underscore of private names."""
     found = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

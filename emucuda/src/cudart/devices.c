@@ -89,8 +89,8 @@ static int asked(int which, int device)
     return value;
 }
 
-/* Like NVIDIA's runtime, this asks the driver only once for each device. Behind a guard, the driver
- * may answer differently later. */
+/* Like NVIDIA's runtime, this function asks the driver only once for each device. With a guard, the
+ * driver may give another answer later. */
 static size_t memory_of(int d)
 {
     static size_t known[64];

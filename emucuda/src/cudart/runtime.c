@@ -106,7 +106,7 @@ cudaError started(void)
     static pthread_mutex_t once = PTHREAD_MUTEX_INITIALIZER;
     pthread_mutex_lock(&once);
     if (start_result < 0)
-        /* The result is final, also after an error, as in NVIDIA's runtime. */
+        /* The result never changes, even if it is an error, as in NVIDIA's runtime. */
         __atomic_store_n(&start_result, start(), __ATOMIC_RELEASE);
     pthread_mutex_unlock(&once);
     return start_result;

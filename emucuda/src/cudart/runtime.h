@@ -99,8 +99,8 @@ cudaError not_run(cudaError error); /* like noted(), for a kernel that cannot ru
 cudaError unasked(void);            /* returns the error of not_run() once; success if the thread of
                                      * the launch has already asked for its last error */
 cudaError started(void);        /* makes sure that the driver is initialised */
-cudaError ready(void);          /* also makes sure that a context is current: the thread's own, or
-                                 * that of its device */
+cudaError ready(void);          /* also makes sure that a context is current: the thread's own
+                                 * context, or the context of its device */
 cudaError enter_device(int d);  /* makes the primary context of that device current */
 int device_now(void);           /* the device of the calling thread */
 CUcontext primary_of(int d);    /* NULL if enter_device() has not run */

@@ -133,9 +133,10 @@ static bool block_start(struct block *b, struct run *run, uint64_t number)
     return true;
 }
 
-/* Returns the lanes that run next: of the lanes in `may`, those at the lowest instruction. `after`
- * is 0, or an instruction whose lanes have had a long turn. In that case the lanes above `after` go
- * first: those at the lowest instruction above it, if there are any. */
+/* Returns the lanes of `may` that run next. If `after` is 0, these are the lanes at the lowest
+ * instruction. Otherwise `after` is an instruction whose lanes have had a long turn, and the lanes
+ * at the lowest instruction above `after` run next. If no lane is above `after`, the lanes at the
+ * lowest instruction run next. */
 static uint32_t next_lanes(const struct warp *w, uint32_t may, uint32_t after, uint32_t *pc, uint32_t *other)
 {
     uint32_t lowest = UINT32_MAX, lanes = 0;

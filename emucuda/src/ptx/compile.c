@@ -202,8 +202,8 @@ static int actuals(struct builder *b, const char *list, char **out, int room)
     return count;
 }
 
-/* Enters a formal parameter in the called function. Its name stands for the caller's variable
- * itself, or for a copy of the register. */
+/* Adds a symbol for a formal parameter of the called function. Its name stands for the caller's
+ * variable itself, or for a copy of the register. */
 static void bind(struct builder *b, const struct formal *f, uint64_t address, int32_t slot)
 {
     struct symbol *s = add_symbol(b, f->name, f->length);
@@ -445,7 +445,7 @@ static void entry(struct builder *b, const struct function *f)
     decode(b, &s, &last);
     emit(b, &last);
     resolve_branches(b);
-    /* The launch's own variables follow, aligned. */
+    /* The launch's own variables come after these bytes, so align the sizes. */
     b->code->shared = (uint32_t)aligned(b->code->shared, 16);
     b->code->local = (uint32_t)aligned(b->code->local, 16);
 }

@@ -11,8 +11,9 @@ void jump(struct warp *w, const struct instruction *i, uint32_t mask)
         w->pc[l] = i->target;
 }
 
-/* Lets the threads at a barrier continue if enough threads have arrived. The barrier may name how
- * many are enough. Otherwise all threads of the block that have not ended must arrive. */
+/* Lets the threads at a barrier continue if enough threads have arrived. The barrier may name the
+ * number of threads that are enough. Otherwise all threads of the block that have not ended must
+ * arrive. */
 static void barrier_check(struct block *b, unsigned id)
 {
     uint32_t wanted = b->barrier[id].wanted ? b->barrier[id].wanted : b->living;

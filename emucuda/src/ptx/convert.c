@@ -43,7 +43,7 @@ static uint64_t from_integer(const struct instruction *i, uint64_t bits, enum ro
         double v = (double)whole + (up ? (double)unit : 0);
         return of_f64(negative ? -v : v);
     }
-    /* The last digit records whether digits were lost, for the rounding that follows. */
+    /* The last digit records whether digits were lost, because a rounding follows. */
     if (size >= big) {
         unsigned extra = 11u - (unsigned)__builtin_clzll(size);
         uint64_t rest = size & ((1ull << extra) - 1);

@@ -107,8 +107,8 @@ enum rounding rounding_of(const struct statement *s)
 
 static double flushed(double v) { return fabs(v) < 0x1p-126 ? copysign(0, v) : v; }
 
-/* a + b, for a later rounding to a narrower type. The last digit records whether digits were
- * lost. */
+/* a + b. The last digit records whether digits were lost, because a rounding to a narrower type
+ * follows. */
 static double sum_to_odd(double a, double b)
 {
     double sum = a + b, part = sum - a, lost = (a - (sum - part)) + (b - part);

@@ -103,8 +103,8 @@ static bool decode_mma(struct builder *b, const struct statement *s, struct inst
            i->count[0] == shape.m * 8 / 32 / (d.bits == 16 ? 2 : 1) && i->count[3] == i->count[0];
 }
 
-/* Lane 8 n + r has the address of row r of matrix n. Lane l gets the two values in row l / 4, from
- * column 2 (l % 4) on. */
+/* Lane 8 n + r has the address of row r of matrix n. Lane l gets the two values in row l / 4 that
+ * begin at column 2 (l % 4). */
 static void ldmatrix(struct warp *w, const struct instruction *i, uint32_t mask)
 {
     uint16_t m[8][8];

@@ -16,7 +16,8 @@ struct symbol *add_symbol(struct builder *b, const char *name, size_t length)
     return &b->symbol[b->symbols++];
 }
 
-/* Whether this symbol declares the name: "%r<10>" declares "%r7", whose index is 7. */
+/* Whether this symbol declares the name. For example, "%r<10>" declares "%r7", and the index of
+ * "%r7" is 7. */
 static bool is_named(const struct symbol *s, const char *name, size_t length, int64_t *index)
 {
     *index = 0;

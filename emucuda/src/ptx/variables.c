@@ -180,8 +180,8 @@ CUresult ptx_open(char *text, struct ptx **out)
     return CUDA_SUCCESS;
 }
 
-/* The allocation of a device's variables, if it still exists: it ends with its context. Call this
- * with the lock held. */
+/* The allocation of a device's variables. NULL if its context has ended, because the allocation
+ * ends with its context. Call this with the lock held. */
 static struct allocation *stored(const struct ptx *ptx, int device)
 {
     struct allocation *a = ptx->storage[device].address ? allocation_find(ptx->storage[device].address) : NULL;

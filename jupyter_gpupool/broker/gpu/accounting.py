@@ -32,7 +32,7 @@ from .actions import DeviceActions
 from .health import Health
 from .samples import Samples
 
-#: The broker ignores a smaller change of the driver's overhead, in bytes.
+#: The broker ignores a change of the driver's overhead by fewer bytes than this.
 STEP = 1 << 20
 
 
@@ -57,7 +57,9 @@ class Overheads:
         old: Collection[str],
         owners: Mapping[ProcessId, str | None],
     ) -> None:
-        """Compare samples with the page of each session, read before the samples and now.
+        """Compare samples with the page of each session.
+
+        The broker reads each page twice: before the samples and now.
 
         This method compares only one set of samples at a time. It ignores samples that come while
         it compares.
@@ -83,8 +85,9 @@ class Overheads:
         shown = {s.uuid: {p.pid: p.bytes for p in s.processes} for s in samples}
         by_uuid = {s.uuid: s for s in samples if s.uuid not in old}
         living: set[tuple[ProcessId, int]] = set()
-        #: Processes whose known overhead stays valid. This call cannot measure it, because the
-        #: session is not attached, or began its lease between the two readings of the page.
+        #: Processes whose known overhead stays valid. This call cannot measure their overhead,
+        #: because their session is not attached, or began its lease between the two readings of the
+        #: page.
         stays: set[ProcessId] = set()
         pace = Pace()
         for session in [*self._core.sessions]:

@@ -188,7 +188,7 @@ class DeviceActions:
             self._health.bad(uuid, device.tier_reason)
 
     def _need(self, record: SessionRecord, action: e.Attach) -> dict[str, int]:
-        """Return the free bytes that each target must show before a restore is tried."""
+        """Return how many bytes must be free on each target before the broker tries a restore."""
         held = {piece.device: piece.bytes for piece in record.suspended}
         need: dict[str, int] = {}
         for origin, piece in zip(action.origin, action.slices, strict=True):
@@ -343,15 +343,15 @@ class DeviceActions:
             return "drain", moving
         if self._activity.recording(session):
             self._activity.busy(session)  # tells the pool that the session is in use
-            return "busy", RECORDING  # the recording began just before the gate closed
+            return "busy", RECORDING  # a graph capture began just before the gate closed
         return None
 
     async def _close_gate_in_use(self, session: LiveSession) -> tuple[Obstacle, str] | None:
         """Keep new calls of a session in use out of the driver, as :meth:`_close_gate` does.
 
         The pool preempts the session, so the session's next calls wait at the gate. The broker does
-        not ask the session's agent, which keeps its holds. If the reason of a refusal is temporary,
-        the kind is ``drain``, so that the pool tries again later.
+        not ask the session's agent, and the agent keeps its holds. If the reason of a refusal is
+        temporary, the kind is ``drain``, so that the pool tries again later.
         """
         if session.landing:
             return "drain", "one of its processes is moving to the GPU of its slice"
@@ -367,7 +367,7 @@ class DeviceActions:
         if moving:
             return "drain", moving
         if self._activity.recording(session):
-            return "drain", RECORDING  # the recording began just before the gate closed
+            return "drain", RECORDING  # a graph capture began just before the gate closed
         return None
 
     async def _ask(self, session: LiveSession, epoch: int) -> tuple[bool, str]:
@@ -461,7 +461,8 @@ class DeviceActions:
             await asyncio.sleep(LAST_WORDS)
         if session.process is not None:
             await self.retire(session)
-            # Children first: a parent that sees a child die may start another child.
+            # End the children first, because a parent that sees a child die may start another
+            # child.
             ended = [*reversed(procfs.descendants(session.process)), session.process]
             for problem in procfs.kill(ended):
                 self._core.log.error("Session %s: %s", session.id, problem)

@@ -16,10 +16,10 @@ from ...pool.model import Device, SessionRecord
 from ..configuration import Configuration
 from ..core import Core
 
-#: Longest pause between two tests of a device that goes on failing, in seconds.
+#: Longest pause between two tests of a device that keeps failing, in seconds.
 MOST = 3600.0
 
-#: Codes of a test that did not run. They say nothing about the device.
+#: Codes of a test that did not run. They do not show whether the device works.
 _NO_VERDICT = (Code.NO_ROOM, Code.PAUSED)
 
 
@@ -92,7 +92,7 @@ class Health:
         self.lost(uuid, reason)
 
     def suspect(self, uuid: str, reason: str) -> None:
-        """Take a device that may hang out of service, and test it at once."""
+        """Take a device out of service because it may hang, and test it at once."""
         if uuid not in self.devices:
             return
         self.bad(uuid, f"{reason} The GPU is being tested.")

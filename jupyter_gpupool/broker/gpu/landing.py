@@ -89,8 +89,8 @@ class _Landing:
 class _Move:
     """A move from ``origin[i]`` to ``target[i]``, as the session's page shows it.
 
-    ``seen``: for each device of the slice, the device that the process sees in its place. A session
-    that cannot move waits for these devices.
+    ``seen``: for each device of the slice, the device that the process sees instead. A session that
+    cannot move waits for these devices.
     """
 
     slot: Slot
@@ -234,7 +234,7 @@ class Landings:
         )  # fmt: skip
 
     def _unusable(self, uuid: str) -> str:
-        """Return why the device takes no context until an admin acts, or "" if it takes one."""
+        """Return why the device can take no context until an admin acts, or "" if it can."""
         if self._service.is_aside(uuid):
             return "The administrator has paused that GPU."
         sample = self._samples.last.get(uuid)
@@ -498,7 +498,7 @@ class Landings:
             page.close()
 
     async def _page(self, name: str) -> Page | None:
-        """Return the page of an earlier broker's session, or None if no page is found.
+        """Return the page of a session of an earlier broker, or None if this broker finds no page.
 
         After a logout, the path of the page is a link to the earlier broker's descriptor, or does
         not exist.

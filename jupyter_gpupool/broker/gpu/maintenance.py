@@ -115,8 +115,8 @@ class Maintenance:
         self._own = procfs.identify(os.getpid())
         #: By the device of an order: what the order waits for when no session has a lease.
         self._step: dict[str, str] = {}
-        #: The sessions whose users the broker has asked for a restart. Each entry has the order's
-        #: device, the order's time, and the session.
+        #: The sessions whose users the broker has asked to restart their kernel. Each entry has the
+        #: order's device, the order's time, and the session.
         self._told: set[tuple[str, float, str]] = set()
         self._busy = asyncio.Lock()
         self._work: asyncio.Task[None] | None = None
@@ -255,7 +255,7 @@ class Maintenance:
         return note
 
     def _stood_down(self, order: Order) -> bool:
-        """Return whether this or an earlier broker has ended its children for an order."""
+        """Return whether this or an earlier broker has ended its child processes for an order."""
         pause = order.kind == "pause" and order.closed
         return pause or self._service.is_aside(order.device)
 

@@ -34,9 +34,9 @@ from .health import Health
 from .samples import QUIET, Samples
 
 #: After a change, the monitor pauses before it takes a sample. The pause takes SETTLE seconds or,
-#: if that is longer, BREATH times as long as the last sample took. It takes at most the usual
-#: interval. Without BREATH, samples would take a tenth of the event loop's time on a machine on
-#: which hundreds of kernels come and go.
+#: if that is longer, BREATH times as long as the last sample took. The pause is never longer than
+#: the usual interval. Without BREATH, samples would take a tenth of the event loop's time on a
+#: machine on which hundreds of kernels come and go.
 SETTLE, BREATH = 0.05, 3
 
 #: The least number of seconds between two searches for better home devices, because each search
@@ -173,7 +173,7 @@ class Monitor:
             changed.clear()
 
     async def _try(self, look: Callable[[], Awaitable[None]]) -> None:
-        """Call ``look``; log its failure once, as the next call may succeed."""
+        """Call ``look``. If it fails again with the same error, do not log the error again."""
         try:
             await look()
         except (GPUPoolError, OSError) as error:

@@ -48,7 +48,7 @@ class UnleasedSuspends:
     # ------------------------------------------------------------------ before a pause is complete
 
     async def suspend(self, devices: list[str], order: tuple[str, float]) -> None:
-        """Suspend kernels that see one of ``devices`` and have no context, if the driver can.
+        """If the driver can, suspend the kernels without a context that see one of ``devices``.
 
         If the broker has already asked the driver about these processes for this ``order``, it does
         not ask again.
@@ -64,7 +64,7 @@ class UnleasedSuspends:
             self._tried[key] = pids
             try:
                 await self._suspend(session, *candidate)
-            # The pause goes on, and the broker asks the user to restart the kernel.
+            # The pause continues, and the broker asks the user to restart the kernel.
             except Exception as error:
                 self._log.error("Session %s was not suspended: %r", session.id, error)
 

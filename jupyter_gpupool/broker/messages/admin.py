@@ -27,7 +27,7 @@ from .relay import Relay
 #: The most characters of a reason.
 MAX_REASON = 200
 
-#: The most minutes until a slice is taken back: a week.
+#: A ``recall`` may take a slice back after at most this many minutes: one week.
 MAX_MINUTES = 7 * 24 * 60
 
 

@@ -46,7 +46,7 @@ class AgentMessages:
         session = self._core.sessions.proven(connection.peer, message)
         if session.process is None:
             # The kernel has sent this message before its server has sent ``launched``. The message
-            # waits until then.
+            # waits until the server sends ``launched``.
             session.put_early(connection, message)
             return
         if not _belongs(connection.peer.pid, session.process, bool(message.get("member"))):

@@ -87,7 +87,7 @@ def _standing(found: Standing) -> dict[str, Any]:
 
 
 def shares(found: tuple[tuple[str, float, float], ...]) -> list[dict[str, Any]]:
-    """Return, for each level of the tree, the owner's share of the usage and its fair share."""
+    """Return the owner's share of the usage, and fair share, at each level of the group tree."""
     return [{"of": name, "used": round(used, 4), "due": round(due, 4)} for name, used, due in found]
 
 

@@ -217,7 +217,7 @@ class GuardMessages:
             )
         if session.process is None:
             # The program has sent this message before its server has sent ``launched``. The message
-            # waits until then.
+            # waits until the server sends ``launched``.
             session.put_early(connection, message)
             return
         if record.attach == "manual" and not record.slices and not record.holds:
@@ -234,8 +234,8 @@ class GuardMessages:
 
     def _home_now(self, connection: Connection, session: LiveSession, message: Message) -> None:
         """Choose the devices that a process sees. The process reads them in its page next."""
-        # The page already marks the asking process as one that has read its devices. The process
-        # has not read them yet, so ``looking`` leaves it out.
+        # The page already marks the asking process as one that has read its devices. But the
+        # process has not read them yet, so ``looking`` makes this call ignore the process.
         self._settle_home(session, looking=1)
         connection.answer(message.get("id"))
 
@@ -284,7 +284,8 @@ class GuardMessages:
     def _settled(self, session: LiveSession, record: SessionRecord, looking: int) -> bool:
         """Return whether a process of the session has read its list of devices.
 
-        ``looking`` is the number of processes that read the list at this moment. They do not count.
+        ``looking`` is the number of processes that read the list at this moment. These processes do
+        not count.
         """
         if record.suspended or record.bound:
             return True
@@ -322,9 +323,10 @@ class GuardMessages:
 
         self._growing[connection] = rid
         self._core.expect(rid, reply)
-        # The pool needs the session's present use, and the last read of it may be a second old. The
-        # broker does not read again within RECENT seconds, because the page of 256 processes takes
-        # milliseconds to read, and an application may ask hundreds of times.
+        # The pool needs the session's present use of memory, and the last read of the page may be a
+        # second old. But the broker does not read the page again within RECENT seconds, because the
+        # page of 256 processes takes milliseconds to read, and an application may ask hundreds of
+        # times.
         if self._now() - session.use.read_at >= RECENT:
             self._activity.read(session)
         self._core.handle(

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Read the request in a message; check that its sender may act on the session that it names."""
+"""Read the request in a message; check that the sender may act on the named session."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class PeopleMessages:
         core.stirs.read_queue(self._show_queue)
 
     def close(self) -> None:
-        """Stop reading the journal: the broker ends."""
+        """Stop reading the journal, because the broker ends."""
         self._history.close()
 
     def gone(self, connection: Connection) -> None:

@@ -146,8 +146,8 @@ class ProvisionerMessages:
             else self._setup.without(session)
         )
         if not guarded:
-            # The kernel has no page, so the guard cannot ask for a lease at the first CUDA call. An
-            # attach policy that needs the guard is replaced here.
+            # The kernel has no page, so the guard cannot ask for a lease at the first CUDA call. So
+            # replace an attach policy that needs the guard.
             attach, _ = usable_attach(attach, False)
             request = self._request(fields, owner.name, metered=False)
         core.sessions.add(session)
@@ -200,8 +200,8 @@ class ProvisionerMessages:
                 "request": request_to_json(request),
                 "group": owner.group,
                 "env": env,
-                # A kernel in a container needs no answer here, because a container's image contains
-                # no configuration that could differ.
+                # A kernel in a container needs no answer here, because the image of a container has
+                # no configuration that could differ from the broker's.
                 "config": None if content else self._configuration.shown(peer),
                 "pid": os.getpid(),
                 "broker": {"machine_wide": self._configuration.machine_wide},

@@ -107,7 +107,7 @@ class RemoteMessages:
     # ------------------------------------------------------------------ users
 
     def place(self, connection: Connection, message: Message) -> None:
-        """Ask the ledger for a view of all machines; answer on which one a kernel may start."""
+        """Ask the ledger for a view of all machines; answer on which machine a kernel may start."""
         settings = self._configuration.settings
         wanted = PlacementRequest(
             owner_of(connection.peer.uid).name,

@@ -182,7 +182,7 @@ class Router:
             self._lifecycle.member_gone(session, connection)
 
     def close(self) -> None:
-        """End every connection: the broker ends."""
+        """End every connection, because the broker ends."""
         self.dispatcher.close()
         self._people.close()
         if self._shared is not None:

@@ -121,8 +121,8 @@ class Snapshots:
             "user": viewer.name,
             "groups": [*self._memberships.groups(peer.uid)],
             "admin": self._configuration.access.is_admin(peer),
-            # A user without a session also sees its standing: the standing may be the reason why
-            # the pool refuses a new session.
+            # A user without a session also sees their standing, because the standing may be the
+            # reason why the pool refuses a new session.
             "standing": standings.of(viewer)["standing"],
             "devices": [self._device(v) for v in view.devices],
             "sessions": [
@@ -353,7 +353,8 @@ _NO_USAGE = Usage()
 def _figures(usage: Usage, daily: Daily | None) -> dict[str, Any]:
     """Return GPU-seconds: the decayed usage, the usage of today, and the daily budget.
 
-    If all machines share the budget, the budget is None, because the usage is of one machine only.
+    If all machines share the budget, the budget is None, because this machine knows only its own
+    usage.
     """
     return {
         "counts": round(usage.dominant, 1),

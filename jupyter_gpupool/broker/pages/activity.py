@@ -41,7 +41,8 @@ SETTLE = 0.02
 #: Seconds without a CUDA call after which a graph that is being recorded counts as abandoned.
 ABANDONED = 120.0
 
-#: Seconds for which a read of the page stays valid: of a busy session, and of an idle session.
+#: Seconds for which a read of a session's page stays valid: STALE for a busy session, REST for an
+#: idle session.
 STALE, REST = 1.0, 10.0
 
 
@@ -96,7 +97,7 @@ class Activity:
                 self._watch_for_calls(session)
 
     def _watch_for_calls(self, session: LiveSession) -> None:
-        """Check later whether a session in use that has lost its slice still wants a slice.
+        """Check later whether a session that lost its slice while in use still wants a slice.
 
         The rounds do not read the page of a session without a slice. So this check comes after
         ``quiet_after`` seconds, the time after which an attached session without calls counts as
@@ -141,7 +142,7 @@ class Activity:
         session.use.busy_at = self._now() - quiet_for
 
     def recording(self, session: LiveSession) -> bool:
-        """Return whether the session was recording a graph when last read, which counts as use.
+        """Return whether the session was recording a graph at the last read. This counts as use.
 
         A recording without a CUDA call for ABANDONED seconds does not count, because it may never
         end.
@@ -224,7 +225,7 @@ class Activity:
             return Seen(inflight=bool(reading.inflight), waiting=bool(reading.waiting))
         if reading is not None and self.recording(session):
             self._used(session, 0.0)
-            return _NOTHING  # recording runs nothing on the device
+            return _NOTHING  # nothing runs on the device while a graph is recorded
         if now - use.busy_at >= self.quiet_after:
             self.drop(session)
         return _NOTHING

@@ -3,9 +3,9 @@
 """Makes the sessions' shared pages, keeps them equal to the pool's records, removes them.
 
 Each session that runs under the guard has one small file in a folder of this broker. The guard in
-the session's processes reads there what it may do. It sends a message only when the gate is closed
-or memory is short. If a user damages a page, the broker gives the page up: that session goes on
-without the page's functions, and other sessions are not affected.
+the session's processes reads in this file what it may do. The guard sends a message only when the
+gate is closed or memory is short. If a user damages a page, the broker gives the page up: that
+session goes on without the page's functions, and other sessions are not affected.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class ControlPages:
         session.page.set_devices(devices[:DEVICES])
         session.page.set_grant([], limit, 0)
         session.home = tuple(devices)
-        session.cuda = False  # until a slot of the page shows CUDA
+        session.cuda = False  # becomes True when a slot of the page shows CUDA
         return path
 
     def adopt(self, session: LiveSession, *, used: bool) -> None:
@@ -148,8 +148,8 @@ class ControlPages:
                     self._log.error("Session %s goes on unguarded: no page at %s", session.id, path)
                 return
             if session.page.gate() == PAUSED:
-                # A dead broker paused the gate for a time slice, and this pause is over. But calls
-                # do not change a paused gate, so the session would always look idle.
+                # A dead broker paused the gate for a time slice, and this pause is over. Calls do
+                # not change a paused gate, so without this line the session would always look idle.
                 session.page.set_gate(UNUSED)
         except (OSError, PageError) as error:
             self._log.error("Session %s goes on unguarded: %s", session.id, error)
@@ -166,9 +166,9 @@ class ControlPages:
         """Return the path of a session's page. The session's processes know this path.
 
         A broker of another version or at another socket may have made the page in another folder.
-        The kernel's environment names the path of the page. If the kernel belongs to another user
-        than the broker, the broker accepts this path only if it is in the folder in shared memory
-        of an earlier broker at this socket.
+        The kernel's environment names the path of the page. If the kernel and the broker belong to
+        different users, the broker accepts this path only if it is in the shared-memory folder of
+        this socket. An earlier broker at this socket may have used that folder.
         """
         path = self._path(session)
         if os.path.lexists(path):
@@ -360,8 +360,8 @@ class ControlPages:
     def read(self, session: LiveSession) -> Reading | None:
         """Return the page's data on living processes; None if the page cannot be read.
 
-        Processes of a container write their process ids in the container. The result has their
-        process ids in the broker's namespace.
+        Processes of a container write the process ids that they have in the container. The result
+        has the process ids that they have in the broker's namespace.
 
         The result leaves out a process that died by SIGKILL, even if it died during a call. Its
         slot stays until another process of the session needs it.

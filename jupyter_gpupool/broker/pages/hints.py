@@ -22,7 +22,7 @@ class Rooms:
     """Writes into each page the number of bytes by which its session's grant could grow.
 
     The guard limits the result of ``cuMemGetInfo`` by this figure. The device's own free memory is
-    too large for this purpose: it includes memory that the pool has granted to another session, and
+    too large for this purpose: it includes memory that the pool has granted to another session but
     that the other session does not use yet. A framework that sizes itself by free memory (JAX,
     TensorFlow, vLLM) would plan with this memory, and run out of memory later.
 

@@ -10,9 +10,9 @@ the thread's call. If the thread enters after the lock, the driver blocks the th
 asks for a lease for this thread.
 
 So the broker gives each thread the time to enter the driver, as RCU does with its grace periods.
-The way from the gate into the driver is a few instructions long, and no thread sleeps on it. If a
-thread has slept at any time since the gate was closed, it is not on the way. If a thread has run
-for some milliseconds since then, it has left the way.
+The way from the gate into the driver is a few instructions long, and no thread sleeps on this way.
+If a thread has slept at any time since the gate was closed, it is not on the way. If a thread has
+run for some milliseconds since then, it has left the way.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class GuardSetup:
 
     @property
     def attach(self) -> tuple[AttachPolicy, str]:
-        """The attach policy of a session that names none.
+        """The attach policy of a session that names no policy.
 
         If this is not the configured policy, the second value says why; otherwise it is "".
         """

@@ -76,10 +76,12 @@ class Translation:
         self._looks.pop(session.id, None)
         users = self._looks_of_user
         if session.uid in users and users[session.uid].full(self._clock()):
-            del users[session.uid]  # the bucket equals a new bucket
+            del users[session.uid]  # a full bucket equals a new bucket
 
     def _may_look(self, session: LiveSession, *, user: bool = False) -> bool:
-        """Pay for a scan from the session's budget, and with ``user`` also from its user's budget.
+        """Pay for a scan from the session's budget.
+
+        If ``user`` is true, pay also from the budget of the session's user.
 
         Return False if a budget does not allow the scan.
         """

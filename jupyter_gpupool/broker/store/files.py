@@ -47,8 +47,8 @@ from .journal_file import JournalLock
 #: Seconds between two checks.
 LOOK = 1.0
 
-#: Seconds between two updates of the kept files' times: systemd-tmpfiles removes files that were
-#: not used for 10 days in /tmp and for 30 in /var/tmp.
+#: Seconds between two updates of the files' times. Without these updates, systemd-tmpfiles would
+#: remove the files after 10 days in /tmp, or after 30 days in /var/tmp.
 TOUCH = 86400.0
 
 #: The most bytes of a file beside the socket that the broker can restore.

@@ -3,7 +3,7 @@
 """Reads pages of the journal for clients, and trims the journal, outside of the event loop.
 
 SQLite may wait for the disk. So one thread reads one page at a time, and serves the users in
-rotation. The rows and bytes of a page are limited, and an index leads to its rows.
+rotation. The rows and bytes of a page are limited, and SQLite finds the rows of a page by an index.
 """
 
 from __future__ import annotations

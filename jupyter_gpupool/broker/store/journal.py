@@ -4,10 +4,11 @@
 
 The data is in one SQLite file in WAL mode. A restart reads ``sessions``. Reports and timelines read
 ``events``, which is append-only. A commit is not synced to the disk. It survives the death of the
-broker, and after a crash of the machine there are no sessions to recover.
+broker. It may not survive a crash of the machine, but after such a crash there are no sessions to
+recover.
 
-The pool goes on when the journal cannot be written (disk full, read-only): :attr:`Journal.problem`
-has the reason, rows stay in memory, and every later commit tries again.
+If the journal cannot be written (disk full, read-only), the pool continues to work:
+:attr:`Journal.problem` has the reason, rows stay in memory, and every later commit tries again.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from typing import Any, Callable, Mapping
 from ...errors import Code, GPUPoolError
 from .history import LOCK_WAIT, tidy
 
-#: Version of the tables below. A file of an older version is set aside, and a file of a newer
-#: version is refused.
+#: Version of the tables below. The broker sets a file of an older version aside, and refuses a file
+#: of a newer version.
 SCHEMA_VERSION = 1
 
 #: The most rows that are kept; older rows are dropped. A row takes about 200 bytes.
@@ -146,7 +147,7 @@ def _disk_is_full(folder: Path, error: Exception) -> bool:
 
 
 class Journal:
-    """The journal in the file at ``path``, which is made if necessary.
+    """The journal in the file at ``path``. If necessary, it makes the file.
 
     Parameters
     ----------
@@ -246,7 +247,7 @@ class Journal:
         """Keep a row for the next commit and give it its number."""
         self.seq += 1
         row.seq = self.seq
-        # A client may send half of a surrogate pair, which SQLite does not take as text; see also
+        # A client may send half of a surrogate pair. SQLite does not accept this as text; see also
         # _complain.
         row.reason = row.reason.encode("utf-8", "replace").decode()
         self._rows.append(row)
@@ -287,7 +288,7 @@ class Journal:
         self._meta = {**self._known, **self._meta}
 
     def commit(self) -> bool:
-        """Write all that waits for the commit; return whether the file has it now. Never raises."""
+        """Write everything that waits for the commit; return whether this worked. Never raises."""
         if not (self._records or self._rows or self._meta):
             return not self.problem
         try:

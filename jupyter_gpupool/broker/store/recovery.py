@@ -23,9 +23,9 @@ any          hung            as the journal says (most likely stopped by SIGSTOP
 any          no answer       as the journal says: an unknown state must not end a kernel
 ===========  ==============  ======================================================================
 
-A broker that finds none of the devices on which living kernels have state does not start
-(:func:`check_reach`). Either it was started with other options, or the driver is broken. The broker
-does not count these kernels as lost, because this would solve neither problem.
+If living kernels have state on devices, and a broker finds none of these devices, the broker does
+not start (:func:`check_reach`). Either it was started with other options, or the driver is broken.
+The broker does not count these kernels as lost, because this would solve neither problem.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ from .usage import UsageBook
 
 #: Until an agent has reconnected, this hold replaces the agent's own holds, so that the pool does
 #: not take the slice. The hold ends after a limited time. With the attach policy ``lazy``, this
-#: time is only GRACE_LAZY seconds. There the guard shows that a session uses its device, and the
-#: pool then leaves it the slice. So the hold only protects a cell that does not compute now.
+#: time is only GRACE_LAZY seconds. With this policy, the guard shows whether a session uses its
+#: device, and the pool does not take the slice of a session that uses its device. So only a cell
+#: that does not use its device now needs this hold.
 RECOVERED_HOLD = "recovered"
 GRACE_LAZY = 2.0
 
@@ -78,7 +79,7 @@ class RecoveredSession:
     computed: bool = False
 
     def at_rest(self, since: float = 0.0) -> None:
-        """Count the session as idle since ``since`` or, if it is 0, since the time in the journal.
+        """Count the session as idle since ``since`` (0: since the time in the journal).
 
         The broker does not wait for the agent of an idle session.
         """
@@ -91,7 +92,7 @@ class RecoveredSession:
 
 
 class OutOfReach(GPUPoolError):
-    """Living kernels have state on devices, and this broker has none of them."""
+    """Living kernels have state on devices, and this broker has none of these devices."""
 
     code = Code.OUT_OF_REACH
 
@@ -264,8 +265,8 @@ class Recovery:
         """
         session, record = one.session, self._core.record(one.session.id)
         if record is not None and not record.suspended:
-            # If the earlier broker marked the session for a suspend, it ended before it asked the
-            # driver.
+            # If the earlier broker marked the session for a suspend, that broker ended before it
+            # asked the driver.
             self._pages.no_longer_aside(session)
         quiet = self._activity.untouched(session)
         self._guard.changed(session)

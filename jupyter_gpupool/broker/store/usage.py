@@ -43,7 +43,7 @@ NOTHING = 0.01
 
 
 class UsageBook:
-    """Writes the pool's usage to the journal, and tells it to the pool of the next broker."""
+    """Writes the pool's usage to the journal, and gives it to the pool of the next broker."""
 
     def __init__(self, core: Core) -> None:
         self._core = core

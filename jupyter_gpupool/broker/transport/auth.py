@@ -74,7 +74,8 @@ class Access:
     Attributes
     ----------
     machine_wide:
-        Serve every user of the machine; otherwise only ``own_uid`` and root.
+        Whether the broker serves every user of the machine. If not, it serves only ``own_uid`` and
+        root.
     own_uid:
         The broker's own user.
     admins:

@@ -425,7 +425,10 @@ class Connection(asyncio.BufferedProtocol):
         return not whole and (not self.accepted or self in self.account.long)
 
     def _begin_long(self) -> None:
-        """Take one of the user's places for long requests, or wait for it; limit the time."""
+        """Take one of the user's places for long requests, or wait for a place.
+
+        The peer must send the rest of the request within READER_PATIENCE seconds.
+        """
         self.account.begin_long(self)
         if self._rest is None and self in self.account.long:
             loop = asyncio.get_running_loop()

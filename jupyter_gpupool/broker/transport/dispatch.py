@@ -3,10 +3,10 @@
 """Chooses the request to handle next: deficit round robin between users, in short turns.
 
 All connections of a user share one place in the round. In one turn of the event loop, the
-dispatcher handles requests for a quarter of a millisecond, of one user after the other. Then the
-loop reads, accepts and runs its timers. A request that exceeds its user's budget waits here.
-Meanwhile the broker reads nothing more from that request's connection. So if a client floods the
-broker, the further requests wait in the client.
+dispatcher handles requests for a quarter of a millisecond, and serves one user after the other.
+Then the loop reads, accepts and runs its timers. A request that exceeds its user's budget waits
+here. Meanwhile the broker reads nothing more from that request's connection. So if a client floods
+the broker, the further requests wait in the client.
 
 Prices are in points. A point is about 50 microseconds of the event loop. A request costs its price.
 If the loop needs more time for it, the request costs this time. Each user id has one budget: more

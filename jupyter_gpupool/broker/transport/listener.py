@@ -205,8 +205,8 @@ class Claim:
                 ) from None
             if _is_at(lock, name):
                 break
-            # The broker that had the lock removed the lock's file between the two calls. There may
-            # be a new file.
+            # Between the two calls, the broker that held the lock has removed the lock's file.
+            # Another broker may have made a new file.
             os.close(lock)
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()}\n{local_machine.pid_namespace()}\n".encode(), 0)
@@ -276,7 +276,7 @@ RESERVED = 64
 
 
 def connection_limit() -> int:
-    """Return how many connections this process has descriptors for."""
+    """Return for how many connections this process has enough descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, soft - RESERVED)
 

@@ -27,7 +27,7 @@ from ...errors import GPUPoolError
 from .connection import Connection, Service
 from .listener import BACKLOG, Door
 
-#: Seconds between two looks for new or removed folders.
+#: Seconds between two searches for new or removed folders.
 LOOK = 0.5
 
 #: The allowed names of users' folders. Hidden folders are the broker's own.
@@ -51,7 +51,7 @@ class _Served:
 
 
 class UserSockets:
-    """Serves every folder of a user below ``folder``, which is made if necessary.
+    """Serves a socket in each user's folder below ``folder``; makes ``folder`` if necessary.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ class UserSockets:
         return self._served[name].socket == _identity(self._folder / name / self._name)
 
     async def _serve(self, name: str) -> str:
-        """Serve a socket in a user's folder; return why not, or ""."""
+        """Serve a socket in a user's folder; return "", or why the broker cannot serve it."""
         folder = self._folder / name
         problem = _problem(folder)
         if problem:

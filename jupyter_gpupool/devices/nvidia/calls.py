@@ -21,20 +21,21 @@ from ..model import SuspendStatus
 from . import checkpoint
 from .checkpoint import DriverAnswer
 
-#: Seconds beyond the lock's own time-out before its worker counts as hung.
+#: If a lock call takes this many seconds more than its own time-out, its worker counts as hung.
 LOCK_GRACE = 5.0
 
-#: Time-out in seconds for a query about a process before the operation has changed anything. The
-#: driver answers at once or, during a copy, after the copy. It never answers for a frozen process.
-#: Other sessions wait for the device meanwhile, so the time-out is short.
+#: Time-out in seconds for a query about a process, as long as the operation has changed nothing.
+#: The driver answers at once or, during a copy, after the copy. It never answers for a frozen
+#: process. Other sessions wait for the device meanwhile, so the time-out is short.
 PATIENCE = 10.0
 
-#: Bytes per second below which a copy counts as hung; half of the slowest copy seen in the field.
+#: A copy with fewer bytes per second counts as hung. The slowest copy seen in the field was twice
+#: as fast.
 SLOWEST_COPY = 0.5e9
 
-#: How a slow copy shows progress: the process's host memory rises above its highest value so far,
-#: or falls below its lowest value so far, by at least this many bytes. Either the total memory or
-#: its shared part must change like this within the time for the whole copy. Otherwise the copy
+#: Bytes by which the host memory of a process must change during a slow copy. The total memory or
+#: its shared part must rise by this much above its highest value so far, or fall by this much below
+#: its lowest value so far. If this does not happen within the time for the whole copy, the copy
 #: counts as hung.
 PROGRESS = 16 << 20
 
@@ -255,7 +256,7 @@ class SessionCalls:
         return answer.value
 
     async def state(self, process: ProcessId, patience: float | None = None) -> DriverAnswer:
-        """Return the driver's state, after a transfer that is under way has ended.
+        """Wait until no transfer is under way, and return the driver's state.
 
         The driver answers only after the transfer, so this method waits up to ``patience`` seconds
         (None: enough for a copy).
@@ -347,8 +348,8 @@ class SessionCalls:
     async def _outcome(self, op: str, process: ProcessId) -> DriverAnswer:
         """Return the state after a call whose worker is lost, as soon as the driver answers.
 
-        The driver may not answer during a copy. Waiting for the end of the copy loses nothing,
-        however long it takes.
+        The driver may not answer during a copy. This method may wait for the end of a copy for any
+        time: nothing is lost meanwhile.
         """
         if op == "lock":
             # A lock copies nothing, but may wait for work on the GPU without a time limit.

@@ -61,8 +61,9 @@ class DriverAnswer:
 def classify(error: Exception) -> tuple[str, str]:
     """Return a stable code and a text for an error of cuda.core.
 
-    cuda.core reports both "not found" and "not supported" as a driver that is too old. After a
-    passed self-test the driver is not too old, so only this process cannot be suspended.
+    cuda.core reports both "not found" and "not supported" as a driver that is too old. If the
+    self-test has passed, the driver is not too old. The error then means that this process cannot
+    be suspended.
     """
     text = str(error)
     match = _CODE.search(text)
@@ -76,8 +77,8 @@ def classify(error: Exception) -> tuple[str, str]:
 def initialise() -> str:
     """Call cuInit, without making a context; return the CUDA version of the driver.
 
-    A restore needs persistence mode or a caller that has called cuInit. It needs no context, so
-    this function makes none: a context takes device memory as long as it exists.
+    A restore needs persistence mode or a caller that has called cuInit. A restore needs no context.
+    This function makes no context, because a context takes device memory as long as it exists.
 
     Raises
     ------
@@ -156,17 +157,23 @@ def absent(process: ProcessId, there: str) -> str:
 
 
 def state(process: ProcessId) -> DriverAnswer:
-    """Return in ``value``: running, locked, checkpointed, failed, checkpointing or restoring."""
+    """Return the process's state in ``value``.
+
+    It is running, locked, checkpointed, failed, checkpointing or restoring.
+    """
     return _call(process, lambda target: target.state)
 
 
 def thread(process: ProcessId) -> DriverAnswer:
-    """Return in ``value`` the driver's own thread in the process: the sign of a CUDA context."""
+    """Return the id of the driver's thread in the process; it exists only with a CUDA context.
+
+    The id is in ``value``.
+    """
     return _call(process, lambda target: target.restore_thread_id)
 
 
 def lock(process: ProcessId, drain: float) -> DriverAnswer:
-    """Block new CUDA calls; wait ``drain`` seconds for submitted work (then NOT_READY)."""
+    """Block new CUDA calls; wait ``drain`` seconds for submitted work, then fail (NOT_READY)."""
     milliseconds = max(1, round(drain * 1000))  # 0 would mean no time limit
     return _call(process, lambda target: target.lock(milliseconds))
 

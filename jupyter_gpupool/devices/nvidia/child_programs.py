@@ -14,8 +14,9 @@ A program reads requests from stdin and writes answers to stdout, one JSON objec
 ``{"id": 7, "error": text, "code": text}``. An event, without a request: ``{"event": ...}``; the
 first line is ``{"event": "ready", "problem": ...}``.
 
-A program may be killed at any time. Workers stay alive because a fresh process would need a
-cuInit for each call; after a loss, the broker asks a new worker for the driver's state.
+A program may be killed at any time. A worker makes many calls, because a new process for each call
+would also need a cuInit for each call. After the loss of a worker, the broker asks a new worker for
+the driver's state.
 """
 
 from __future__ import annotations
@@ -70,8 +71,9 @@ def die_with_parent(parent: int) -> None:
 def be_nice() -> None:
     """Lower this process's priority: a sample can wait, but a kernel that requests a GPU cannot.
 
-    Where Linux groups processes by session, only the niceness of the group counts. A batch process
-    never interrupts another process when it wakes.
+    If Linux groups processes by session (autogroup), only the niceness of the group counts, so this
+    function sets it, too. It also makes this process a batch process, which never interrupts
+    another process when it wakes.
     """
     os.nice(NICE)
     with contextlib.suppress(OSError):

@@ -47,7 +47,7 @@ _PROBLEMS = {
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The most that the installed driver can do; ``reason`` says why it is not more."""
+    """The most that the installed driver can do; ``reason`` says why it cannot do more."""
 
     suspend: bool
     migrate: bool
@@ -55,11 +55,11 @@ class Capabilities:
 
 
 def kill_hazard(module: Path = MODULE) -> str:
-    """Return why a resumed process must be suspended again before a kill on the loaded driver.
+    """Return why the loaded driver needs a suspend of a resumed process before the kill.
 
-    "" if the driver has no such known problem. On the open kernel module 595.71.05, killing a
-    restored process has hung the whole machine (NVIDIA/cuda-checkpoint, issue 53). If the process
-    is suspended again before the kill, the machine does not hang.
+    Return "" if no such problem of this driver is known. On the open kernel module 595.71.05,
+    killing a restored process has hung the whole machine (NVIDIA/cuda-checkpoint, issue 53). If the
+    process is suspended again before the kill, the machine does not hang.
     """
     try:
         text = module.read_text(errors="replace")
@@ -79,7 +79,7 @@ def kill_hazard(module: Path = MODULE) -> str:
 def capabilities(driver_version: str) -> Capabilities:
     """Return the most that driver ``driver_version`` (such as ``"580.95.05"``) can do.
 
-    An unreadable version rules nothing out.
+    If the version cannot be read, the result excludes nothing.
     """
     match = re.match(r"\d+", driver_version)
     if match is None:
@@ -149,7 +149,10 @@ def loaded_driver(version_file: Path = MODULE) -> Finding:
 
 
 def persistence_mode() -> list[Finding]:
-    """Check persistence mode. Without it the driver unloads when unused, and restores can fail."""
+    """Check persistence mode.
+
+    Without this mode the driver unloads when no process uses it, and restores can fail.
+    """
     import shutil
     import subprocess
 

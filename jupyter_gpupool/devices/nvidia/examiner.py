@@ -25,14 +25,14 @@ Operations = Callable[[ProcessId, str], Operation]
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Results of one device's tests; ``unguarded`` says why the guard does not work on it."""
+    """Results of one device's tests; ``unguarded``: why the guard does not work there."""
 
     verdict: Abilities
     unguarded: str = ""
 
 
 class Examiner:
-    """Tests devices, with the guard first if ``guard`` asks for it."""
+    """Tests devices; if ``guard`` is True, it tests each device first with the guard."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Examiner:
         tier: Tier = "guarded" if self._guard and not found.unguarded else "unguarded"
         unguarded = found.unguarded
         if not verdict.can_suspend:
-            tier, unguarded = "none", ""  # the guard failed for the same reason
+            tier, unguarded = "none", ""  # the guard's test failed for the same reason
             self._log.warning(
                 "%s (%s) cannot suspend: %s", device.name, device.uuid, verdict.reason
             )

@@ -28,7 +28,8 @@ from ..children import Child
 from . import selftest
 from .child_programs import SIZE
 
-#: Bytes of the test's slice, and a larger size. The test does not charge the context.
+#: ``GRANT``: bytes of the test's slice. ``TOO_MUCH``: an allocation of this size exceeds the slice.
+#: The context does not count.
 GRANT = 64 << 20
 TOO_MUCH = GRANT + (1 << 20)
 
@@ -41,7 +42,7 @@ _POLL = 0.005
 #: Prefix of a test's folder; the pid of its broker follows.
 _PREFIX = "gpupool-selftest-"
 
-#: Files in memory, without a disk. The guard also works in other folders.
+#: A folder whose files are only in memory. The guard also works in other folders.
 _SHM = Path("/dev/shm")
 
 
@@ -223,7 +224,8 @@ def _folder() -> Path:
 def _places() -> Iterator[Path]:
     yield _SHM
     # gettempdir() raises if no folder for temporary files is writable, for example under a service
-    # manager that protects the file system. So this call comes only after the first place failed.
+    # manager that protects the file system. So this function calls it only if the first place has
+    # failed.
     yield Path(tempfile.gettempdir())
 
 

@@ -20,8 +20,8 @@ from ...errors import ConfigError
 from ...guard.install import without_guard
 from ..child import SCRIPT
 
-#: Allowed versions of each package. cuda.core.checkpoint needs ``CUcheckpointGpuPair``, which
-#: cuda-bindings has since 13.0.2, but in no release 12. In 13.3.0 the restore call is broken.
+#: Allowed versions of each package. cuda.core.checkpoint needs ``CUcheckpointGpuPair``.
+#: cuda-bindings has it since 13.0.2; no release 12 has it. In 13.3.0 the restore call is broken.
 RANGES = {
     "cuda-core": ">=1.0",
     "cuda-bindings": ">=13.0.2,!=13.3.0,<14",
@@ -34,7 +34,7 @@ INSTALL = "jupyter gpupool install-devices"
 #: Advice for a problem of the interpreter.
 TODO = f"Run: {INSTALL}"
 
-#: The file with the tested versions, for every Python that this package runs on.
+#: The file with the tested versions of the packages, for each supported version of Python.
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 
 #: The module whose programs run in child processes.
@@ -90,8 +90,9 @@ def _is_ours(folder: Path) -> bool:
 def choose(configured: str = "") -> str:
     """Return the interpreter for child processes.
 
-    It is the first of these: ``configured`` (``c.GPUPool.device_python``), the interpreter of the
-    environment that ``jupyter gpupool install-devices`` has made, this interpreter itself.
+    If ``configured`` (``c.GPUPool.device_python``) is set, it is the interpreter. Otherwise it is
+    the interpreter of the environment that ``jupyter gpupool install-devices`` has made. If there
+    is no such environment, it is this interpreter itself.
 
     Raises
     ------
@@ -116,8 +117,8 @@ def choose(configured: str = "") -> str:
 def environment(python: str, env: Mapping[str, str]) -> dict[str, str]:
     """Return ``env``, changed for child processes that ``python`` runs.
 
-    For another interpreter, the result has no ``PYTHONPATH`` and no ``PYTHONHOME``: the packages
-    there are for this process's version of Python.
+    For another interpreter, the result has no ``PYTHONPATH`` and no ``PYTHONHOME``: the packages in
+    those folders are for this process's version of Python.
     """
     if os.path.abspath(python) == os.path.abspath(sys.executable):
         return dict(env)

@@ -286,7 +286,7 @@ class Inventory:
         return device
 
     async def renew(self, uuids: Collection[str] | None = None) -> list[Device]:
-        """Find the devices again, test ``uuids`` (None: all) and new devices, and return all.
+        """Find the devices again, test ``uuids`` (None: all) and new devices; return all devices.
 
         Raises
         ------
@@ -334,7 +334,7 @@ class Inventory:
         return {}
 
     async def _set_reserved(self, before: Mapping[str, int]) -> None:
-        """Count memory in use before the first session as the driver's own.
+        """Count the memory that is in use before the first session as the driver's own memory.
 
         ``before`` was measured before the self-tests. The first context on a device may leave some
         memory in use permanently, so this method measures again after the tests, and the larger
@@ -398,7 +398,7 @@ class Inventory:
         tested = self._examiner.apply(found, self._device(uuid), limits)
         if tested.can_suspend and device.can_migrate and not self._peers(device):
             # All other devices of this model are set aside, so this test could not move a process.
-            # An earlier test has done so: the driver can migrate.
+            # But an earlier test has moved one, so the driver can migrate.
             tested = replace(tested, can_migrate=True)
         self._devices[uuid] = self._with_landing(tested)
         return self._devices[uuid]
@@ -426,7 +426,7 @@ class Inventory:
 
     @property
     def memo(self) -> str:
-        """:attr:`numbers` for the next broker."""
+        """The text that passes :attr:`numbers` to the next broker."""
         return to_memo(self.numbers)
 
     @property

@@ -2,8 +2,8 @@
 # Distributed under the terms of the Modified BSD License.
 """The processes of a session, and whether each may have a CUDA context. Runs in a worker child.
 
-Reading ``environ`` or ``maps`` of a process can block during its suspend, which takes the lock of
-its address space.
+A suspend takes the lock of the process's address space. So reading ``environ`` or ``maps`` of the
+process can block during the suspend.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def maps_libcuda(pid: int) -> bool | None:
 
 
 def _depth(stat: Stat, stats: dict[int, Stat], root: int) -> int | None:
-    """Return the number of generations from ``root`` down to a process; None if no descendant."""
+    """Return how many generations ``root`` is above a process; None if it is no descendant."""
     depth, pid, seen = 0, stat.pid, {stat.pid}
     while pid != root:
         above = stats.get(pid)

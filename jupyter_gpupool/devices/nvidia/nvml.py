@@ -17,8 +17,8 @@ from ..model import DeviceSample, ProcessMemory
 from .driver import problem
 from .interpreter import INSTALL
 
-#: Xid errors that are a fault of the application; after any other, the device cannot be trusted.
-#: The list is from the health checks of NVIDIA's k8s-device-plugin.
+#: Xid errors that are a fault of the application; after any other Xid error, the pool cannot trust
+#: the device. The list is from the health checks of NVIDIA's k8s-device-plugin.
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
 
 
@@ -71,7 +71,7 @@ class Nvml:
     # ------------------------------------------------------------------ discovery
 
     def versions(self) -> tuple[str, str]:
-        """Return the driver's version and its CUDA version; empty where unknown."""
+        """Return the driver's version and its CUDA version; an unknown version is empty."""
         n = self._n
         try:
             driver = str(n.nvmlSystemGetDriverVersion())
@@ -222,7 +222,10 @@ class Nvml:
         return n.nvmlDeviceGetHandleByUUID(uuid)
 
     def _memory(self, handle: Any) -> tuple[int, int, int, int]:
-        """Return total, used, reserved and free bytes; they add up, except for rounding."""
+        """Return total, used, reserved and free bytes.
+
+        Except for rounding, the total is the sum of the other three.
+        """
         n = self._n
         try:
             memory = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
@@ -298,5 +301,5 @@ class Nvml:
         try:
             return str(n.nvmlDeviceGetUUID(handle))
         except n.NVMLError:
-            # A lost device may not even give its UUID.
+            # NVML may not give the UUID of a lost device.
             return self._owners.get(_address(handle), "")

@@ -49,10 +49,11 @@ ROOM_WAIT = 5.0
 #: ended.
 _LATE_LOOKS, _LATE_POLL, _LATE_PAUSE, _LATE_PATIENCE = 60, 1.0, 60.0, 3600.0
 
-#: Code from this module, not from the driver: a restore has no room; the state is intact.
+#: This module, not the driver, makes this code: there is no room for a restore, but the state is
+#: intact.
 _NO_ROOM = "NO_ROOM"
 
-#: Refusals of a restore on another device. A retry on that device would be refused again.
+#: Refusals of a restore on another device. The driver would refuse a retry on that device, too.
 _NOT_MOVED = {checkpoint.NOT_SUPPORTED, checkpoint.INVALID_VALUE}
 
 _WORST: tuple[SessionState, ...] = ("hung", "failed", "checkpointed", "locked", "running")
@@ -277,7 +278,8 @@ class Operation:
         """Restore a process on its old devices; retry for ``patience`` seconds.
 
         The method retries only if the driver still has the process's state. If there is no room for
-        the process's memory, the process stays suspended: that is safe, but a restore is fatal.
+        the process's memory, the process stays suspended. This is safe, but a restore without room
+        is fatal.
         """
         deadline = time.monotonic() + patience
         while True:
@@ -305,7 +307,7 @@ class Operation:
         return problem
 
     def _nothing_held(self, before: Sequence[DeviceSample]) -> None:
-        """Raise Refused if NVML shows memory of the session: then "nothing" would be wrong."""
+        """Raise Refused if NVML shows memory of the session: "nothing" would then be wrong."""
         for sample in before:
             for process in sample.processes:
                 if process.pid in self._calls.pids and process.bytes != 0:
@@ -504,7 +506,8 @@ def freed_bytes(
     lists show all of them, the bytes come from the lists, where other processes have no effect. But
     a list may lack a part of a process (such as its context), and a resume that reserves too little
     is fatal. So if no other process changed on the device, and the increase of free memory is
-    larger than the bytes in the list, the increase counts: at most one context more per process.
+    larger than the bytes in the list, the increase counts. The result then exceeds the bytes in the
+    list by at most the size of one context per process.
     """
     known = {p.pid for s in before for p in s.processes if p.bytes is not None}
     if not set(pids) <= known:

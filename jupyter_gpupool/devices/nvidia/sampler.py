@@ -7,10 +7,10 @@ no process, or to a different process. If the pool trusted such pids, it could c
 session and end the wrong process.
 
 The sampler trusts NVML's pids if NVML lists the program of a self-test under the pid that the
-program has here. If the self-tests give no result, the result of an earlier broker counts. If
-this is missing, too, the sampler trusts the pids in the initial PID namespace, because NVML lists
-the pids of that namespace. :meth:`Numbers.translate` makes untrusted pids negative, because no
-process has a negative pid.
+program has here. If the self-tests give no result, the result of an earlier broker counts. If there
+is no earlier result either, the sampler trusts the pids in the initial PID namespace, because NVML
+lists the pids of that namespace. :meth:`Numbers.translate` makes untrusted pids negative, because
+no process has a negative pid.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ..model import DeviceSample, ProcessMemory
 #: Seconds for NVML to read all devices once. After this time, a new process replaces the monitor.
 SAMPLE_TIMEOUT = 5.0
 
-#: Seconds to wait until NVML shows the memory of an ended or suspended process as free, and seconds
-#: between two checks.
+#: ``FREED_TIMEOUT``: seconds to wait until NVML shows the memory of an ended or suspended process
+#: as free. ``_FREED_POLL``: seconds between two checks.
 FREED_TIMEOUT = 2.0
 _FREED_POLL = 0.02
-#: The time-out if the sampler trusts NVML's pids and NVML does not list the process: it has no
-#: context.
+#: The time-out for a process that NVML does not list, if the sampler trusts NVML's pids. Such a
+#: process has no context.
 _UNLISTED_TIMEOUT = 0.25
 
 
@@ -92,7 +92,7 @@ class Sampler:
         self.numbers = Numbers(log, numbers)
         self._timeout = timeout
         #: The seconds allowed for each copy that is under way. ``_longest`` is the largest of these
-        #: numbers since the last moment without a copy.
+        #: numbers since the last time that no copy was under way.
         self._copies: list[float] = []
         self._longest = 0.0
         #: When the last copy ended.
@@ -317,7 +317,7 @@ class Numbers:
         self._absent: Counter[int] = Counter()
 
     def learn(self, before: DeviceSample, after: DeviceSample, pid: int) -> None:
-        """Compare the lists before and after process ``pid`` took memory on a device."""
+        """Compare NVML's lists from before and after process ``pid`` took memory on a device."""
         old = {abs(process.pid) for process in before.processes}
         new = {abs(process.pid) for process in after.processes} - old
         if pid in new:

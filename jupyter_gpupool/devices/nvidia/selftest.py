@@ -121,7 +121,7 @@ class Abilities:
 
 
 class _NoRoom(Exception):
-    """Another process took the memory."""
+    """Another process has taken the memory that the test needs."""
 
 
 def _no_memory(error: Exception) -> str:

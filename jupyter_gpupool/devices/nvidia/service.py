@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""``DeviceService`` serves all the broker's calls to GPUs, and never blocks its event loop.
+"""``DeviceService`` makes all GPU calls of the broker, and never blocks the broker's event loop.
 
 One worker child per device makes the checkpoint calls, and one monitor child talks to NVML. Any
 task of one event loop may call the service; operations on the same device wait for each other.

@@ -29,16 +29,16 @@ DeviceRow = Mapping[str, Any]
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 #: The broker uses the first of these variables that is set. Slurm sets CUDA_VISIBLE_DEVICES for
-#: every step, so the other variables matter only if a user has removed it.
+#: every step, so the other variables matter only if a user has removed CUDA_VISIBLE_DEVICES.
 _FIRST = (_VISIBLE, "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "GPU_DEVICE_ORDINAL")
 
-#: Variable of the container toolkit. Its numbers are those of the host.
+#: Variable of the container toolkit. It contains the numbers that the GPUs have on the host.
 _TOOLKIT = "NVIDIA_VISIBLE_DEVICES"
 
 #: These variables number all GPUs of the machine, even if some of the GPUs are not visible.
 _GLOBAL = ("SLURM_STEP_GPUS", "SLURM_JOB_GPUS", _TOOLKIT)
 
-#: CUDA must number devices as NVML does, or one index would name two devices.
+#: CUDA must number devices as NVML does. Otherwise the same index could mean two different devices.
 _ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 #: With these values, frameworks do not take the whole device at first use, and do not use memory
@@ -204,7 +204,7 @@ _COMMAND = 60
 
 
 def holders(begin: str, number: int | None = None) -> tuple[list[FileHolder], int]:
-    """Return the processes that have device files open; count the processes that hide theirs.
+    """Return the processes with device files open, and the number of unreadable processes.
 
     The paths of device files start with ``begin``; with a ``number``, only that GPU's file counts.
     This function reads ``/proc`` of the whole machine, so do not call it in an event loop. Only

@@ -27,11 +27,11 @@ from .sampler import Sampler
 
 _T = TypeVar("_T")
 
-#: Pauses in seconds between the retries of an undo that left processes suspended: the first pause
-#: and the longest. The pause doubles after each retry.
+#: An undo that leaves processes suspended is tried again. These are the first and the longest pause
+#: between two tries, in seconds. The pause doubles after each try.
 KEPT_POLL, KEPT_PAUSE = 0.5, 30.0
 
-#: Seconds between two checks whether a stopped process has continued (SIGCONT).
+#: Seconds between two checks of a stopped process: does it run again (after SIGCONT)?
 _SETTLE_POLL = 0.25
 
 
@@ -50,7 +50,8 @@ class Workers:
         self.call_timeout = call_timeout
         #: The workers, by the UUID of the device.
         self.children: dict[str, Child] = {}
-        #: Tasks that finish the leftovers of an operation, by session.
+        #: By session: the task that unlocks or restores the processes that an operation left
+        #: behind.
         self.settling: dict[ProcessId, asyncio.Task[None]] = {}
         self._make = children.make
         self._log = log
@@ -73,9 +74,10 @@ class Workers:
         self._locks.pop(uuid, None)
 
     def warm(self, uuid: str) -> None:
-        """Start the worker of a device that sessions use, while the monitor looks for the device.
+        """Start a device's worker before the monitor has found the device, because sessions use it.
 
-        The two run at the same time, so the broker starts faster.
+        The start of the worker and the search of the monitor run at the same time, so the broker
+        starts faster.
         """
         self.add(uuid)
         task = asyncio.ensure_future(self.children[uuid].start())
@@ -94,13 +96,13 @@ class Workers:
         return (free or uuids)[:1]
 
     async def drain(self, grace: float) -> None:
-        """Wait at most ``grace`` seconds until operations in flight have ended."""
+        """Wait until the running operations have ended, but at most ``grace`` seconds."""
         waiting = {*self._running, *self._stop_settling()}
         if waiting:
             await asyncio.wait(waiting, timeout=grace)
 
     async def close(self, grace: float) -> None:
-        """Wait at most ``grace`` seconds until operations have noticed the end of the workers."""
+        """Wait until all operations notice that the workers have ended (at most ``grace`` s)."""
         if self._running:
             await asyncio.wait(self._running, timeout=grace)
         if self.settling:  # operations that ended during the wait above started these tasks
@@ -158,7 +160,9 @@ class Workers:
         return await self.shielded(perform())
 
     async def shielded(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Finish ``work`` even if the caller is cancelled: the driver does not stop half-way."""
+        """Finish ``work`` even if the caller is cancelled: a driver call cannot be stopped
+        half-way.
+        """
         task = asyncio.ensure_future(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -167,7 +171,7 @@ class Workers:
     @contextlib.asynccontextmanager
     async def locked(self, devices: Sequence[str]) -> AsyncIterator[None]:
         async with contextlib.AsyncExitStack() as stack:
-            for uuid in sorted({*devices}):  # one order for all callers avoids a deadlock
+            for uuid in sorted({*devices}):  # all callers use this order, which avoids a deadlock
                 await stack.enter_async_context(self._locks[uuid])
             yield
 
@@ -176,10 +180,10 @@ class Workers:
     ) -> None:
         """Unlock or restore processes that an operation could not bring back.
 
-        If a process was stopped (SIGSTOP) during the operation, this method waits until it
-        continues: the driver's own thread in the process may then finish its call and leave the
-        process locked. A lock that exceeded its time-out can also leave its process locked, when
-        the GPU work ends.
+        If a process was stopped (SIGSTOP) during the operation, this method waits until the process
+        continues. The driver's own thread in the process may then finish its call and leave the
+        process locked. If a lock exceeded its time-out, the driver may also lock the process later,
+        when the GPU work ends.
         """
         stopped, late = operation.unsettled, operation.late
         if not stopped and not late:

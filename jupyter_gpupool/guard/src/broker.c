@@ -18,20 +18,20 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-#define LOOK_MS 50            /* time between two checks of the gate and of interrupts, and before a
-                               * connection's retry */
-#define AWAY_NS 4500000000ull /* if the broker has closed every connection at once for this long, a
-                               * call fails */
-#define HOME_NS 500000000ull  /* longest wait for the answers to "cancel" and, in cuInit, to "home":
-                               * these calls need no lease */
-#define CROWD_MS 4            /* time before a connection's retry while the broker's queue of
+#define LOOK_MS 50            /* time between two checks of the gate and of interrupts, and between
+                               * two tries to connect */
+#define AWAY_NS 4500000000ull /* if the broker closes every connection at once, a call fails after
+                               * this time */
+#define HOME_NS 500000000ull  /* longest wait for the answers to "cancel" and "home" (sent in
+                               * cuInit), because neither question asks for a lease */
+#define CROWD_MS 4            /* time between two tries to connect while the broker's queue of
                                * connections is full */
 #define HELD_NS 1000000000ull /* a connection that lasted this long shows that the broker works */
 #define ANSWER_BYTES 4096     /* how many bytes of an answer to read: its type is at the
                                * beginning */
 
-/* These are copies, because another thread may change the environment while this thread waits. The
- * guard ignores a value that is too long. */
+/* These are copies of environment variables, because another thread may change the environment
+ * while this thread waits. The guard ignores a value that is too long. */
 static struct {
     char socket[sizeof(((struct sockaddr_un *)0)->sun_path)];
     char session[128], token[512];
@@ -199,8 +199,8 @@ static int receive(int fd, char *answer, size_t *have)
 }
 
 /* `through`: this thread's question must reach the broker, so the thread waits for a broker without
- * a time limit. The broker acts on the question as soon as it arrives. So an interrupt ends the
- * wait only while the thread has no connection to a broker. */
+ * a time limit. The broker acts on the question as soon as it receives the question. So an
+ * interrupt ends the wait only before the thread is connected to a broker. */
 static __thread bool through;
 
 /* `at_most`: the most nanoseconds to wait for the answer, or for a broker if none runs; 0: no
@@ -213,8 +213,9 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
     enum answer result;
     uint64_t began = monotonic();
     uint64_t since = 0; /* when the connection began */
-    uint64_t away = 0;  /* since when no process listens; 0: a process listens */
-    uint64_t hung = 0;  /* since when a broker has closed every connection at once; 0: it has not */
+    uint64_t away = 0;  /* when it was first seen that no process listens; 0: a process listens */
+    uint64_t hung = 0;  /* when the broker began to close every connection at once; 0: it does not
+                         * close them at once */
     int fd = -1;
     if (why)
         *why = 0;
@@ -247,7 +248,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
                 away = 0; /* a broker listens */
             else if (!away) {
                 away = since;
-                hung = 0; /* the broker has died, so nobody closes connections now */
+                hung = 0; /* the broker has died, so it does not close connections any more */
             }
             if (fd >= 0 && send(fd, question->at, question->length, MSG_NOSIGNAL) !=
                                (ssize_t)question->length) {
@@ -279,7 +280,7 @@ static enum answer ask(const struct text *question, bool for_gate, uint64_t at_m
             break;
         }
         if (got < 0) {
-            /* A broker that closes every connection at once counts as away. */
+            /* If a broker closes every connection at once, treat it as a broker that is away. */
             if (monotonic() - since >= HELD_NS)
                 hung = 0;
             else if (!hung)
@@ -304,7 +305,7 @@ CUresult broker_attach(void)
     put(&question, ",\"pid\":%d,\"tid\":%ld}\n", (int)getpid(), syscall(SYS_gettid));
     if (ask(&question, true, 0, NULL) != ANSWER_OK)
         return CUDA_ERROR_SYSTEM_NOT_READY;
-    /* If the gate has already closed again, wait a moment before the next question. */
+    /* The gate may have closed again. In this case wait 1 ms before the caller asks again. */
     if (!gate_lets(true))
         nap(1);
     return CUDA_SUCCESS;
@@ -335,8 +336,8 @@ CUresult broker_grow(int ordinal, uint64_t more)
     enum answer answer = ask(&question, false, 0, NULL);
     CUresult error = gate_step_in();
     if (error)
-        return error; /* the gate closed meanwhile, and the wait for the lease has ended with an
-                       * error */
+        return error; /* the gate closed during the question, and the wait for the lease ended with
+                       * an error */
     if (answer == ANSWER_REFUSED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     return answer == ANSWER_OK ? CUDA_SUCCESS : CUDA_ERROR_SYSTEM_NOT_READY;

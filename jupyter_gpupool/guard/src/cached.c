@@ -67,9 +67,9 @@ static __attribute__((noinline)) bool remembered_slowly(void)
     return false;
 }
 
-/* Whether to answer from the cache. If true, this thread holds the lock. The function first tests
- * the byte that the entry points test. If the byte is zero, the driver does not block, and the
- * function need not call guard_blocked(), which is slower. */
+/* Whether to answer from the cache. After true, this thread holds the lock. The function first
+ * tests the byte that the entry points test. If this byte is zero, the driver does not block, and
+ * the slower guard_blocked() is not called. */
 static inline bool remembered(void)
 {
     return __builtin_expect(*__atomic_load_n(&guard_free_gate, __ATOMIC_ACQUIRE), 0) && remembered_slowly();
@@ -91,8 +91,8 @@ bool cached_total(size_t *bytes, CUdevice device)
     return is;
 }
 
-/* ASK(call): return the driver's answer. If the driver would block and nothing is cached, wait at the gate
- * first. */
+/* ASK(call): return the driver's answer. If the driver would block and the cache has no answer,
+ * first wait at the gate. */
 #define ASK(call)                             \
     do {                                      \
         CUresult error = guard_enter_free();  \

@@ -13,14 +13,14 @@
 #include "counting.h"
 #include "guard.h"
 
-/* The broker may grant the bytes, and another process of the session may take them first. After
- * this many such tries, the allocation fails. */
+/* The broker may grant bytes that another process of the session then takes first. After this many
+ * such tries, the allocation fails. */
 #define TRIES 8
 
 #define LOAD(x) __atomic_load_n(&(x), __ATOMIC_SEQ_CST)
 
-/* Include the slot in ``slots_used``, before the slot gets its first bytes. Without ``slots_used``,
- * each sum would have to read all 256 slots. */
+/* Raise ``slots_used`` to include the slot, before the slot gets its first bytes. A sum reads only
+ * the first ``slots_used`` slots, and not all 256. */
 static void reach(const struct page_slot *slot)
 {
     uint64_t wanted = (uint64_t)(slot - guard_page->slot) + 1, seen = LOAD(guard_page->slots_used);
@@ -69,7 +69,8 @@ static void subtract(struct page_slot *slot, int ordinal, uint64_t bytes)
         ;
 }
 
-/* Add the bytes under the lock, and only if they fit. */
+/* Takes the lock, adds the bytes to the slot if they fit in the grant, and returns whether they
+ * fit. */
 static bool take_locked(struct page_slot *slot, int ordinal, uint64_t bytes, bool reap)
 {
     page_lock();
@@ -114,8 +115,8 @@ static CUresult charge_slowly(struct page_slot *slot, int ordinal, uint64_t byte
     for (int tries = 0;; tries++) {
         uint64_t more = in_vain(ordinal, bytes) ? 0 : missing(ordinal, bytes);
         CUresult refused = more ? broker_grow(ordinal, more) : CUDA_ERROR_OUT_OF_MEMORY;
-        /* After an error of the gate take no bytes, even if the page grants them: the process may
-         * be suspended. */
+        /* After an error of the gate, take no bytes even if they fit in the grant, because the
+         * process may be suspended. */
         bool inside = !refused || refused == CUDA_ERROR_OUT_OF_MEMORY;
         if (more && inside && take_locked(slot, ordinal, bytes, true))
             return CUDA_SUCCESS;

@@ -18,12 +18,12 @@ struct devices {
         uint32_t live;     /* number of contexts, including the primary context */
         bool charged;
         CUcontext primary; /* the primary context's handle while it is active */
-        uint64_t bytes;    /* bytes that were charged */
+        uint64_t bytes;    /* bytes that were charged for the first context */
         struct {
             bool known;
             unsigned flags;
             int active;
-        } state;           /* the state of the primary context in the driver's last answer */
+        } state;           /* the state of the primary context, as the driver last reported it */
     } device[PAGE_DEVICES];
 };
 
@@ -124,7 +124,7 @@ static bool any_live(struct devices *d)
 
 /* If the process has no context on the device yet, charge for the context that it is about to make.
  * If two threads make a context at the same time, both charge, because no thread holds a lock while
- * it asks the broker. Later the guard gives one of the two charges back. */
+ * it asks the broker. In this case context_end() gives one of the two charges back. */
 static CUresult context_begin(int ordinal, uint64_t *charged)
 {
     struct devices *d = devices();
@@ -220,9 +220,9 @@ static void context_gone(int ordinal, uint64_t number, bool was_primary)
 }
 
 /* Called before a context ends: take it out of the table and return its number, 0 if it has none.
- * After the end it would be too late, because the driver may already have given the same handle to
- * a new context of another thread. That thread would allocate under the old number, and the guard
- * would never give these bytes back. */
+ * The entry must go before the context ends. Otherwise the driver could give the same handle to a
+ * new context of another thread while the old entry is still there. The new context would then
+ * allocate under the old number, and the guard would never give these bytes back. */
 static uint64_t number_taken(CUcontext context)
 {
     struct devices *d = devices();
@@ -345,9 +345,9 @@ CUresult wrap_cuCtxDestroy_v2(CUcontext context)
     return result;
 }
 
-/* Asks the driver for the state of the primary context, and stores the state to answer later
- * queries while the driver would block. Returns whether the context is active; true if the driver
- * does not answer. */
+/* Asks the driver for the state of the primary context, and stores it. The guard answers queries
+ * from the stored state while the driver would block. Returns whether the context is active; true
+ * if the driver does not answer. */
 static bool primary_state(struct devices *d, CUdevice device, int ordinal)
 {
     typedef CUresult (*state)(CUdevice, unsigned *, int *);
@@ -407,7 +407,7 @@ CUresult wrap_cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *
         if (known)
             return CUDA_SUCCESS;
     }
-    ENTER; /* first makes a noted release */
+    ENTER; /* if a release was noted, ENTER makes it first */
     return REAL(cuDevicePrimaryCtxGetState)(device, flags, active);
 }
 
@@ -446,7 +446,7 @@ static CUresult primary_after(CUresult result, CUdevice device)
     if (gone)
         context_gone(ordinal, number_taken(gone), true);
     else if (!any_live(d))
-        guard_follow(false); /* the context that ended was made only for a landing */
+        guard_follow(false); /* a landing made the context that has now ended */
     return result;
 }
 

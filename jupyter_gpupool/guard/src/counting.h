@@ -16,7 +16,8 @@
 
 struct here {
     CUcontext context;
-    uint64_t number; /* the context's number; unlike a handle, no later context gets the same one */
+    uint64_t number; /* the context's number. A later context may get the same handle, but never the
+                      * same number */
     CUdevice device;
     int ordinal; /* -1: the guard does not count here (no page, no context, or a device outside the
                   * session) */
@@ -30,16 +31,17 @@ struct here here_of_device(CUdevice device);
 
 /* ---- calls (memory.c) */
 
-/* The first line of a wrapper of a call that uses the device. The macro passes the gate, and
- * counts the call until the wrapper returns. Code that needs no slice may come before the macro. */
+/* The first line of a wrapper of a call that uses the device. The macro waits at the gate, and
+ * counts the call until the wrapper returns. Code before the macro must not need the slice. */
 #define ENTER                                                          \
     CUresult entered_ = guard_enter();                                 \
     if (entered_)                                                      \
         return entered_;                                               \
     __attribute__((cleanup(guard_left))) int leaving_ = 0
 
-/* The same for a wrapper of a call that frees or destroys something; the macro gets the name and
- * the arguments of the call. Code before the macro runs even if the guard only notes the call. */
+/* The first line of a wrapper of a call that frees or destroys something. The macro gets the name
+ * and the arguments of the call. The code before the macro runs even if the guard only notes the
+ * call. */
 #define ENTER_BACK(name, ...)                                                                   \
     CUresult entered_ = guard_enter_back(E_##name, (const uint64_t[LATER_ARGUMENTS]){__VA_ARGS__}); \
     if (entered_)                                                                               \
@@ -93,7 +95,8 @@ enum reserve_state { ALIVE, ENDING, ENDED };
 
 struct reserve {
     uint32_t kind; /* 0: unused */
-    int ordinal;   /* -1: the guard knows the pool, but does not count its memory */
+    int ordinal;   /* the session's ordinal; -1: the guard knows the pool, but does not count its
+                    * memory */
     CUdevice device;
     uint32_t calls;   /* calls inside the driver now; each may make the reserve grow */
     uint64_t unseen;  /* bytes allocated since the driver was last asked */
@@ -106,11 +109,12 @@ struct reserve {
     uint64_t live;    /* bytes allocated from the reserve */
 };
 
-/* Charges `growth` before a call that may grow the reserve. Call reserve_end after that call. */
+/* Charges `growth`. Call it before a driver call that may grow the reserve, and call reserve_end
+ * after the driver call. */
 CUresult reserve_begin(struct reserve *r, uint64_t growth);
 /* Compares the charge with the real growth. Returns CUDA_ERROR_OUT_OF_MEMORY if the growth exceeds
- * the charge and the rest does not fit. After this error the caller must undo its call, and call
- * reserve_settle. */
+ * the charge and the difference does not fit in the grant. After this error the caller must undo
+ * its driver call, and call reserve_settle. */
 CUresult reserve_end(struct reserve *r, bool look);
 void reserve_settle(struct reserve *r);
 struct reserve *reserve_graphs(struct here h);
@@ -123,8 +127,8 @@ bool pools_reclaim(int ordinal);
 /* Called after a synchronise: pools may have shrunk. Costs one load if there are no pools. */
 void pools_synced(void);
 void pool_freed(const struct own *own);
-/* Number of trims of graph memory. A graph that was launched before the last trim may reserve
- * memory again. */
+/* The number of trims of graph memory. If a graph was last launched before the last trim, its next
+ * launch may reserve memory again. */
 extern uint32_t graph_trims;
 
 #pragma GCC visibility pop

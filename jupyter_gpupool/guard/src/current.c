@@ -97,8 +97,7 @@ void current_apply(void)
     for (; real->depth < wanted->depth; real->depth++) {
         real->at[real->depth] = wanted->at[real->depth];
         if (REAL(cuCtxPushCurrent_v2)(real->at[real->depth])) {
-            /* The context has ended meanwhile, so also drop the contexts that were pushed above
-             * it. */
+            /* This context has ended, so also drop the contexts that were pushed above it. */
             mine.wanted.depth = real->depth;
             break;
         }
@@ -160,8 +159,8 @@ void current_fork(enum fork_when when)
     mine.differ = mine.lost = false;
 }
 
-/* ---- the calls. If the driver would not block, these functions pass the call on at the cost of a
- * few instructions. */
+/* ---- the calls. If the driver would not block, these functions only call the driver, which costs
+ * a few instructions more than a direct call. */
 
 /* Whether the guard answers from its own stack. If not, the caller returns *error, or calls the
  * driver if *error is 0. */
@@ -236,7 +235,7 @@ CUresult wrap_cuCtxGetCurrent(CUcontext *out)
     return error ? error : REAL(cuCtxGetCurrent)(out);
 }
 
-/* Whether the guard can answer. If so, *error is the answer. */
+/* Whether the guard itself can answer. If true, *error is the result of the call. */
 static bool device_of(CUcontext context, CUdevice *out, CUresult *error)
 {
     struct own own;

@@ -111,7 +111,7 @@ static void *search_cache(const char *soname)
     if (at && (size_t)(end - at) > sizeof *cache &&
         (size_t)(end - at) - sizeof *cache >= cache->count * sizeof cache->entry[0])
         for (uint32_t i = 0; i < cache->count && !found; i++) {
-            /* The data that follows the strings may not end with a zero byte. */
+            /* After the strings the file may have other data that does not end with a zero byte. */
             uint64_t key = cache->entry[i].key, value = cache->entry[i].value;
             size_t room = (size_t)(end - at), length = strlen(soname) + 1;
             if (cache->entry[i].flags == CACHE_X86_64 && key + length <= room && value < room &&

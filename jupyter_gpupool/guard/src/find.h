@@ -10,8 +10,8 @@
  * of the guard from the driver: in a process by dlsym(), and in a file by a search for the text. */
 #define FIND_MARK "gpupool-guard-copy"
 
-/* The opened library, or NULL. `named`: the library's path if the user sets one, otherwise NULL or
- * empty. */
+/* Returns the opened library, or NULL. `named`: the library's path if the user has set it,
+ * otherwise NULL or empty. */
 __attribute__((visibility("hidden"))) void *find_library(const char *soname, const char *named);
 
 #endif

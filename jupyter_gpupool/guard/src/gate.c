@@ -32,8 +32,8 @@ const uint8_t *guard_gate = &guard_shut.gate, *guard_free_gate = &guard_shut.gat
 static bool initialised, context, ending;
 
 /* The depth of this thread's nested calls, and the word of the slot that counts the outermost call.
- * `own`: this is the word ``first``, which only one thread of the process writes. This thread can
- * leave the driver with a plain store, which takes half the time of a locked instruction. */
+ * `own`: the word is ``first``, which no other thread of the process writes. So this thread can
+ * count the end of its call with a plain store. A locked instruction would take twice the time. */
 static __thread struct {
     uint32_t depth;
     bool own;
@@ -61,8 +61,8 @@ bool gate_lets(bool use)
     if (gate == GATE_OPEN)
         return true;
     if (gate == GATE_UNUSED) {
-        /* If the broker closes the gate meanwhile, the exchange fails. In this case the caller
-         * checks the gate again, or the lock of the driver's suspend stops the call. */
+        /* If the broker closes the gate before the exchange, the exchange fails. In this case the
+         * caller checks the gate again, or the driver's lock for the suspend stops the call. */
         if (use)
             __atomic_compare_exchange_n(&guard_page->gate, &gate, GATE_OPEN, false,
                                         __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -96,8 +96,8 @@ CUresult gate_pass(void)
         if (!__atomic_load_n(&initialised, __ATOMIC_ACQUIRE))
             return CUDA_SUCCESS;
         /* The end of the process frees everything, so a suspended kernel can shut down without a
-         * lease. Frameworks can handle this error: at exit, the driver may be unloaded before the
-         * framework, and then returns the same error. */
+         * lease. Frameworks can handle this error. The driver itself returns this error if it is
+         * unloaded at exit before the framework. */
         if (gate_ends())
             return CUDA_ERROR_DEINITIALIZED;
         /* If an admin's pause has suspended the process, ask for the slice, so that the broker
@@ -136,16 +136,16 @@ bool gate_inside(void)
     return inside.depth > 0;
 }
 
-/* ---- calls that the process still has to make in the driver: noted calls, and changes of the
+/* ---- calls of the driver that the process must still make: noted calls, and changes of the
  * current context */
 
 uint32_t guard_arrears;
 static uint32_t arrears_lock;
 
-/* While the process still has such calls to make, or moves to another device, the entry points take
- * the slow path even if the gate is open. For calls that need no lease, a process without a context
- * tests the first byte of `landing` instead of the gate. If the byte is zero, the driver answers.
- * If the broker has suspended the process, the byte is not zero. */
+/* While the process must still make such calls, or moves to another device, the entry points take
+ * the slow path even if the gate is open. In a process without a context, the entry points of calls
+ * that need no lease test the first byte of `landing` instead of the gate. If this byte is zero,
+ * they call the driver. It is not zero if the broker has suspended the process. */
 static void point(void)
 {
     struct page_slot *slot = guard_slot();
@@ -222,13 +222,14 @@ static bool starts(CUresult *error)
     return guard_page != NULL;
 }
 
-/* Count the call and return true if the gate lets it pass. Before that, apply this thread's own
- * changes of the current context and, except for LOOK_UP, make the noted calls of all threads. */
+/* Count the call. If the gate lets it pass, first apply this thread's own changes of the current
+ * context and, except for LOOK_UP, make the noted calls of all threads; then return true. Otherwise
+ * remove the call from the count and return false. */
 static bool in(enum purpose purpose, bool gated)
 {
     struct page_slot *slot = guard_slot();
     uint32_t *inflight = guard_first ? &slot->first : &slot->inflight;
-    /* Both operations are full barriers, and come before the load of the gate. */
+    /* Both operations are full barriers. The gate must be loaded after them. */
     if (guard_first)
         __atomic_exchange_n(inflight, 1, __ATOMIC_SEQ_CST);
     else
@@ -242,7 +243,7 @@ static bool in(enum purpose purpose, bool gated)
                              __atomic_load_n(&slot->landing, __ATOMIC_SEQ_CST) < LANDING_MOVES && !owing(),
                          1))
         return true;
-    /* Frees and queries may run during a pause, while a neighbour has its turn. */
+    /* Frees and queries may also run during a pause, when a neighbour has its turn. */
     bool lets = purpose >= QUERY ? gate_lets(true) || !gate_closed() : gate_lets(purpose == USE);
     if ((!gated && !landing_aside()) || lets || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
         if (!owing())
@@ -294,12 +295,12 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     CUresult error;
     if (!starts(&error))
         return error;
-    /* Without a context the process cannot be suspended. The call then goes to the driver, which
-     * reports its error. */
+    /* The driver cannot suspend a process without a context. In such a process the guard calls the
+     * driver, which returns its error. */
     while (!in(BACK, guard_has_context())) {
         if (later_may(entry) && later_note(entry, argument)) {
-            /* If the gate has opened meanwhile, make the noted call now, because the next call may
-             * come much later. */
+            /* If the gate is open again, make the noted call now, because the program's next call
+             * may come much later. */
             if (!gate_closed() && in(BACK, true))
                 guard_leave();
             return GUARD_NOTED;
@@ -311,8 +312,8 @@ CUresult guard_enter_back(uint32_t entry, const uint64_t *argument)
     return CUDA_SUCCESS;
 }
 
-/* The time when this thread's present series of unanswered queries began, and the time of the last
- * query. */
+/* `since`: when this thread's present series of unanswered queries began; 0: there is no series.
+ * `last`: when the thread made its last query. */
 static __thread struct {
     uint64_t since, last;
 } unanswered;
@@ -342,7 +343,7 @@ CUresult guard_enter_query(void)
             if ((error = gate_pass()) || (error = later_sit_out()))
                 return error;
         } else if (now - unanswered.since > PATIENCE && waited) {
-            return CUDA_ERROR_NOT_READY; /* the guard does not know yet whether the work is done */
+            return CUDA_ERROR_NOT_READY; /* the guard cannot know now whether the work is done */
         }
         nap(1);
         waited = true;
@@ -354,7 +355,7 @@ CUresult guard_enter_query(void)
 
 /* ---- functions that the entry points call */
 
-/* Before an uncounted call goes on to the driver, apply this thread's own changes of the current
+/* Called before the driver gets an uncounted call: apply this thread's own changes of the current
  * context. With `use`, also make the noted calls of all threads. */
 static CUresult pay(bool use)
 {
@@ -407,7 +408,7 @@ CUresult guard_slow_refuse(uint32_t entry)
 
 void guard_leave(void)
 {
-    /* The depth is zero here only in the child of a fork() that happened during a call. */
+    /* The depth is zero only if fork() was called during a call, and this process is the child. */
     if (!inside.depth || --inside.depth || !inside.inflight)
         return;
     if (inside.own)
@@ -472,8 +473,8 @@ void guard_note_init(void)
         __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_RELEASE);
     if (guard_initialised())
         return;
-    cached_fill(); /* an admin's pause may suspend the process: then the cache answers its
-                    * queries */
+    cached_fill(); /* an admin's pause may suspend this process, and the guard then answers its
+                    * queries from the cache */
     __atomic_store_n(&initialised, true, __ATOMIC_RELEASE);
     gate_point();
 }

@@ -81,8 +81,8 @@ static void look_through(CUgraph graph, struct totals *sum, int depth)
         munmap(node, room);
 }
 
-/* The most bytes that a first launch may add to the reserve. A launch first uses the idle part of
- * the reserve. */
+/* The largest number of bytes by which the first launch of a graph can make the reserve grow. The
+ * launch first uses the idle part of the reserve. */
 static uint64_t growth(const struct reserve *r, uint64_t bytes)
 {
     typedef CUresult (*attribute)(CUdevice, int, void *);
@@ -116,8 +116,8 @@ static CUresult begin(const struct totals *sum, struct reserve *r[PAGE_DEVICES])
     return result;
 }
 
-/* The guard cannot undo a launch, so it counts the driver's growth even if the growth does not
- * fit. */
+/* The guard cannot undo a launch. So it counts the growth of the reserve even if the growth does
+ * not fit in the grant. */
 static void end(struct reserve *const r[PAGE_DEVICES])
 {
     for (int i = 0; i < PAGE_DEVICES; i++)
@@ -176,9 +176,9 @@ CUresult wrap_cuGraphInstantiateWithParams_ptsz(CUgraphExec *out, CUgraph graph,
     INSTANTIATE(graph, REAL(cuGraphInstantiateWithParams_ptsz)(out, graph, params));
 }
 
-/* If this launch may reserve memory, fills `sum` and returns true. Only the first launch of a graph
- * after a trim reserves memory. A graph without memory nodes never does, and is not in the
- * table. */
+/* If this launch may reserve memory, fills `sum` and returns true. A graph reserves memory only at
+ * its first launch, and at its first launch after each trim. A graph without memory nodes never
+ * reserves memory, and is not in the table. */
 static bool first(CUgraphExec exec, struct totals *sum)
 {
     uint32_t now = __atomic_load_n(&graph_trims, __ATOMIC_ACQUIRE) + 1;

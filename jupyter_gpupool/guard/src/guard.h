@@ -46,8 +46,8 @@ void *guard_exported(int entry);
  * the error for the application. After an error, a later call tries again. */
 CUresult guard_settle(void);
 extern bool guard_settled; /* whether guard_settle() has succeeded in this process */
-/* If the byte of the gate is not zero, an entry point calls the function for its kind. After the
- * result 0, the entry point calls the driver. guard_slow_never only loads the driver. */
+/* If the byte of the gate is not zero, an entry point calls the function for its kind. If the
+ * function returns 0, the entry point calls the driver. guard_slow_never only loads the driver. */
 CUresult guard_slow_never(void);
 CUresult guard_slow_free(uint32_t entry);
 CUresult guard_slow_gate(uint32_t entry);
@@ -56,19 +56,20 @@ CUresult guard_slow_note(uint32_t entry, const uint64_t *argument); /* or GUARD_
 
 /* ---- the gate (gate.c, wait.c) */
 
-/* Enter the driver: load the real driver, wait while the session has no lease (and ask the broker
- * for one), and count the call, so that a suspend waits for it. Returns 0, or the error for the
- * application. If the result is 0, the caller must call guard_leave() later. Calls may be
- * nested. */
+/* Called before a call of the driver. Loads the real driver. While the session has no lease, asks
+ * the broker for a lease and waits. Then counts the call, so that a suspend waits for the call.
+ * Returns 0, or the error for the application. If the result is 0, the caller must call
+ * guard_leave() later. Calls may be nested. */
 CUresult guard_enter(void);
 void guard_leave(void);
 /* The same as guard_enter() for a call that frees or destroys; `argument` has the arguments of
  * the call. While the session has no slice, the guard notes the call to make it later (later.c).
  * The function then returns GUARD_NOTED, and the application gets success. */
 CUresult guard_enter_back(uint32_t entry, const uint64_t *argument);
-/* The same as guard_enter() for a query whether work is done. Returns GUARD_NOTED if the process
- * is suspended, because the work of a suspended process is done. Returns CUDA_ERROR_NOT_READY if a
- * suspend is under way and this thread has had no answer for more than a second. */
+/* The same as guard_enter() for a call that queries whether work is done. Returns GUARD_NOTED if
+ * the process is suspended, because the work of a suspended process is done. Returns
+ * CUDA_ERROR_NOT_READY if a suspend is under way and this thread has had no answer for more than a
+ * second. */
 CUresult guard_enter_query(void);
 #define GUARD_NOTED ((CUresult)-1)
 
@@ -79,11 +80,11 @@ CUresult guard_enter_free(void);
 /* Whether the driver would block now, because the session may be suspended. The guard then answers
  * from its cache. */
 bool guard_blocked(void);
-/* Call guard_note_init after a successful cuInit, and guard_note_context after the process has made
- * its first context. */
+/* guard_note_init is called after a successful cuInit, and guard_note_context after the process has
+ * made its first context. */
 void guard_note_init(void);
 void guard_note_context(void);
-bool guard_initialised(void); /* this process has called cuInit, and it succeeded */
+bool guard_initialised(void); /* whether this process has called cuInit with success */
 bool guard_has_context(void);
 
 /* Set the addresses of the two bytes that the entry points test: bytes of the page, or
@@ -97,8 +98,8 @@ struct gate_word {
 };
 extern const struct gate_word guard_shut, guard_open;
 
-/* Whether a call may go on: the gate is open, or a pause is over. With `use`, also records that the
- * slice is used. */
+/* Whether the gate lets a call pass: the gate is open, or a pause is over. With `use`, also records
+ * that the session uses its slice. */
 bool gate_lets(bool use);
 /* Wait until the gate lets a call through, without counting the call. Returns 0, or the error for
  * the application. */
@@ -111,11 +112,11 @@ bool gate_ends(void);
 bool gate_inside(void);
 /* Whether the session has no lease or is about to lose it; false in a pause. */
 bool gate_closed(void);
-/* Called before and after a wait for the broker inside a counted call. During this wait, a suspend
- * does not wait for the call. */
+/* gate_step_out and gate_step_in are called before and after a wait for the broker inside a counted
+ * call. Between them, a suspend does not wait for this call. */
 void gate_step_out(void);
 CUresult gate_step_in(void);
-/* Make the entry points check the gate again, because a landing has begun or ended. */
+/* Set the bytes that the entry points test. Called when a landing has begun or ended. */
 void gate_point(void);
 /* Called instead of gate_step_in if the call will not enter the driver again, and returns an
  * error. */
@@ -129,9 +130,9 @@ bool cached_total(size_t *bytes, CUdevice device);
 
 /* ---- the launch window (window.c) */
 
-/* Before a launch: if the slice is contended and too many launches are unfinished, wait for earlier
- * ones. Returns 0, or the error for the application (the gate closed, and the wait at the gate
- * ended with an error). */
+/* Called before a launch. If the slice is contended and too many launches are unfinished, waits for
+ * earlier launches. Returns 0, or the error for the application if a wait at the gate ended with an
+ * error. */
 CUresult window_pass(CUstream stream, bool per_thread);
 /* Called when a synchronise has returned. window_synced: all earlier launches are done.
  * window_stream_synced: the earlier launches of this stream are done. */
@@ -162,8 +163,9 @@ static inline struct page_slot *guard_slot(void)
     return __atomic_load_n(&guard_the_slot, __ATOMIC_SEQ_CST);
 }
 
-/* The session's ordinal of this process's CUdevice; -1: none. The two numbers differ if the process
- * does not see all devices. */
+/* The session's ordinal of the device that this process knows as `device`; -1: the session does not
+ * have the device. The two numbers differ if the process does not see all devices of the
+ * session. */
 int guard_ordinal(CUdevice device);
 /* The session's ordinal of the current context's device; -1 without a context. */
 int guard_current(void);
@@ -183,9 +185,9 @@ void guard_follow(bool follows);
 /* Called inside a counted call, while the gate is open: make the process see the slice. Returns 0,
  * or the error for the application. */
 CUresult landing(int ordinal);
-/* Called after the process has tried to make the context: release the contexts that this thread
- * kept. If the guard can only note the release, these contexts move with the session until the
- * release is made. */
+/* Called after the process has tried to make its context. Releases the contexts that this thread
+ * made for the landing. If the guard can only note the release, these contexts move with the
+ * session until the driver releases them. */
 enum landing_kept { KEPT_NONE, KEPT_RELEASED, KEPT_NOTED };
 enum landing_kept landing_over(void);
 /* landing_moves: whether the broker may suspend this process to move it. landing_wait: wait until
@@ -202,29 +204,28 @@ void guard_pin(uint32_t pins); /* PIN_* */
  * mutex. */
 enum page_state {
     PAGE_READY,
-    PAGE_LOST,    /* ask the broker, and then look for the page again: the broker may give the page
-                   * its name again, or pass the page */
+    PAGE_LOST,    /* ask the broker, which restores the page's path or passes the page. Then look
+                   * for the page again */
     PAGE_REFUSED, /* the guard has written the reason to stderr */
 };
 enum page_state page_settle(void);
 void page_passed(int fd); /* the broker has sent the session's page: keep its descriptor for
                            * page_settle() */
-/* A thread holds this lock while it changes sums over slots. It holds the lock for a few
- * instructions, and makes no driver calls meanwhile. */
+/* A thread holds this lock while it takes or frees a slot, or adds bytes only if the sum over all
+ * slots fits in the grant. It never calls the driver while it holds this lock. */
 void page_lock(void);
 void page_unlock(void);
 /* Free the slots of processes that have ended. The caller holds the lock. The function is slow,
  * because it reads /proc for each process. */
 void page_reap(void);
-/* Whether page_reap() may find a slot to free. If the parent has reaped an ended process, the
- * function returns true at once, otherwise after at most 10 ms. */
+/* Whether page_reap() may find a slot to free. After a process of the session has ended, the
+ * function returns true within 10 ms, and at once if the parent has reaped the process. */
 bool page_deaths(void);
 
 /* ---- calls that a process or a thread makes once the gate is open (gate.c, later.c, current.c) */
 
 enum arrears { ARREARS_CALLS = 1, ARREARS_CONTEXTS = 2 /* added once for each thread */ };
-/* Zero if the process has no such calls to make. Otherwise every entry point takes its slow
- * path. */
+/* Which such calls are left; 0: none. If any are left, every entry point takes its slow path. */
 extern uint32_t guard_arrears;
 void gate_arrears(enum arrears what, bool more);
 
@@ -232,8 +233,8 @@ void gate_arrears(enum arrears what, bool more);
 /* Note a call, to make it later with the context that is current now. Returns false if there is no
  * memory for it. */
 bool later_note(uint32_t entry, const uint64_t *argument);
-/* Whether the guard may note the call. While host memory is registered, the guard must not note the
- * end of a context. */
+/* Whether the guard may note this call. While host memory is registered, it must not note a call
+ * that ends a context. */
 bool later_may(uint32_t entry);
 /* Whether this process has host memory registered with the driver (registered.c). */
 bool registered_any(void);
@@ -266,9 +267,9 @@ void nvml_calls_thread_ends(void);
 
 /* ---- waiting (wait.c) */
 
-/* Between begin and end, the interpreter's other threads can run (if this process has an
- * interpreter and this thread held its lock). The thread notices an interrupt (SIGINT with a
- * handler), and the slot counts the thread as waiting. */
+/* Between polite_begin and polite_end, other threads of the interpreter can run, if this process
+ * has an interpreter and this thread held its lock. Meanwhile this thread notices an interrupt
+ * (SIGINT with a handler), and the slot counts it as a waiting thread. */
 struct polite {
     void *thread;
     struct page_slot *slot;
@@ -321,21 +322,25 @@ CUresult broker_attach(void);                            /* returns once the lea
 CUresult broker_grow(int ordinal, uint64_t more);        /* returns 0 if the page has a larger grant
                                                           * now */
 enum answer { ANSWER_OK, ANSWER_REFUSED, ANSWER_AGAIN, ANSWER_INTERRUPTED, ANSWER_AWAY };
-enum answer broker_page(void); /* OK: the session's page has its name again, or the broker has passed it */
-void page_lost(enum answer answer); /* the page is still lost: write the reason to stderr */
-/* One step of a landing: "begin", "move" or "cancel", or "stay" on the present device.
- * CUDA_ERROR_DEVICE_UNAVAILABLE: the broker refuses. CUDA_ERROR_NOT_READY: the lease is about to
- * end, and the caller must check the devices again. ``why``, if it is not NULL, gets the
- * broker's sentence for people, or "". */
+enum answer broker_page(void); /* OK: the page's path is restored, or the broker has passed the
+                                * page */
+void page_lost(enum answer answer); /* called if the page is still lost; writes the reason to
+                                     * stderr */
+/* Asks the broker for one step of a landing: "begin", "move", "cancel", or "stay" (on the present
+ * device). Returns CUDA_ERROR_DEVICE_UNAVAILABLE if the broker refuses. Returns
+ * CUDA_ERROR_NOT_READY if the lease is about to end; the caller must then check the devices again.
+ * ``why``, if it is not NULL, gets the broker's sentence for people, or "". */
 #define SENTENCE_BYTES 512
 CUresult broker_land(const char *step, char *why);
-void broker_home(void); /* the broker may write the devices of the next lease to the page */
+void broker_home(void); /* asks the broker to write to the page the devices that the next lease
+                         * would have */
 
 /* ---- a broker that has died (revive.c) */
 
 void revive_remember(void);
-/* Starts the user's own broker if it has died, one attempt at a time. Returns how long a call may
- * wait in total while no broker listens, in nanoseconds; 0 if the last attempts have failed. */
+/* Starts the user's own broker if it has died. Only one thread does so at a time. Returns the total
+ * time in nanoseconds that a call may wait while no broker listens; 0 if the last attempts to start
+ * a broker have failed. */
 uint64_t revive(const char *socket);
 
 #pragma GCC visibility pop

@@ -28,7 +28,7 @@ CUresult wrap_cuMemGetInfo_v2(size_t *available, size_t *total)
         }
     }
     if (guard_page && !guard_has_context()) {
-        /* Without a context the driver refuses the call, and needs no lease to do so. */
+        /* Without a context the driver returns an error, for which it needs no lease. */
         CUresult error = guard_enter_free();
         if (error)
             return error;
@@ -89,8 +89,9 @@ CUresult wrap_cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
         bool keeps = h.ordinal >= 0 && keeps_the_total();
         if (keeps && cached_total(bytes, device))
             return CUDA_SUCCESS;
-        /* If `keeps` is true and the cache has no total of the device, wait for the slice below.
-         * The slice's own total would be too small after the slice grows. */
+        /* If `keeps` is true and the cache has no total of the device, do not answer here, but wait
+         * for the slice in guard_enter_free(). The slice's own total would be too small after the
+         * slice grows. */
         if (h.ordinal >= 0 && !keeps && slice_memory(guard_page, h.ordinal, UINT64_MAX, UINT64_MAX, &m)) {
             *bytes = m.total;
             return CUDA_SUCCESS;

@@ -21,13 +21,14 @@ struct slice_memory {
 
 /* Fills *out. Returns false if the page has no figures yet.
  *
- * total: the larger of limit and grant, and at most the device's total. The grant is the larger one
- * after somebody has lowered the limit.
+ * total: the larger of limit and grant, and at most the device's total. The grant is larger only if
+ * somebody has lowered the limit since the grant.
  *
  * available: the unused bytes of the grant, which the broker keeps for the session, and the bytes
- * up to the limit that are free on the device. Such free bytes may be guaranteed to a neighbour
- * that does not use them yet. So the broker's figure (page->room) is the most that `available` has
- * beyond the grant. A framework that sizes itself by `available` really gets these bytes.
+ * up to the limit that are free on the device. But some of these free bytes may be guaranteed to a
+ * neighbour that does not use them yet. So beyond the grant, `available` has at most the number of
+ * bytes in page->room, which the broker computes. A framework that chooses its size by `available`
+ * really gets these bytes.
  *
  * real_free, real_total: the driver's figures; UINT64_MAX if the guard cannot ask the driver. */
 static inline bool slice_memory(const struct page *page, int ordinal, uint64_t real_free, uint64_t real_total,

@@ -17,14 +17,14 @@
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static bool chosen;
-/* The session's ordinal of each of this process's devices. */
+/* For each of the `seen` devices of this process: the session's ordinal. */
 static int seen, ordinal_of[PAGE_DEVICES];
 
 #define ENDS (-1)      /* the entry names no device and ends the list, as in the driver */
 #define ELSEWHERE (-2) /* the entry names a device outside the session */
 
-/* The session's device that one entry of a list names. The entry is a number, a UUID or the
- * beginning of a UUID. */
+/* The session's ordinal of the device that `text` names: one entry of CUDA_VISIBLE_DEVICES. The
+ * entry is a number, a UUID or the beginning of a UUID. */
 static int by_text(const char *text, size_t length, const char *home)
 {
     int found = ELSEWHERE;
@@ -43,8 +43,8 @@ static int by_text(const char *text, size_t length, const char *home)
                 return ENDS; /* two UUIDs begin like this: CUDA treats the entry as no device */
             found = i;
         }
-    /* The program may have read the UUID of a home device before the lease. The home device at
-     * place i of `home` stands for the slice's device at place i. */
+    /* `text` may be the UUID of a home device, which the program has read before the lease. Entry i
+     * of the list `home` stands for device i of the slice. */
     for (int i = 0; found < 0 && home && *home && i < (int)guard_page->devices; i++) {
         size_t n = strcspn(home, ",");
         if (n == length && !strncasecmp(text, home, n))
@@ -55,8 +55,8 @@ static int by_text(const char *text, size_t length, const char *home)
     return found;
 }
 
-/* Puts the session's devices that `asked` names into ordinal_of, and leaves out all other devices.
- * Returns whether `asked` names other devices. If it names only other devices, the caller gives the
+/* Writes to ordinal_of the session's devices that `asked` names. Returns whether `asked` also names
+ * devices outside the session. If it names only devices outside the session, the caller gives the
  * program all devices of the session. */
 static bool choose(const char *asked, const char *home)
 {
@@ -83,8 +83,8 @@ static bool choose(const char *asked, const char *home)
     }
 }
 
-/* In CUDA_VISIBLE_DEVICES, replace the session's indices and UUIDs with the UUIDs of its
- * devices. */
+/* Replace each entry of CUDA_VISIBLE_DEVICES with the UUID of the session's device that the entry
+ * names. */
 static void choose_visible(void)
 {
     const char *home = getenv("GPUPOOL_VISIBLE"), *asked = getenv(VISIBLE);
@@ -117,7 +117,8 @@ static void choose_visible(void)
     list[length] = 0;
     setenv(VISIBLE, length ? list : "-1", 1);
     if (all)
-        /* Programs that this process starts then also get the session's devices. */
+        /* Programs that this process starts read this variable, and also get the session's
+         * devices. */
         setenv("GPUPOOL_VISIBLE", list, 1);
     guard_follow(false);
 }
@@ -132,13 +133,14 @@ CUresult wrap_cuInit(unsigned flags)
         return CUDA_SUCCESS;
     if (guard_page) {
         /* Set the flag before this process reads the home devices. Once the broker has seen the
-         * flag, it no longer changes them. */
+         * flag, it no longer changes the home devices. */
         struct page_slot *slot = guard_slot();
         if (slot)
             __atomic_or_fetch(&slot->flags, SLOT_CUDA, __ATOMIC_SEQ_CST);
         /* cuInit binds a process to the devices that the process sees during cuInit. So if the
          * session has no lease, ask the broker for the devices on which the session would get a
-         * slice now. The page may still name other devices, from the kernel's start. */
+         * slice now. Without this question, the page could still name the devices that were chosen
+         * at the kernel's start. */
         if (!__atomic_load_n(&chosen, __ATOMIC_ACQUIRE) && !gate_lets(false))
             broker_home();
         pthread_mutex_lock(&lock);

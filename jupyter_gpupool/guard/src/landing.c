@@ -12,8 +12,8 @@
 #include <stdio.h>
 #include <unistd.h>
 
-/* `taken`: whether a thread of this process is landing. `kept`: the devices on which this thread keeps a
- * context. */
+/* `taken`: whether a thread of this process is landing. `kept`: the devices on which this thread
+ * has made a context for the landing. */
 static uint32_t taken;
 static __thread struct {
     int count;
@@ -92,8 +92,8 @@ enum landing_kept landing_over(void)
     while (kept.count) {
         CUdevice device = kept.device[--kept.count];
         uint64_t argument[LATER_ARGUMENTS] = {(uint64_t)device};
-        /* The caller is a counted call. So if the gate is open now, no suspend begins until the
-         * caller leaves. */
+        /* This function runs inside a counted call. So if the gate is open now, no suspend begins
+         * before the call has ended. */
         if (gate_lets(false) || !later_note(E_cuDevicePrimaryCtxRelease_v2, argument))
             REAL(cuDevicePrimaryCtxRelease_v2)(device);
         else

@@ -17,11 +17,12 @@
 #include <sys/mman.h>
 
 #define CHUNK_BYTES 65536
-#define ENOUGH 200 /* how often this thread checks another thread's work before it sleeps */
+#define ENOUGH 200 /* how often this thread checks whether another thread has finished, before it
+                    * sleeps */
 
 struct noted {
     uint32_t entry;
-    CUcontext context; /* the context of the thread that noted the call; NULL: none */
+    CUcontext context; /* the current context of the thread that noted the call; NULL: none */
     uint64_t argument[LATER_ARGUMENTS];
 };
 
@@ -85,8 +86,8 @@ bool later_note(uint32_t entry, const uint64_t *argument)
     return noted;
 }
 
-/* Whether this thread may make the noted calls. If not, *left says whether any noted calls are
- * left. */
+/* Whether this thread may make the noted calls: some are left, and no other thread makes them.
+ * *left: whether some are left. */
 static bool begin(struct later *l, bool *left)
 {
     own_lock(&l->lock);
@@ -98,8 +99,8 @@ static bool begin(struct later *l, bool *left)
     return mine;
 }
 
-/* Gets the next noted call. Returns false if there is no noted call, or if the gate has closed.
- * After false, this thread makes no more noted calls. */
+/* Gets the next noted call. Returns false if no noted call is left, or if the gate has closed. In
+ * both cases this thread stops, and another thread may make the noted calls. */
 static bool next(struct later *l, struct noted *out, bool *left)
 {
     struct chunk *empty = NULL;
@@ -126,8 +127,8 @@ static bool next(struct later *l, struct noted *out, bool *left)
     return found;
 }
 
-/* Noted calls come from several threads. So before a noted call, make current the context that was
- * current in the thread that noted it. */
+/* Several threads note calls. So before each noted call, make current the context that was current
+ * in the thread that noted the call. */
 static void make_current(CUcontext wanted, CUcontext *pushed)
 {
     CUcontext popped;
@@ -135,8 +136,8 @@ static void make_current(CUcontext wanted, CUcontext *pushed)
         return;
     if (*pushed)
         REAL(cuCtxPopCurrent_v2)(&popped);
-    /* If the push fails, the context has ended, and its end freed everything in it. The noted call
-     * then has nothing to free. */
+    /* If the push fails, the context has ended, and everything in the context is free. So the noted
+     * call has nothing to free. */
     *pushed = wanted && !REAL(cuCtxPushCurrent_v2)(wanted) ? wanted : NULL;
 }
 

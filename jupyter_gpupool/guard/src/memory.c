@@ -103,8 +103,8 @@ CUresult wrap_cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
     ENTER;
     if (!guard_page)
         return REAL(cuMemAllocManaged)(out, bytes, flags);
-    struct here h = here_now(); /* call this first: it may find a context that was made without the
-                                 * guard */
+    struct here h = here_now(); /* call this before managed_allowed(), because it may find a context
+                                 * that was made without the guard */
     if (!managed_allowed())
         return CUDA_ERROR_NOT_SUPPORTED;
     if (h.ordinal < 0 || !out || !bytes)

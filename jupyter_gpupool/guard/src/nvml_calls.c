@@ -17,17 +17,17 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The word that counts this process's call. Only the main thread uses it. So the guard stores 1 or
- * 0 and does not add. If a longjmp left a call, an added count would stay until the process
- * ends. */
+/* The word in which this process counts its NVML call; NULL: no call is counted. Only the main
+ * thread writes it, so the guard stores 1 or 0 instead of adding. If a longjmp left a call, an
+ * added 1 would stay in the count until the process ends. */
 static uint32_t *counted;
 
 /* Low half: the pid of the process at its first use of CUDA or NVML. High half: 1 + the lease's
  * epoch if the session was suspended at that moment, otherwise 0. */
 static uint64_t began;
 
-/* The broker removes the lease when the driver has suspended the processes, and writes the next one before it opens
- * the gate. */
+/* The broker removes the lease from the page when the driver has suspended the processes. It writes
+ * the next lease before it opens the gate. */
 static bool suspended(const struct page *page)
 {
     return !page_has_lease(page) && __atomic_load_n(&page->gate, __ATOMIC_SEQ_CST) == GATE_CLOSED;
@@ -37,8 +37,9 @@ void nvml_calls_began(const struct page *page)
 {
     uint64_t before = __atomic_load_n(&began, __ATOMIC_ACQUIRE), now = (uint32_t)getpid();
     if ((uint32_t)before != now) {
-        /* In the child of a fork() the word still has the parent's value. If the driver had
-         * suspended the parent, the child has inherited copies of the driver's locks. */
+        /* In the child of a fork() `began` still has the parent's value. If the driver had
+         * suspended the parent, the child has inherited the driver's locks, and counts as
+         * suspended, too. */
         uint32_t epoch = page ? (uint32_t)page->epoch + 1 : 0;
         if (page && suspended(page) && (!before || before >> 32 == epoch))
             now |= (uint64_t)epoch << 32;
@@ -50,9 +51,9 @@ void nvml_calls_began(const struct page *page)
 
 /* Whether the driver answers this process although its session is suspended. The driver can suspend
  * only a process that has called CUDA or NVML. So if the process's first call came after the
- * suspend, the driver has not suspended the process. The epoch shows that this suspend is the last
- * one. An admin's pause may have suspended a process without a context, which LANDING_ASIDE
- * shows. */
+ * suspend, the driver has not suspended the process. The epoch proves that there was no later
+ * suspend. An admin's pause also suspends processes without a context; LANDING_ASIDE shows such a
+ * pause. */
 static bool spared(const struct page *page)
 {
     uint64_t word = __atomic_load_n(&began, __ATOMIC_ACQUIRE);
@@ -64,8 +65,8 @@ static bool spared(const struct page *page)
     return true;
 }
 
-/* The slot of a killed process may still show a context, although the driver has suspended
- * nothing for that process. So free such slots before the answer. */
+/* Whether the driver blocks this process's NVML calls. The slot of a killed process may still show
+ * a context, although there is nothing to suspend. So free such slots before the last check. */
 static bool suspends(void)
 {
     if (landing_moves())
@@ -120,7 +121,7 @@ EXPORTED int gpupool_nvml_enter(const struct page *seen, bool waits)
 
 EXPORTED void gpupool_nvml_leave(void)
 {
-    if (counted) /* NULL in the child if another thread calls fork() during this call */
+    if (counted) /* it is NULL in the child if another thread calls fork() during this call */
         __atomic_store_n(counted, 0, __ATOMIC_SEQ_CST);
     counted = NULL;
 }

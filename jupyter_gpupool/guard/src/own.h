@@ -18,7 +18,7 @@
  * memory. */
 void *own_map(size_t size);
 
-/* The block that `where` points to; the first call makes it. */
+/* Returns the block to which `where` points. The first call makes the block. */
 void *own_block(void **where, size_t size);
 
 /* A lock in such memory: 0 free, 1 held, 2 held while other threads wait for it. A thread holds it

@@ -27,15 +27,16 @@
  * In this case each process asks the broker for the page. */
 #define PASSED "passed"
 
-#define KEPT_ABOVE 200 /* the guard leaves lower descriptors to the program; see map() */
+#define KEPT_ABOVE 200 /* the guard keeps the page at a descriptor above this number; see map() */
 
 struct page *guard_page;
 
 struct page_slot *guard_the_slot;
 __thread bool guard_slot_user, guard_first;
 
-static struct page_slot leftover; /* counts calls that end after the slot was given back */
-static uint32_t users;            /* number of threads that may write to the slot at any time */
+static struct page_slot leftover; /* used as the slot after this process has given its slot back */
+static uint32_t users;            /* number of threads that have used the slot, and may write to it
+                                   * at any time */
 static uint32_t has_first;        /* 1: one living thread of the process owns the word ``first`` */
 static pthread_key_t at_end;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
@@ -47,8 +48,8 @@ static uint64_t me; /* this process: pid | low half of the start time << 32, as 
  * alive. */
 #define UNKNOWN UINT64_MAX
 
-#define LOOK_NS 10000000 /* page_deaths() asks for a check of all processes after this time, or
-                          * at once if kill() shows that a process has ended */
+#define LOOK_NS 10000000 /* page_deaths() returns true once in this time, or at once if kill() shows
+                          * that a process has ended */
 
 static uint64_t start_time(uint32_t pid)
 {
@@ -95,8 +96,8 @@ static bool holder_lives(uint64_t holder)
     return started == UNKNOWN || (started && (uint32_t)started == holder >> 32);
 }
 
-/* ---- the lock: it first excludes this process's other threads, then the session's other
- * processes */
+/* ---- the lock: a mutex excludes this process's other threads, then page->lock excludes the
+ * session's other processes */
 
 void page_lock(void)
 {
@@ -107,8 +108,8 @@ void page_lock(void)
                                         __ATOMIC_RELAXED))
             return;
         if (holder == me)
-            return; /* this process took the lock before an exec(), and the thread that held it is
-                     * gone */
+            return; /* this process held the lock before an exec(), which ended the thread that held
+                     * it */
         if (tries % 256 == 0 && !holder_lives(holder) &&
             __atomic_compare_exchange_n(&guard_page->lock, &holder, me, false, __ATOMIC_ACQUIRE,
                                         __ATOMIC_RELAXED))
@@ -130,7 +131,8 @@ void page_unlock(void)
 
 /* ---- slots */
 
-/* Empty the slot, and free it as the last step, because another process may take it at once. */
+/* Empty the slot, and mark it as free in the last step. Another process may then take it at
+ * once. */
 static void clear(struct page_slot *s)
 {
     memset((char *)s + sizeof s->state, 0, sizeof *s - sizeof s->state);
@@ -147,8 +149,9 @@ void page_reap(void)
     }
 }
 
-/* Reading /proc takes some 20 us for each process; kill(pid, 0) takes a hundredth of this time.
- * kill does not detect zombies, but the next check of all processes does. */
+/* Whether to check all processes in /proc, which takes about 20 us for each process. kill(pid, 0)
+ * takes a hundredth of this time, so it runs at every call. But kill succeeds for a zombie, which
+ * only the check in /proc detects. */
 bool page_deaths(void)
 {
     static uint64_t looked;
@@ -243,15 +246,16 @@ void guard_pin(uint32_t pins)
         __atomic_or_fetch(&s->pins, pins, __ATOMIC_RELEASE);
 }
 
-/* A process that ends normally gives its slot back at once. If a process is killed, another process
- * frees its slot. This function takes no lock, for two reasons: no other process writes to the
- * slot, and the process that holds the lock may be stopped. */
+/* Called at the end of the process, to give its slot back. (If a process is killed, another process
+ * frees its slot.) This function takes no lock, for two reasons: no other process writes to the
+ * slot, and a process that holds the lock may be stopped. */
 __attribute__((destructor)) static void give_back(void)
 {
     struct page_slot *s = guard_slot();
     if (!s || s == &leftover || s->pid != (uint32_t)getpid())
         return;
-    /* Other threads, and destructors of other libraries, may still make calls. */
+    /* Other threads and the destructors of other libraries may still make calls, which use
+     * `leftover`. */
     __atomic_store_n(&guard_the_slot, &leftover, __ATOMIC_SEQ_CST);
     /* Free the slot only if no other thread can still write to it. A thread that has read the
      * slot's address may count a call there at any time, even if another process has taken the
@@ -300,8 +304,8 @@ void page_passed(int fd)
         close(before);
 }
 
-/* Open the page. If the file was deleted, the broker puts a link to its own descriptor at the path.
- * So follow a link only if it leads to /proc. */
+/* Open the page. If the file was deleted, the broker puts a link to its own descriptor, in /proc,
+ * at the path. So follow only a link that leads to /proc. */
 static int open_page(const char *path, bool *link)
 {
     char to[64];
@@ -349,8 +353,8 @@ static const char *map(const char *path, bool *lost)
         close(fd);
         return "and the guard are from different versions of jupyter_gpupool. Restart the kernel";
     }
-    /* If the broker has reused the descriptor's number, the link leads to another session's page.
-     * This process must not use the gate and the accounts of that page. */
+    /* If the broker now uses that descriptor's number for another file, the link may lead to the
+     * page of another session. This process must not use the gate and the accounts of that page. */
     if (session && strncmp(page->session, session, sizeof page->session - 1)) {
         munmap(page, sizeof *page);
         close(fd);
@@ -377,8 +381,8 @@ static enum page_state find_page(void)
                                 * same time */
     if (!guard_page) {
         if (!remembered)
-            broker_remember(); /* do this only once, because another thread may already be asking
-                                * the broker */
+            broker_remember(); /* do this only once, because another thread may be asking the broker
+                                * and read these values */
         remembered = true;
         why = map(path, &lost);
         if (!why)
@@ -405,9 +409,9 @@ enum page_state page_settle(void)
 }
 
 /* Returns the session's page to the NVML library of the guard. That library has no connection to
- * the broker, so it cannot find a page that has no path. The function does not load the driver
- * and does not take a slot. It asks the broker at most once, because the thread may only read
- * figures. */
+ * the broker, so it cannot find a page that has no path. The function does not load the driver and
+ * does not take a slot. It asks the broker at most once, because this thread perhaps only reads
+ * figures and must not wait. */
 __attribute__((visibility("default"))) const struct page *gpupool_page(void);
 const struct page *gpupool_page(void)
 {

@@ -23,14 +23,15 @@
 #define PAGE_SLOTS 256
 #define PAGE_UUID 48
 
-/* The gate. With every value except zero, a call must check further before it may pass. */
+/* The gate. If the value is zero, a call may pass at once. Otherwise the call must make more
+ * checks. */
 enum page_gate {
     GATE_OPEN = 0,   /* open, and used since the broker's last check */
-    GATE_UNUSED = 1, /* open, and not used since that check: the first call changes it to GATE_OPEN
-                      * (guard) */
+    GATE_UNUSED = 1, /* open, and not used since that check. In the first call, the guard changes it
+                      * to GATE_OPEN */
     GATE_CLOSED = 2, /* no lease: ask the broker for one and wait */
-    GATE_PAUSED = 3, /* a neighbour has its turn: wait at most until pause_until, without a question
-                      * to the broker */
+    GATE_PAUSED = 3, /* a neighbour has its turn: wait at most until pause_until, and do not ask the
+                      * broker */
 };
 
 enum page_managed { MANAGED_REFUSE = 0, MANAGED_ALLOW = 1 };
@@ -54,8 +55,8 @@ enum slot_flags {
 /* ``sees`` of a slot: page_name() of the device that the process sees as the session's device i, or
  * one of these two values. */
 #define SEES_NONE 0ull   /* the process has not called cuInit, or does not see this device */
-#define SEES_SLICE 1ull  /* the slice, on whichever device it is: the process has state, and the
-                          * state moves with the session */
+#define SEES_SLICE 1ull  /* the device of the slice, even after a move: the process has state, which
+                          * moves with the session */
 
 /* ``landing`` of a slot: the step of a process that moves from its devices at cuInit to the devices
  * of the slice (landing.c). While the process moves, none of its calls reaches the driver. */
@@ -75,8 +76,8 @@ struct page_slot {
     uint32_t pid;
     uint64_t start_time; /* field 22 of /proc/<pid>/stat; together with the pid it identifies the
                           * process */
-    uint32_t inflight;   /* calls inside the driver that must return before a suspend, without the
-                          * call that ``first`` counts */
+    uint32_t inflight;   /* calls inside the driver that must return before a suspend; the call that
+                          * ``first`` counts is not included */
     uint32_t waiting;    /* threads that wait at the gate */
     uint32_t flags;
     uint32_t pins;
@@ -84,13 +85,13 @@ struct page_slot {
     uint64_t context[PAGE_DEVICES]; /* the part of these bytes that was charged for contexts */
     uint32_t captures;              /* streams that record a graph: a suspend must not interrupt a
                                      * recording */
-    uint32_t first;                 /* one thread of the process owns this word; 1: this thread has
-                                     * a call inside the driver */
+    uint32_t first;                 /* 1: the thread that owns this word has a call inside the
+                                     * driver. One thread of the process owns it */
     uint64_t sees[PAGE_DEVICES];
     uint64_t landing;
     uint32_t nvml; /* NVML calls of the process's main thread: a suspend waits for them, but they do
                     * not count as use */
-    uint32_t held; /* 1: a thread that the interpreter does not know still waits after an
+    uint32_t held; /* 1: a library's thread, unknown to the interpreter, still waits after an
                     * interrupt */
     uint64_t unused;
 };
@@ -106,21 +107,21 @@ struct page {
     uint64_t epoch;
     uint64_t pause_until;           /* CLOCK_MONOTONIC, ns; after this time a paused gate counts as
                                      * open */
-    uint64_t limit;                 /* bytes per device up to which the grant may grow */
+    uint64_t limit;                 /* the most bytes per device to which the grant may grow */
     uint64_t context_bytes;         /* bytes charged for the first context of a process on a device */
     uint64_t lock;                  /* guard: the process that may change slots now: pid |
                                      * start_time << 32; 0: free */
-    uint64_t slots_used;            /* guard: one more than the index of the highest slot that has
-                                     * ever had bytes */
+    uint64_t slots_used;            /* guard: 1 + the highest index of a slot that has ever had
+                                     * bytes */
     uint64_t granted[PAGE_DEVICES]; /* bytes of the lease; 0 without a lease */
     char uuid[PAGE_DEVICES][PAGE_UUID]; /* devices of the lease; before the first lease the home
                                          * devices */
     char session[64];
     /* The number of bytes by which the grant could grow now, plus 1; 0: unknown. */
     uint64_t room[PAGE_DEVICES];
-    /* The broker refused growth to this total number of bytes, and nothing has changed since. 0:
-     * ask the broker. The broker sets the word to 0 before it acts on any change, and the word
-     * expires at vain_until. */
+    /* The broker has refused to let the grant grow to this total number of bytes, and nothing has
+     * changed since then. 0: there was no such refusal, so ask the broker. The broker sets the word
+     * to 0 before it acts on any change. After vain_until the word is no longer valid. */
     uint64_t vain[PAGE_DEVICES];
     uint64_t vain_until; /* CLOCK_MONOTONIC, ns */
     uint8_t unused_too[4096 - 72 - 24 * PAGE_DEVICES - PAGE_DEVICES * PAGE_UUID - 64];

@@ -9,12 +9,13 @@
 
 enum { ALLOC_TYPE_MANAGED = 2 };
 
-/* After allocations of this many bytes without a growth of the reserve, the guard asks the driver
- * for the reserve's size. */
+/* If the program allocates this many bytes and the guard expects no growth of the reserve, the
+ * guard asks the driver for the reserve's size. */
 #define UNSEEN (64 * MIB)
 
-/* Enter a pool that this process did not create. It may be the default or the current pool of a
- * device. The guard does not count other such pools: imported pools, and pools in host memory. */
+/* Enter a pool that this process did not create. The guard counts the pool only if it is the
+ * default pool or the current pool of a device. It does not count imported pools and pools in host
+ * memory. */
 static struct reserve *adopt(CUmemoryPool pool, struct here h)
 {
     typedef CUresult (*pool_of)(CUmemoryPool *, CUdevice);
@@ -48,8 +49,8 @@ static CUmemoryPool current_pool(struct here h)
     return CALL(pool_of, cuDeviceGetMemPool)(&pool, h.device) ? NULL : pool;
 }
 
-/* While a stream is captured, its allocations become nodes of a graph. The guard counts the graph
- * when it is launched. */
+/* Whether the stream is being captured. In this case its allocations become nodes of a graph, and
+ * the guard counts the graph when it is launched. */
 static bool capturing(CUstream stream, bool per_thread)
 {
     typedef CUresult (*is)(CUstream, int *);
@@ -83,9 +84,9 @@ static CUresult driver_free(const struct request *q)
     return q->per_thread ? REAL(cuMemFreeAsync_ptsz)(*q->out, q->stream) : REAL(cuMemFreeAsync)(*q->out, q->stream);
 }
 
-/* Finds the pool, and the bytes by which the allocation makes it grow. The allocation counts from
- * here on, so that no second thread plans with the same idle bytes. `look`: whether to ask the
- * driver after the call. */
+/* Finds the pool, and computes the bytes by which the allocation makes the pool grow. Also adds the
+ * allocation to the pool's bytes in use, so that no other thread plans with the same idle bytes.
+ * `look`: whether to ask the driver for the pool's size after the allocation. */
 static struct reserve *plan(struct reserves *all, CUmemoryPool pool, struct here h, uint64_t extent, uint64_t *growth,
                             bool *look)
 {
@@ -270,7 +271,8 @@ CUresult wrap_cuMemPoolDestroy(CUmemoryPool pool)
 {
     ENTER_BACK(cuMemPoolDestroy, (uint64_t)pool);
     KNOWN(pool);
-    /* Mark the pool before the driver destroys it: afterwards another thread may get the same handle. */
+    /* Mark the pool before the driver destroys it, because afterwards another thread may get the
+     * same handle. */
     mark(r, ENDING);
     CUresult result = REAL(cuMemPoolDestroy)(pool);
     mark(r, result ? ALIVE : ENDED);

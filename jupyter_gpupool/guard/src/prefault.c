@@ -37,14 +37,14 @@
 #define LEAST (32ul << 20) /* smaller mappings would gain too little time */
 #define HUGE (2ul << 20)
 #define STEP (16ul << 20)
-/* If a thread populates fewer bytes per ns than this, small pages are as fast as huge pages. The
- * kernel makes and zeroes a small page in 2 to 4 us. */
+/* In bytes per ns. If a thread populates huge pages more slowly than this, small pages are as fast.
+ * The kernel makes and zeroes a small page in 2 to 4 us. */
 #define SLOWEST 1u
 #define THREADS 8
 #define STACK (256ul << 10)
 
-/* Does the same as the C library's mmap() on this platform. The guard cannot call the C library's
- * mmap(), because dlsym() takes the loader's lock to find it. Another thread may hold this lock and
+/* Does the same as the C library's mmap() on this platform. To call the C library's mmap(), the
+ * guard would need dlsym(), which takes the loader's lock. Another thread may hold this lock and
  * wait for this thread. */
 static void *map_plainly(void *at, size_t bytes, int prot, int flags, int fd, off_t offset)
 {
@@ -79,7 +79,7 @@ static void *populate_part(void *with)
         size_t bytes = (size_t)(end - at) < step ? (size_t)(end - at) : step;
         uint64_t begun = worked_ns();
         if (madvise(at, bytes, MADV_POPULATE_WRITE))
-            break; /* the machine has no memory left */
+            break; /* no memory is left */
         at += bytes;
         if (step == STEP && at < end && worked_ns() - begun > bytes / SLOWEST) {
             madvise(at, (size_t)(end - at), MADV_NOHUGEPAGE);

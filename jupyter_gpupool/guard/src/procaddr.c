@@ -52,10 +52,10 @@ static int find_address(const void *address)
     return low < E_COUNT && exported[by_address[low]] == address ? by_address[low] : -1;
 }
 
-/* An entry point for a function that the guard does not know, from a later driver. The call passes
- * the gate, and is not counted. Returns NULL if all 256 spares are in use. The guard does not
- * return the driver's function, because a call without the gate would crash the process at a
- * suspend. */
+/* Returns an entry point for a function of a later driver, which the guard does not know. A call of
+ * this entry point waits at the gate, and is not counted. Returns NULL if all 256 spares are in
+ * use. The guard does not return the driver's function, because a call without the gate would crash
+ * the process at a suspend. */
 static void *spare_for(void *address)
 {
     void *found = NULL;
@@ -72,8 +72,9 @@ static void *spare_for(void *address)
     return found;
 }
 
-/* Store `address` as the driver's function of `entry`: the driver may return an address that
- * differs from the one that it exports. Returns false if the entry already has a third address. */
+/* Store `address` as the driver's function of `entry`. (The address that the driver returns may
+ * differ from the address that it exports.) Returns false if an earlier answer of the driver gave
+ * the entry yet another address. */
 static bool adopt(int entry, void *address)
 {
     bool good;
@@ -99,7 +100,8 @@ static bool is_ours(const void *address)
 typedef CUresult (*query)(const char *name, void **out, int version, uint64_t flags);
 typedef CUresult (*query_v2)(const char *name, void **out, int version, uint64_t flags, int *status);
 
-/* Calls the driver's entry `asked`. `five`: this form has a fifth argument. */
+/* Calls the driver's own cuGetProcAddress, in the form that the program has called. `asked`: the
+ * entry of this form. `five`: this form has a fifth argument. */
 static CUresult ask(int asked, bool five, const char *name, void **out, int version,
                     uint64_t flags, int *status)
 {
@@ -107,8 +109,8 @@ static CUresult ask(int asked, bool five, const char *name, void **out, int vers
                 : ((query)guard_real[asked])(name, out, version, flags);
 }
 
-/* Report a missing function as NVIDIA's drivers do. The form with a status argument succeeds. The
- * older form fails and leaves `out` unchanged. */
+/* Report a missing function as NVIDIA's drivers do: the form with a status argument succeeds, and
+ * the older form fails and leaves *out unchanged. */
 static CUresult none(bool five, void **out, void *before, int *status, int why)
 {
     *out = five ? NULL : before;

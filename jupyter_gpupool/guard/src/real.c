@@ -29,12 +29,13 @@ unsigned guard_driver_version = INT_MAX;
 static pthread_mutex_t publishing = PTHREAD_MUTEX_INITIALIZER;
 static bool driver_missing, handed_over;
 bool guard_settled;
-static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: before this time no call looks for the
-                                * page */
-/* CLOCK_MONOTONIC, ns: before this time no call asks the broker for the page, because the broker
+static uint64_t refused_until; /* CLOCK_MONOTONIC, ns: no call looks for the page before this
+                                * time */
+/* CLOCK_MONOTONIC, ns: no call asks the broker for the page before this time, because the broker
  * was away. */
 static uint64_t away_until;
-/* The length of this back-off in ns; it doubles each time. 0: the broker was not away. */
+/* How long calls do not ask the broker after it was away, in ns. The time doubles with each
+ * failure. 0: the broker was not away. */
 static uint64_t away_for;
 
 #define REFUSED_NS 1000000000ull
@@ -81,8 +82,8 @@ int guard_find(const char *name, int version, bool per_thread)
     for (int i = low; i < E_COUNT && !compare(name, length, i); i++) {
         unsigned since = entry_table[i].since;
         /* The forms of a name are sorted by variant, then by version: the answer is the last form
-         * that fits. A caller that asks for the variant with per-thread streams gets it if it
-         * exists, otherwise the other variant. */
+         * that fits. A caller that asks for the variant with per-thread streams gets the other
+         * variant if the first one does not exist. */
         if (entry_table[i].per_thread && !per_thread)
             break;
         if (entry_table[i].per_thread && found >= 0 && !entry_table[found].per_thread)
@@ -93,7 +94,8 @@ int guard_find(const char *name, int version, bool per_thread)
     return found;
 }
 
-/* Another copy of the guard that was loaded before this one, under the driver's name. */
+/* Returns another copy of the guard if the process loaded it before this copy, under the driver's
+ * name. Otherwise NULL. */
 static void *first_guard(void)
 {
     void *loaded = dlopen(SONAME, RTLD_NOLOAD | RTLD_LAZY);
@@ -110,9 +112,9 @@ static void *first_guard(void)
 
 static void load(void)
 {
-    /* Hold no lock during the calls of the loader, because another thread may hold the loader's own
-     * lock: its constructor may call CUDA. All threads find the same functions, and the first
-     * thread publishes them. */
+    /* Hold no lock during the calls of the loader. Another thread may hold the loader's lock and
+     * call CUDA in a constructor, and would then wait for our lock. All threads find the same
+     * functions, and the first thread publishes them. */
     void *table[E_COUNT];
     void *handle = first_guard();
     bool second = handle != NULL;
@@ -157,8 +159,8 @@ static bool loaded(void)
     return !__atomic_load_n(&guard_unloaded, __ATOMIC_ACQUIRE);
 }
 
-/* A refusal is never final. The cause may be short: the process may have no descriptor left, or the
- * broker may be away. */
+/* Looks for the page. A refusal is not final, because its cause may soon end: the process may have
+ * no descriptor left, or the broker may be away. */
 static enum page_state look(void)
 {
     pthread_mutex_lock(&publishing);
@@ -194,7 +196,8 @@ static void refuse(enum answer answer)
         refused_until = now + REFUSED_NS;
         if (answer != ANSWER_AWAY)
             away_for = 0;
-        else if (now >= away_until) /* if several threads wait, only the first one doubles it */
+        else if (now >= away_until) /* if several threads have waited, only the first one doubles
+                                     * the time */
             away_for = !away_for ? REFUSED_NS : away_for < AWAY_MOST_NS ? 2 * away_for : AWAY_MOST_NS;
         if (answer != ANSWER_AWAY || now >= away_until)
             away_until = now + away_for;

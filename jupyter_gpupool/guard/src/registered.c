@@ -33,7 +33,7 @@ static CUresult began(CUresult result, void *p)
     if (result || !guard_page || !count())
         return result;
     own.owner = here_now().number;
-    /* If the table had no memory for the entry, the registration counts until the process ends. */
+    /* If the table has no memory for the entry, the registration counts until the process ends. */
     if (!table_put(&own, &stale) || !stale.kind)
         __atomic_add_fetch(count(), 1, __ATOMIC_SEQ_CST);
     return result;

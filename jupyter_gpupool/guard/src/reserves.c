@@ -49,7 +49,7 @@ struct reserve *reserve_find(struct reserves *all, CUmemoryPool pool)
     return NULL;
 }
 
-/* Gets the driver's figure for the size of the reserve. Returns false if there is no figure. */
+/* Gets the size of the reserve from the driver. Returns false if the size is unknown. */
 static bool ask(const struct reserve *r, uint64_t *bytes)
 {
     typedef CUresult (*pool_attribute)(CUmemoryPool, int, void *);
@@ -76,8 +76,8 @@ void reserve_compare(struct reserve *r)
         charge_fact(r->ordinal, now - r->charged);
         r->charged = now;
     } else if (!r->calls) {
-        /* Give back only bytes that are already charged to the page. The threads that charge the
-         * pending bytes call this function again afterwards. */
+        /* Give back only bytes that are already charged to the page. A thread that charges pending
+         * bytes calls this function again after the charge. */
         uint64_t less = r->charged - now, there = r->charged - r->pending;
         less = less < there ? less : there;
         guard_credit(r->ordinal, less);
@@ -200,6 +200,6 @@ void pools_synced(void)
     own_lock(&all->lock);
     EACH(r, all)
         if (r->kind == RESERVE_POOL && r->charged > reserve_round(r->live))
-            reserve_compare(r); /* the guard may be able to give back a part of the charge */
+            reserve_compare(r); /* perhaps the guard can give back a part of the charge */
     own_unlock(&all->lock);
 }

@@ -20,10 +20,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define AWAY_NS 4500000000ull   /* how long to wait if this process cannot start a broker: a call
-                                 * fails within 5 s */
-#define START_NS 90000000000ull /* how long to wait for a start, which loads the driver and tests
-                                 * every device */
+#define AWAY_NS 4500000000ull   /* longest wait if this process cannot start a broker, so that a
+                                 * call fails within 5 s */
+#define START_NS 90000000000ull /* longest wait for a broker that starts: it loads the driver and
+                                 * tests every device */
 #define AGAIN_NS 2000000000ull  /* time between two attempts of this process */
 #define ATTEMPTS 3              /* after this many failed starts in a row, calls fail at once */
 
@@ -49,7 +49,8 @@ static bool beside(char *path, size_t size, const char *socket, const char *endi
     return n > 0 && (size_t)n < size;
 }
 
-/* Whether the machine's broker is a service. Only the service manager may start such a broker. */
+/* Whether the broker at this socket is a service. Only the service manager may start such a
+ * broker. */
 static bool is_service(const char *socket)
 {
     return !strncmp(socket, "/run/", 5) && strncmp(socket, "/run/user/", 10);
@@ -134,7 +135,8 @@ static bool my_turn(void)
                                                     __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
 }
 
-/* Whether the start can make the socket's folder again if somebody has deleted the folder. */
+/* Whether a broker could be started although the start record is missing: the record has a copy,
+ * and the socket's folder exists or can be made again. */
 static bool can_restore(const char *socket)
 {
     char folder[256];

@@ -212,7 +212,8 @@ void table_sweep(bool (*match)(const struct own *own, void *with),
                 continue;
             }
             struct own own = s->entry[at];
-            drop(s, &s->entry[at]); /* another entry may have moved to this place: check the place again */
+            drop(s, &s->entry[at]); /* drop() may have moved another entry to this place: check the
+                                     * place again */
             own_unlock(&s->lock);
             done(&own, with);
             own_lock(&s->lock);

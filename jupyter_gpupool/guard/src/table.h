@@ -29,7 +29,7 @@ enum own_kind {
 };
 
 struct own {
-    uint64_t key; /* the key, never 0 */
+    uint64_t key; /* address, handle or number, as the kind says; never 0 */
     uint64_t bytes;
     uint64_t owner;
     uint32_t count, extra;
@@ -37,17 +37,18 @@ struct own {
     int16_t ordinal;
 };
 
-/* Enter `own`. If the table has an older entry with the same key, that entry belongs to something
- * that was freed without the guard's knowledge (by the end of its context, or by a call that only
- * the driver saw). The function moves the older entry to `stale`; if there was none, the kind of
- * `stale` is 0. Returns false if there is no memory, and then enters nothing. */
+/* Enter `own`. If the table has an older entry with the same key, the guard has missed the free of
+ * the older allocation (by the end of its context, or by a call that only the driver saw). The
+ * function then moves the older entry to `stale`. If there was no older entry, the kind of `stale`
+ * is 0. Returns false if there is no memory, and then enters nothing. */
 bool table_put(const struct own *own, struct own *stale);
 /* Take an entry out. The caller does this before the driver frees the memory, because another
  * thread may get the same address afterwards. Returns false if the table has no such entry. */
 bool table_take(uint16_t kind, uint64_t key, struct own *own);
 /* Copy an entry without taking it out. */
 bool table_get(uint16_t kind, uint64_t key, struct own *own);
-/* Whether the table ever had an entry of this kind. If not, a free needs no search. */
+/* Whether the table has ever had an entry of this kind. If not, a free need not search the
+ * table. */
 bool table_seen(uint16_t kind);
 /* Take out all entries that `match` accepts, and call `done` for each. `done` may use the table. */
 void table_sweep(bool (*match)(const struct own *own, void *with),

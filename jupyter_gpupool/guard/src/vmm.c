@@ -25,8 +25,8 @@ static void put(const struct own *own)
     table_put(own, &stale); /* never stale: only this file changes entries of these kinds */
 }
 
-/* Change a block's counts, under the lock. If no handle and no mapping is left, returns the block,
- * so that the caller gives its bytes back. */
+/* Changes a block's counts of handles and mappings; the caller holds the lock. If none is left,
+ * returns the block, so that the caller gives its bytes back. */
 static struct own change(uint64_t number, int handles, int maps)
 {
     struct own block, nothing = {.ordinal = -1};
@@ -40,7 +40,7 @@ static struct own change(uint64_t number, int handles, int maps)
     return nothing;
 }
 
-/* Change the number of references to a handle, under the lock. */
+/* Changes the number of references to a handle; the caller holds the lock. */
 static void references(uint64_t handle, uint64_t number, int more)
 {
     struct own own;
@@ -203,8 +203,9 @@ CUresult wrap_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, voi
     return result;
 }
 
-/* The process that made the block counts it. If a process imports a block that it has exported, the
- * driver may return the old handle. In this case the handle needs one more release. */
+/* The guard does not count an imported block, because the process that made the block counts it.
+ * But if a process imports a block that it has itself exported, the driver may return the old
+ * handle. The program must then release this handle once more. */
 CUresult wrap_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *handle, int type)
 {
     ENTER;

@@ -14,8 +14,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#define SHORT_NAPS 1000 /* naps of a millisecond; a wait that lasts longer than this second will
-                         * probably last much longer */
+#define SHORT_NAPS 1000 /* number of naps of 1 ms, so 1 s. A wait that lasts longer will probably
+                         * last much longer */
 #define LONG_NAP_MS 10
 
 /* ---- the interpreter's lock
@@ -45,8 +45,8 @@ static bool find_python(struct python *py)
 /* PyGILState_Check() returns true for every thread once the process has had a second interpreter,
  * and up to Python 3.11 the current state may be another thread's. So this function tests that the
  * current state is not NULL and is this thread's. If both are true, this thread has the lock. If
- * the test wrongly fails, the thread keeps the lock, and the interpreter's other threads also
- * wait. */
+ * the test fails although this thread has the lock, the thread keeps the lock, and the
+ * interpreter's other threads also wait. */
 void *interpreter_release(void)
 {
     struct python py;
@@ -87,17 +87,17 @@ bool polite_finalizing(void)
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static uint32_t watching, interrupts;
 static uint32_t forced;        /* number of interrupts that also end the waits of foreign threads */
-static uint32_t foreign, held; /* number of waiting foreign threads, and whether an interrupt has
-                                * come while they wait */
+static uint32_t foreign, held; /* number of waiting foreign threads; 1: they still wait after an
+                                * interrupt */
 static struct page_slot *held_slot;
 static struct sigaction before;
-static struct sigaction under; /* if the program sets another handler and that handler calls ours,
-                                * ours calls this handler */
-/* Whether our handler is installed. It is installed when the first of the present waits begins. */
+static struct sigaction under; /* the handler that ours calls if the program has set another handler
+                                * and that handler calls ours */
+/* Whether our handler is installed. This happens when the first of the present waits begins. */
 static bool installed;
 static __thread volatile sig_atomic_t nested;
 
-/* Whether to hide this interrupt from the program. Runs in a signal handler. */
+/* Returns whether to hide this interrupt from the program. Runs in a signal handler. */
 static bool hold_back(void)
 {
     uint32_t unknown = __atomic_load_n(&foreign, __ATOMIC_SEQ_CST);
@@ -146,10 +146,9 @@ static bool is_ours(const struct sigaction *action)
     return (action->sa_flags & SA_SIGINFO) && action->sa_sigaction == on_interrupt;
 }
 
-/* Whether the program has replaced our handler with its handler from before. An IPython kernel sets
- * its handler for each cell, even while a thread of an earlier cell waits. (All handlers of Python
- * look the same to the system.) A different handler may call ours, so install() leaves it in
- * place. */
+/* Whether `action` is the handler that was set before ours. An IPython kernel sets its handler
+ * again for each cell, even while a thread of an earlier cell waits. (All handlers of Python look
+ * the same to the system.) A different handler may call ours, so install() leaves it in place. */
 static bool is_before(const struct sigaction *action)
 {
     return ((action->sa_flags ^ before.sa_flags) & SA_SIGINFO) == 0 &&
@@ -157,7 +156,8 @@ static bool is_before(const struct sigaction *action)
                                           : action->sa_handler == before.sa_handler);
 }
 
-/* If the program has a handler now, put our handler in front of it. The caller holds the lock. */
+/* If the program has a handler, install our handler, which calls the program's handler. The caller
+ * holds the lock. */
 static void install(void)
 {
     struct sigaction now;
@@ -177,8 +177,8 @@ static void install(void)
 static void watch(bool unknown)
 {
     pthread_mutex_lock(&lock);
-    /* Count in this order: if an interrupt comes between the two additions, hold_back() must not
-     * treat a known thread as a foreign thread. */
+    /* Add to `watching` first. Otherwise, if an interrupt came between the two additions,
+     * hold_back() could see only foreign threads while a known thread waits. */
     __atomic_add_fetch(&watching, 1, __ATOMIC_SEQ_CST);
     if (unknown)
         __atomic_add_fetch(&foreign, 1, __ATOMIC_SEQ_CST);
@@ -186,9 +186,10 @@ static void watch(bool unknown)
     pthread_mutex_unlock(&lock);
 }
 
-/* Restore the old handler only if the present handler is ours. Otherwise the program has set
- * another handler meanwhile, which may call ours. In this case our handler may run twice for one
- * interrupt after the next install, and its inner run calls `under`. */
+/* Restore the old handler if the present handler is ours. Otherwise the program has set another
+ * handler, which may call ours, so leave it. After the next install() our handler may then run
+ * twice for one interrupt: from the system, and from the program's handler. In the second run it
+ * calls `under`. */
 static void put_back(void)
 {
     struct sigaction now;
@@ -239,8 +240,8 @@ void polite_begin(struct polite *p)
     p->forced = __atomic_load_n(&forced, __ATOMIC_SEQ_CST);
     p->naps = 0;
     p->foreign = guard_has_context() && find_python(&py) && !py.of_thread();
-    p->slot = guard_slot(); /* keep the slot here, because another thread may handle an interrupt
-                             * during the wait */
+    p->slot = guard_slot(); /* keep the slot in `held_slot`, because another thread may handle an
+                             * interrupt during the wait */
     __atomic_store_n(&held_slot, p->slot, __ATOMIC_RELEASE);
     watch(p->foreign);
     if (p->slot)

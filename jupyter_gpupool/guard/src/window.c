@@ -29,12 +29,12 @@
 #define LONGEST_NS 5000000000ull
 #define FIRST_NAP_NS 20000u
 #define LAST_NAP_NS 500000u
-#define STREAMS 64u /* with more streams, some streams share a count, and so they wait earlier */
+#define STREAMS 64u /* if there are more streams, some of them share a count and wait earlier */
 
 enum { RELAXED = 2 };
 
 static uint32_t window = 1;
-static uint32_t pending[STREAMS]; /* launches since the last wait, by stream */
+static uint32_t pending[STREAMS]; /* number of launches since the last wait, by stream */
 
 static bool contended(void)
 {
@@ -64,8 +64,8 @@ static bool done(CUevent event)
     return CALL(CUresult(*)(CUevent), cuEventQuery)(event) != CUDA_ERROR_NOT_READY;
 }
 
-/* Wait until the event has happened, the gate closes or the wait takes too long. If the gate
- * closes, the launch then waits at the gate. */
+/* Wait until the event is done, the gate closes or LONGEST_NS is over. If the gate has closed, the
+ * launch waits at the gate afterwards. */
 static void wait_for(CUevent event, uint64_t began)
 {
     struct timespec pause = {.tv_nsec = FIRST_NAP_NS};
@@ -92,15 +92,16 @@ static void drain(CUstream stream, bool per_thread)
     uint64_t began = monotonic();
     if (CALL(create, cuEventCreate)(&event, EVENT_DISABLE_TIMING))
         return;
-    /* At this moment another thread may begin to record a graph, in a mode that forbids such
-     * calls. */
+    /* Another thread may begin to record a graph now, in a mode that forbids these calls in all
+     * threads. */
     bool exchanged = guard_has(E_cuThreadExchangeStreamCaptureMode) &&
                      !CALL(exchange, cuThreadExchangeStreamCaptureMode)(&mode);
     record submit = per_thread && guard_has(E_cuEventRecord_ptsz) ? CALL(record, cuEventRecord_ptsz)
                                                                   : CALL(record, cuEventRecord);
     if (!submit(event, stream)) {
         wait_for(event, began);
-        /* If the gate has closed, the wait has ended early, so do not use its length. */
+        /* If the gate has closed, the wait ended early. So its length says nothing about the
+         * GPU. */
         if (gate_lets(false))
             adapt(monotonic() - began);
     }

@@ -58,7 +58,9 @@ export class FakeSocket {
 /** The page's requests by fetch, as `METHOD path body`. */
 export const asked: string[] = [];
 
-/** The server's next answer. Status 0: the network fails; -1: it never answers. */
+/**
+ * The server's next answer. Status 0: the network fails; -1: the server never answers.
+ */
 export const answer: { status: number; body: unknown } = { status: 200, body: {} };
 
 class FakeHeaders extends Map<string, string> {

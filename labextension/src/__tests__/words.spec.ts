@@ -78,7 +78,7 @@ describe('times', () => {
 
   test('the broker’s times become times of this computer’s clock', () => {
     jest.spyOn(Date, 'now').mockReturnValue(50_000_000);
-    // The two clocks differ much, but 40 s on one clock are also 40 s on the other.
+    // The two clocks show very different times, but they run at the same speed.
     expect(localTime({ now: () => 1000 }, 1040).getTime()).toBe(50_040_000);
   });
 

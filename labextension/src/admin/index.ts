@@ -27,7 +27,7 @@ export const adminPlugin: JupyterFrontEndPlugin<void> = {
     restorer: ILayoutRestorer | null
   ): void => {
     if (shell === null) {
-      return; // a page of Notebook 7 has one document, and no room for another one
+      return; // a page of Notebook 7 can show only its one document
     }
     const trans = (translator ?? nullTranslator).load('jupyter_gpupool');
     const tracker = new WidgetTracker<MainAreaWidget<AdminWidget>>({

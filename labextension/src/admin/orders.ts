@@ -11,7 +11,10 @@ import { Widget } from '@lumino/widgets';
 import type { IDevice, INote, PoolClient } from '../api';
 import type { IRow } from './rows';
 
-/** The most minutes until the pool takes a slice back: 7 days, as the broker allows. */
+/**
+ * The most minutes after which an admin can let the pool take a slice back. The broker
+ * allows at most 7 days.
+ */
 export const MOST_MINUTES = 7 * 24 * 60;
 
 /** The most characters of a reason. */

@@ -268,8 +268,8 @@ function Sessions(props: ISessionsProps): React.ReactElement {
 }
 
 /**
- * `20 to 60 s left`, or a note that there is no estimate. The column shows separately
- * how long the session has waited, in the same steps as all other places.
+ * `20 to 60 s left`, or a note that there is no estimate. The same column also shows
+ * how long the session has waited, so this text leaves that out.
  */
 function left(trans: TranslationBundle, session: IAdminSession, now: number): string {
   return waitTime(trans, { ...session, queued_at: null }, now);

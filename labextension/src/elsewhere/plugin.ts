@@ -54,7 +54,7 @@ export const elsewherePlugin: JupyterFrontEndPlugin<void> = {
         'Start another kernel for this document, on a machine that the cluster chooses'
       ),
       isEnabled: () => there() !== null,
-      // For a kernel on this machine there is nothing to choose.
+      // Show the command only if the kernel runs on another machine.
       isVisible: () => there() !== null,
       execute: async () => {
         const id = there();

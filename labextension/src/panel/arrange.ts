@@ -78,7 +78,8 @@ export type NameOf = (kernelId: string) => IName | null;
 /** Keeps its last result, so that it can return unchanged parts as the same objects. */
 export class Arranger {
   /**
-   * If `live` is false, no kernel of this server runs, even if the old view has one.
+   * If `live` is false, no kernel of this server runs, although an old view may still
+   * list one.
    */
   arrange(
     view: IPool,

@@ -21,7 +21,10 @@ export interface IDocuments {
   readonly changed: ISignal<unknown, unknown>;
 }
 
-/** By session type: the command that opens the session again. A console is no file. */
+/**
+ * For each session type, the command that opens the session again. A console needs its
+ * own command, because it is not a file.
+ */
 const OPENERS: ReadonlyMap<string, string> = new Map([
   ['notebook', 'docmanager:open'],
   ['file', 'docmanager:open'],
@@ -36,7 +39,7 @@ interface IHasKernel {
   readonly context?: IHasKernel;
 }
 
-/** The additional signal of some shells. */
+/** A signal that only some shells have. */
 interface ITellsLayout {
   readonly layoutModified?: ISignal<unknown, unknown>;
 }

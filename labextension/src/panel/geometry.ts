@@ -11,7 +11,7 @@ export type Kind = 'mine' | 'other' | 'foreign' | 'free' | 'shut' | 'reserved';
 export interface IPart {
   readonly key: string;
   readonly kind: Kind;
-  /** The session of the part; null if it belongs to none. */
+  /** The session of the part; null if the part belongs to no session. */
   readonly slice: ISlice | null;
   readonly bytes: number;
   /** Share of the bar, 0 to 1. */

@@ -26,7 +26,7 @@ export function Header(props: IHeaderProps): React.ReactElement {
   const { trans, model } = useTools();
   const { view, broker, live } = props;
   const empty = view ? view.devices.length === 0 : !props.found.found;
-  // Without a GPU no broker starts, so do not report its absence as the cause.
+  // Without a GPU no broker starts, so do not report the missing broker as the cause.
   const gone = broker.status === 'away' && !(empty && view === null && !broker.denied);
   // An absent broker is normal here: a broker ends when no kernel needs it.
   const asleep = gone && !live && noBroker(broker.code);

@@ -64,7 +64,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
       execute: () => app.shell.activateById(PANEL_ID)
     });
     if (shell === null) {
-      return; // a page of Notebook 7 has one document, and no room for another one
+      return; // a page of Notebook 7 can show only its one document
     }
     const tracker = new WidgetTracker<MainAreaWidget<PanelWidget>>({
       namespace: 'gpupool-panel'

@@ -224,8 +224,8 @@ function Actions(props: IActionsProps): React.ReactElement {
     : leaving
       ? goingBack(trans, props.session)
       : '';
-  // The buttons are not `disabled`: a disabled button loses the focus, and only a
-  // button with the focus can tell a keyboard user why.
+  // The buttons are not `disabled`: a disabled button loses the focus, and a keyboard
+  // user can read why a button does nothing only if the button has the focus.
   return (
     <>
       <div className="jp-gpupool-actions">

@@ -14,14 +14,18 @@ import { keepSeconds } from '../keeping';
 import type { IPoolModel, IPoolSettings } from '../tokens';
 import type { Ticker } from '../ticker';
 
-/** The history of the last minutes; it is fetched while a component holds it. */
+/**
+ * The history of the last minutes; it is fetched while a component needs it (see
+ * `hold`).
+ */
 export interface IPast {
   readonly latest: IHistory | null;
   /**
-   * The last hour of devices and queue; null until it is known, and from older servers.
+   * The last hour of devices and queue; null before the first answer, and if the server
+   * is too old to send it.
    */
   readonly hour: IHour | null;
-  /** The machines of the cluster; null if this machine is in none. */
+  /** The machines of the cluster; null if this machine is in no cluster. */
   readonly machines: IMachines | null;
   readonly changed: ISignal<unknown, unknown>;
   hold(): IDisposable;
@@ -83,8 +87,8 @@ function useKeepMinutes(): number {
 }
 
 /**
- * How many seconds a slice is kept, as the user wants and the pool allows; null if the
- * user gave no positive number.
+ * How many seconds a slice is kept: the user's time, but at most the pool's `max_keep`.
+ * Null if the user's number is not positive.
  */
 export function useKeepSeconds(): number | null {
   const { model } = useTools();

@@ -1,7 +1,10 @@
 // Copyright (c) jupyter_gpupool developers.
 // Distributed under the terms of the Modified BSD License.
 
-/** The panel in the side bar: draws, fetches and counts only while it is visible. */
+/**
+ * The panel in the side bar. It draws, fetches and counts down only while it is
+ * visible.
+ */
 import { Dialog, showDialog } from '@jupyterlab/apputils';
 import { ReactWidget } from '@jupyterlab/ui-components';
 import type { TranslationBundle } from '@jupyterlab/translation';
@@ -26,9 +29,9 @@ export class PanelWidget extends ReactWidget {
     readonly settings: Pick<IPoolSettings, 'keepMinutes' | 'changed'>;
     readonly documents: IDocuments;
     readonly trans: TranslationBundle;
-    /** Other places of this user interface, as the header of the panel offers them. */
+    /** The links in the panel's header to other places of this user interface. */
     readonly links?: () => readonly ILink[];
-    /** The widget's id; the default is that of the panel in the side bar. */
+    /** The widget's id; the default is the id of the panel in the side bar. */
     readonly id?: string;
   }) {
     super();
@@ -153,7 +156,8 @@ export class PanelWidget extends ReactWidget {
 }
 
 /**
- * Ask the user, and then end a kernel; the result is for the line below its buttons.
+ * Ask the user, and then end a kernel. The result is the text for the line below the
+ * kernel's buttons.
  */
 async function shutDown(
   trans: TranslationBundle,

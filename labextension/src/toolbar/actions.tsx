@@ -132,7 +132,8 @@ function GetNow(props: {
 }
 
 /**
- * Whether a time on the broker's clock is in the future; renders again when it is over.
+ * Whether a time on the broker's clock is in the future; renders again when that time
+ * comes.
  */
 function useUntil(time: number | null, model: Pick<IPoolModel, 'now'>): boolean {
   const [, again] = React.useReducer((count: number) => count + 1, 0);

@@ -147,8 +147,8 @@ export function Card(props: IProps): React.JSX.Element {
 }
 
 /**
- * A kernel's session, or its last one, because a restarting kernel has none for a
- * moment.
+ * A kernel's session. If a restarting kernel has no session for a moment, this is its
+ * last session.
  */
 function useLast(session: ISession | null, kernelId: string | null): ISession | null {
   const [last, setLast] = React.useState(session);

@@ -43,7 +43,10 @@ export interface IAnswer {
 /** Milliseconds that a user needs to read a sentence. */
 export const READ = 5000;
 
-/** Milliseconds after which a note is old, and after which a refusal is old. */
+/**
+ * Milliseconds after which a note is old, and milliseconds after which a refusal is
+ * old.
+ */
 export const OLD = 15_000;
 export const OLD_REFUSAL = 60_000;
 

@@ -213,8 +213,8 @@ export function hasSlice(session: ISession | null): boolean {
 }
 
 /**
- * The state of a session as a text, without figures that change by themselves. An
- * answer belongs to the state in which it was given.
+ * The state of a session as a text, without figures that change with time. An answer
+ * belongs to the state in which the broker gave it.
  */
 export function truth(session: ISession | null, up: boolean): string {
   return session === null

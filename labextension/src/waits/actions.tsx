@@ -13,7 +13,7 @@ import { truth } from '../toolbar/situation';
 import { bytes, goesBack } from '../words';
 import { StartNotices } from './notices';
 
-/** At most so many of the user's kernels are named. */
+/** The buttons name at most this many of the user's kernels. */
 const MOST_NAMED = 3;
 
 interface IProps {
@@ -23,7 +23,7 @@ interface IProps {
   readonly session: ISession;
   /** The broker's plan for the session; null until it is known. */
   readonly plan: IExplanation | null;
-  /** The kernel's name for screen readers, where several kernels wait. */
+  /** The kernel's name for screen readers, if several kernels wait. */
   readonly name?: string;
 }
 

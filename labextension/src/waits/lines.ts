@@ -58,7 +58,7 @@ export function watchWaits(
       clean();
     }
   });
-  // The notebook has another kernel, or the page is new and gets no messages of earlier
-  // requests.
+  // Now the notebook has another kernel, or the page is new. A new page gets no
+  // messages about requests from before it was loaded.
   panel.sessionContext.kernelChanged.connect(clean);
 }

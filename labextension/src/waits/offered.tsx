@@ -14,7 +14,7 @@ export function Offered(props: {
   readonly trans: TranslationBundle;
   readonly model: IPoolModel;
   readonly session: ISession;
-  /** The kernel's name, where several kernels wait. */
+  /** The kernel's name, if several kernels wait. */
   readonly name?: string;
 }): React.JSX.Element {
   const { trans, model, session } = props;

@@ -97,7 +97,8 @@ function Wait(props: {
 }
 
 /**
- * This user's session with an id in the pool; renders again at each change of the pool.
+ * The session `id`, if it belongs to this user; renders again at each change of the
+ * pool.
  */
 function useSession(model: IPoolModel, id: string): ISession | null {
   const subscribe = React.useCallback(

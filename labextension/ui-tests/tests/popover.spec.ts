@@ -171,7 +171,7 @@ test('the popover works by keyboard alone', async ({ lab }) => {
   await expect(notebook.chip).toHaveText(/^Idle/);
   await notebook.chip.focus();
   await page.keyboard.press('Enter');
-  await expect(popover).toBeFocused(); // it has the focus once its content is drawn
+  await expect(popover).toBeFocused(); // after its content is drawn
   await expect(popover).toHaveAttribute('role', 'dialog');
   await expect(notebook.chip).toHaveAttribute('aria-expanded', 'true');
   const seen: string[] = [];

@@ -33,7 +33,8 @@ test('the Kernel menu and the palette can get a GPU now', async ({ lab }) => {
   await expect(notebook.chip).toHaveText(/^Idle, back to the pool in/);
   expect((await session(notebook.kernelId))?.state).toBe('idle');
 
-  // A kernel with a slice cannot get one; the menu offers to release it.
+  // The kernel has a slice, so it cannot get another. The menu offers to release the
+  // slice.
   expect(
     await page.evaluate(() => window.jupyterapp.commands.isEnabled('gpupool:get'))
   ).toBe(false);
@@ -74,7 +75,7 @@ test('launcher, palette and running kernels show the pool', async ({ lab }) => {
     /^Pooled GPU \(Python 3\): gets a GPU when cells use CUDA\. 15\.5 of 15\.5 GiB is free\.\nAt most 7\.8 GiB is free on one GPU\.\nEMULATED: no real GPU is used\.$/
   );
 
-  // The badge is below the picture, and the text does not make the tile high.
+  // The badge is below the picture, and the text does not make the tile taller.
   expect((await tile.boundingBox())!.height).toBeLessThan(180);
   await expect(tile).toContainText('15.5 of 15.5 GiB is free.');
 

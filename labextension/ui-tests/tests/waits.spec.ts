@@ -224,7 +224,10 @@ test('from the start of a wait, all places show the same time', async ({ lab }) 
       );
     });
   const told = new Set<string>();
-  /** Look until all places show the same: the page draws them within a frame or two. */
+  /**
+   * Read the figures until all places show the same one: the page draws all places
+   * within one or two frames.
+   */
   const agree = async (): Promise<string> => {
     let figures: string[] = [];
     await expect
@@ -248,7 +251,7 @@ test('from the start of a wait, all places show the same time', async ({ lab }) 
     expect.stringMatching(/^Waiting: 1st, for [1-9] s, no estimate yet$/)
   );
 
-  // The command line shows the same figures: its time lies between two readings of the
+  // The command line shows the same time: its figure lies between two readings of the
   // chip.
   const chip = async (): Promise<string> => (await look())['chip']!;
   const seconds = (figure: string): number =>

@@ -33,8 +33,8 @@ enum {
     NVML_ERROR_NOT_READY = 27, /* "System is not in ready state" */
 };
 
-/* These two results of nvml_enter() mean that the driver's function must be called. Every other
- * result is the result of the application's call. nvml/entries.S has the same numbers. */
+/* After these two results of nvml_enter(), call the driver's function. Return any other result to
+ * the application. nvml/entries.S has the same numbers. */
 enum { GO_ON = -2, GO_ON_COUNTED = -1 };
 
 typedef void *device;
@@ -113,7 +113,8 @@ static void load(void)
     __atomic_store_n(&loaded, true, __ATOMIC_RELEASE);
 }
 
-/* The caller chooses how long these calls wait, so a suspend must not wait for them. */
+/* Whether the call waits for events. Its caller chooses how long, so a suspend must not wait for
+ * it. */
 static bool waits_for_events(int index)
 {
     return index == N_nvmlEventSetWait || index == N_nvmlEventSetWait_v2 || index == N_nvmlEventSetWait_v3 ||
@@ -130,8 +131,8 @@ HIDDEN void nvml_leave(void)
 HIDDEN int nvml_enter(int index)
 {
     load();
-    /* In a suspended process, a shutdown does nothing. It usually runs at the end of the process,
-     * and the end of the process shuts NVML down, too. */
+    /* In a suspended process, nvmlShutdown does nothing. A program usually calls it at its end,
+     * when the end of the process shuts NVML down anyway. */
     bool waits = index != N_nvmlShutdown;
     switch (guard.enter && guard.leave ? guard.enter(page, waits) : NVML_CALL_PASSES) {
     case NVML_CALL_COUNTED:
@@ -209,8 +210,8 @@ int wrap_nvmlDeviceGetMemoryInfo_v2(device d, struct memory_v2 *out)
     return left(entered, result);
 }
 
-/* This function returns a text, so it cannot return the number of an error as the other functions
- * do. It needs no device. */
+/* This function returns a text, so it cannot return the error of nvml_enter(). It needs no device,
+ * so it does not call nvml_enter(). */
 const char *wrap_nvmlErrorString(int code)
 {
     load();

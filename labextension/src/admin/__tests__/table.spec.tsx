@@ -219,7 +219,7 @@ describe('the page of admins', () => {
     };
     becomes({ ...view(sessions()), maintenance: [order] });
     expect(document.activeElement).toBe(button('GPU 0: Put back…'));
-    // The focus is on another button at the same place.
+    // Now the focus is on another button, which is at the same place on the page.
     button('Shut down late.ipynb').focus();
     becomes({ ...view(sessions().slice(0, 1)), maintenance: [order] });
     expect(document.activeElement?.className).toBe('jp-gpupool-adminPage');

@@ -187,7 +187,8 @@ describe('the header', () => {
   it('the header announces no retry if the page does not retry', () => {
     const broker = { status: 'away', message: 'Off.', nextStep: '' } as const;
     show(null, { broker, live: false });
-    // Here no other part announces that the broker is away.
+    // Without a kernel, the toolbar does not announce that the broker is away, so the
+    // panel does.
     within(screen.getByRole('status')).getByText('No answer from the GPU pool');
     expect(screen.queryByText('This panel tries again by itself.')).toBeNull();
     screen.getByRole('button', { name: 'Refresh' });

@@ -361,7 +361,8 @@ describe('a release or a keep', () => {
     press('Release now');
     await waitFor(() => expect(status()).toContain('when the running cell is done'));
     expect(model.client.release).toHaveBeenCalledWith('k1');
-    // The answer belongs to the old state, so it disappears after the time to read it.
+    // The answer belongs to the old state, so it disappears once the user has had time
+    // to read it.
     jest.useFakeTimers();
     act(() => model.becomes(detached));
     act(() => jest.advanceTimersByTime(READ));
