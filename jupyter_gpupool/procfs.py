@@ -481,6 +481,15 @@ def kill(processes: Iterable[ProcessId]) -> list[str]:
     return problems
 
 
+def kill_tree(root: ProcessId) -> list[str]:
+    """Send SIGKILL to ``root`` and to its descendants; return a sentence for each failure.
+
+    Parents come before their children, so no parent can start a new child in place of a killed one
+    (the workers of a ``multiprocessing.Pool`` are replaced in this way).
+    """
+    return kill([root, *descendants(root)])
+
+
 def _kill(process: ProcessId) -> None:
     descriptor = open_pidfd(process.pid)
     if descriptor is None:

@@ -1,6 +1,6 @@
 # Copyright (c) jupyter_gpupool developers.
 # Distributed under the terms of the Modified BSD License.
-"""Real brokers, real clients, real processes; every wait has a condition and a bound."""
+"""Real brokers, clients and processes for the tests. Each wait has a condition and a time limit."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from . import forks
 MiB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
-#: PYTHONPATH of the processes that tests start: the tests' modules, and the modules that
-#: ``light/README.md`` describes.
+#: PYTHONPATH of the processes that tests start. Its first folder is for the modules of the tests.
+#: ``tests/light/README.md`` describes the modules in its second folder.
 PYTHONPATH = os.pathsep.join((str(ROOT), str(ROOT / "tests" / "light")))
 
 #: Two small devices; a context takes memory, as on real GPUs.
@@ -50,13 +50,13 @@ BIG = 300 * MiB
 #: Seconds that a slow and busy machine may add to a delay that the product promises.
 LATE = 25.0
 
-#: The shortest and the longest pause, in seconds, between two checks of a condition. Checks are not
-#: more frequent, because nearly all of them send a request to the broker.
+#: The shortest and the longest pause, in seconds, between two checks of a condition. The pauses are
+#: not shorter, because nearly every check sends a request to the broker.
 LOOK, SELDOM = 0.02, 0.1
 
 
 def wait_until(condition, what, seconds=60.0):
-    """Return the first true result of ``condition``; a time-out is a failure."""
+    """Call ``condition`` until its result is true, and return it; fail after ``seconds``."""
     begun = time.monotonic()
     while True:
         result = condition()
@@ -109,7 +109,7 @@ class Raw:
 
 
 class Broker:
-    """A broker process in a folder of its own; a test may kill it and start it again there."""
+    """A broker process with its own folder. A test may kill it and start it there again."""
 
     module = "jupyter_gpupool.broker"
 
@@ -122,15 +122,15 @@ class Broker:
         self.log = self.folder / "broker.log"
         self.config_file = self.folder / "config.json"
         self.process = None
-        #: The broker's pid and the last row of the journal at the begin of the current test.
+        #: The broker's pid, and the number of the journal's last row, when the current test began.
         self._pid = None
         self._after = 0
-        #: Whether no other test may use this broker, even if its status looks like new.
+        #: True if no other test may use this broker: a test changed more than the status shows.
         self.disturbed = False
         self.configure(**config)
 
     def begin(self):
-        """Begin a test: forget the rows that earlier tests wrote."""
+        """Begin a test: from now on, ``rows`` skips the journal rows of earlier tests."""
         with self.client() as client:
             self._after = client.call("journal", limit=0)["seq"]
         self._pid = self.process.pid
@@ -159,15 +159,15 @@ class Broker:
             "resume_headroom": 0,
             **config,
         }
-        # Most tests are about slices of one size, which do not grow.
+        # Most tests need slices that do not grow, so the limit of a slice is its size.
         values.setdefault("default_limit", values["default_memory"])
         self.config_file.write_text(json.dumps({"GPUPool": values}))
 
     def start(self, *, wait=True, env=None):
-        """Start the broker; return its report, or None without ``wait``.
+        """Start the broker. Return its report when it is ready; without ``wait``, return None.
 
-        Without ``wait``, or with ``env``, the test is about the start. Its broker is executed, like
-        a user's broker. All other brokers are forked, see ``forks.py``.
+        A test without ``wait`` or with ``env`` is about the start itself. So this method executes
+        the broker, as for a user. It forks all other brokers, see ``forks.py``.
         """
         reading, writing = os.pipe()
         arguments = ["--socket", str(self.socket), "--config", str(self.config_file)]
@@ -189,7 +189,9 @@ class Broker:
             os.close(reading)
             return None
         with os.fdopen(reading, "rb") as pipe:
-            assert select.select([pipe], [], [], 60)[0], f"no word from the broker: {self.tail()}"
+            # On an idle machine, a broker with 64 emulated devices needs 8 s for its self-tests.
+            spoke = select.select([pipe], [], [], 180)[0]
+            assert spoke, f"no word from the broker: {self.tail()}"
             line = pipe.readline()
         answer = json.loads(line) if line else {"ok": False, "message": self.tail()}
         if not answer["ok"]:
@@ -238,7 +240,7 @@ class Broker:
         return next((s for s in self.status()["sessions"] if s["id"] == name), None)
 
     def lost_its_journal(self):
-        """Record that the broker has a new journal, whose rows are numbered from 1 again."""
+        """Note that the broker has a new journal; the numbers of its rows start at 1 again."""
         self._after = 0
 
     def rows(self, *kinds):
@@ -333,7 +335,7 @@ class Kernel:
 
     @property
     def served(self):
-        """Whether the session has its slice: it is active, or idle after a while without a call."""
+        """True if the session has its slice. It is active, or idle after a while without a call."""
         return self.state() in ("active", "idle")
 
     def wait_state(self, *states, seconds=60):
@@ -362,7 +364,7 @@ def as_new(status):
         and all(
             d["can_suspend"]
             and not d["drained_reason"]
-            and not d["memory_used"]  # None if no session exists: the broker takes no samples
+            and not d["memory_used"]  # None without sessions: the broker takes no samples then
             and d["memory_granted"] == d["memory_foreign"] == 0
             for d in status["devices"]
         )
@@ -370,7 +372,7 @@ def as_new(status):
 
 
 def environment(folder):
-    """Return an environment without this machine's own configuration."""
+    """Return environment variables that hide the configuration of this machine and its user."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("GPUPOOL_", "JUPYTER_"))}
     return {
         **kept,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from jupyter_gpupool.broker import sessions
 from jupyter_gpupool.broker.transport.auth import Access, Peer, owner_of
 from jupyter_gpupool.errors import RefusedError
 from jupyter_gpupool.procfs import ProcessId
+
+from .kit import wait_until
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -106,6 +109,27 @@ def test_descendants_are_found_at_any_depth():
         middle.kill()
         middle.stdout.close()
         middle.wait(60)
+
+
+def test_parent_does_not_replace_a_killed_child():
+    script = (
+        "import subprocess\n"
+        "while True:\n"
+        "    child = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
+        "    print(child.pid, flush=True)\n"
+        "    child.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    try:
+        child = procfs.identify(int(parent.stdout.readline()))
+        assert procfs.kill_tree(procfs.identify(parent.pid)) == []
+        assert parent.stdout.read() == ""  # the parent has started no other child
+        assert parent.wait(60) == -signal.SIGKILL
+        wait_until(lambda: not procfs.alive(child), "the end of the child")
+    finally:
+        parent.kill()
+        parent.stdout.close()
+        parent.wait(60)
 
 
 def test_descendants_leave_out_a_broker_started_by_the_notebook():

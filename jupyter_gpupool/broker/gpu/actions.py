@@ -306,7 +306,7 @@ class DeviceActions:
             if self._core.sessions.find(session.id) is session and was is not None:
                 # The kernel is still alive. Its processes are suspended, but the pool counts them
                 # as attached.
-                procfs.kill([*reversed(procfs.descendants(was)), was])
+                procfs.kill_tree(was)
 
         async def work() -> None:
             done(await self.retire(session))
@@ -461,10 +461,7 @@ class DeviceActions:
             await asyncio.sleep(LAST_WORDS)
         if session.process is not None:
             await self.retire(session)
-            # End the children first, because a parent that sees a child die may start another
-            # child.
-            ended = [*reversed(procfs.descendants(session.process)), session.process]
-            for problem in procfs.kill(ended):
+            for problem in procfs.kill_tree(session.process):
                 self._core.log.error("Session %s: %s", session.id, problem)
         self._core.handle(
             e.SessionEnded(

@@ -22,10 +22,9 @@ from ...procfs import (
     session_of,
 )
 
-#: The path of a mapped guard contains one of these parts. The first is part of the path in the
-#: package; symbolic links point to that file. The second is part of the path in a container; the
-#: file there is a hard link to the package's file.
-_GUARDS = (b"/jupyter_gpupool/guard/lib/", b"/gpupool-guard/")
+#: A part of the path of a mapped guard. Symbolic links in other folders lead to this file, and a
+#: process that loads the guard through a link has mapped the file under this path, too.
+_GUARD = b"/jupyter_gpupool/guard/lib/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,7 @@ def maps_libcuda(pid: int) -> bool | None:
     """
     try:
         with open(PROC / str(pid) / "maps", "rb") as maps:
-            return any(
-                b"/libcuda.so" in line and not any(guard in line for guard in _GUARDS)
-                for line in maps
-            )
+            return any(b"/libcuda.so" in line and _GUARD not in line for line in maps)
     except OSError:
         return None
 
